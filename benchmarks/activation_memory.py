@@ -91,7 +91,7 @@ def muon() -> None:
     for kind in ("adamw", "muon"):
         cfg = Config(model=MODEL, train=TrainConfig(optimizer=kind))
         parameters = dict(_init_weights(build_model(cfg)).named_parameters())
-        optimizer = build_optimizer(parameters, cfg, ONE_RANK)
+        optimizer = build_optimizer(parameters, cfg.run, cfg.model, cfg.train, cfg.lora, ONE_RANK)
         for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter)
         print(f"  {kind:24}{min(_time_s(optimizer.step) for _ in range(RUNS)) * 1e3:9.1f} ms")

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_suites import LIBRARIES, PREDICTIONS, TEST_LIBRARIES
+from moefold.cost.hardware import load_device
+from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
+from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 118
@@ -109,6 +112,24 @@ moefold simulate --run RUN_DIR --gpu this-machine.toml
 ```
 [cost-model.md](cost-model.md#a-plan-checked-against-a-run-on-the-same-machine) has such a comparison on a CPU.
 """
+CONSTANTS_TEXT = """\
+## Constants of the planner
+These decide which family of mappings wins ([cost-model.md](cost-model.md#constants)). What no stage measures is
+unmeasured in every plan.
+"""
+PLANNER_CONSTANTS = (
+    (
+        "host time of a counted kernel, with Python and autograd around it",
+        "{host_us:.0f} us",
+        "rates",
+        "host time of a launch",
+    ),
+    ("wait of the host in a dropless layer", "{sync_us:.0f} us", "", ""),
+    ("part of the collectives of ZeRO-3 that compute does not hide", "{zero3:.2f}", "", ""),
+    ("part of the copies of an offloaded layer that compute does not hide", "{offload:.2f}", "", ""),
+    ("copy to the host during an all-gather, over its speed alone", "1", "", ""),
+)
+"""What a constant is, its value, and the stage and row of a measurement; the launch of a bare kernel is its least."""
 
 
 class Measured(NamedTuple):
@@ -163,6 +184,11 @@ def render(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         "| step | planned for h100, ms | for h200, ms | with probe, ms | measured, ms | with probe / measured |",
         "| --- | --- | --- | --- | --- | --- |",
         *_plan_lines(predictions["plans"], measured),
+        "",
+        CONSTANTS_TEXT,
+        "| constant | planner, h100 | stage that measures it | measured |",
+        "| --- | --- | --- | --- |",
+        *_constant_lines(measured),
         "",
         "## Other measurements",
         *_other_lines(predictions, measured),
@@ -268,6 +294,20 @@ def _verdict(value: float, expected: tuple[float, float] | None) -> str:
     if expected is None or expected[0] <= value <= expected[1]:
         return ""
     return " (below)" if value < expected[0] else " (above)"
+
+
+def _constant_lines(measured: MeasuredRows) -> Iterator[str]:
+    device = load_device("h100")
+    values = {
+        "host_us": 1e6 * device.host_launch_s,
+        "sync_us": 1e6 * device.sync_s,
+        "zero3": EXPOSED_ZERO3_FRACTION,
+        "offload": EXPOSED_OFFLOAD_FRACTION,
+    }
+    for name, value, stage, row in PLANNER_CONSTANTS:
+        found = measured.get((stage, row))
+        text = "" if found is None else f"at least {found.row['value']:.4g} {found.row['unit']}"
+        yield f"| {name} | {value.format(**values)} | {f'`{stage}`: {row}' if stage else 'none'} | {text} |"
 
 
 def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iterator[str]:

@@ -152,7 +152,7 @@ def run_rank(cfg: Config, times: Times, repeats: int) -> list[tuple[float, float
     schedule = PipelineSchedule(
         stages,
         len(ranks),
-        plan_messages(runtime_slots(cfg), ranks)[dist.get_rank()],
+        plan_messages(runtime_slots(cfg.model, cfg.parallel, cfg.train), ranks)[dist.get_rank()],
         PipelineMessages(None, (1, 1), torch.float32, torch.device("cpu")),
         comm_timer=CommTimer(),
     )

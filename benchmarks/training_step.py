@@ -25,6 +25,6 @@ def build_training_step(cfg: Config, groups: ParallelGroups) -> TrainingStep:
     sharded = build_sharded_stages(cfg, groups, for_training=True)
     for module in sharded.stages:
         draw_weights(module, cfg.run, cfg.model)
-    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
+    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
     model = ParallelModel(sharded.stages, sharded.stage_plan, runner, groups, sharded.positions)
     return TrainingStep(model, cfg)

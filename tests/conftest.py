@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import atexit
 import gc
 import os
 import signal
@@ -7,13 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
+from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
 
-# How long an example takes depends on the machine and what else it does.
-settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any speed")
+ignore_speed()
 
 # Processes that tests start inherit ignored signals, as under nohup; they must get them as from a terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -37,6 +36,8 @@ def pytest_collection_finish() -> None:
     search them several times, which takes longer than its steps.
     """
     gc.freeze()
+    # Frozen objects are not destroyed at exit, about which triton's library complains.
+    atexit.register(gc.unfreeze)
     gc.enable()
 
 

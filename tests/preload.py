@@ -1,4 +1,4 @@
-"""What the ranks of the tests find in memory: they would each import it again.
+"""What the ranks and commands that tests fork find in memory: they would each import it again.
 
 A rank imports the file of the function that it is to call, which takes a tenth of a second for pytest and a second for
 transformers. Its runs draw no loss.png, see tests/no_plots.py.
@@ -6,19 +6,31 @@ transformers. Its runs draw no loss.png, see tests/no_plots.py.
 
 import gc
 from contextlib import suppress
+from importlib import import_module
 
-import pytest  # noqa: F401
 import torch
 
-import moefold.train.callbacks.run_log
-import moefold.verify.compare  # noqa: F401
+from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
 
+MODULES = (
+    *("pytest", "hypothesis.strategies", "numpy.ma", "pydantic.dataclasses", "multiprocessing.popen_fork"),
+    *("moefold.verify.compare", "moefold.train.callbacks.run_log", "moefold.cli.train", "moefold.train.worker"),
+    *("moefold.parts.optimizer.adamw.module", "moefold.parts.dispatcher.alltoall.module"),
+    *("moefold.convert.init_from", "moefold.convert.families", "moefold.cost.peak_memory"),
+    *("moefold.cli.inference_options", "moefold.inference.worker", "moefold.inference.rollouts"),
+    *("moefold.ops.cpu.attention", "moefold.ops.cpu.decode", "moefold.ops.cpu.gemm", "moefold.ops.cpu.swiglu"),
+)
+"""What most ranks or commands import."""
+
+for _name in MODULES:
+    import_module(_name)
 with suppress(ImportError):
     import safetensors.torch  # noqa: F401
     import transformers.cache_utils
     import transformers.modeling_utils  # noqa: F401
 
+ignore_speed()
 leave_out_plots()
 torch.set_num_threads(1)
 # As in moefold.verify.ranks.preload.

@@ -51,8 +51,9 @@ def test_without_padding_dp_divides_the_micro_batches():
 
 def test_seven_of_eight_ranks_have_padding():
     cfg = with_world_size(recipe(world_size=8), 7)
-    assert (cfg.parallel.dp, cfg.num_micro_batches, cfg.num_padding_micro_batches) == (7, 2, 2)
-    assert with_world_size(cfg, 6).num_padding_micro_batches == 0
+    assert (cfg.parallel.dp, cfg.num_micro_batches, cfg.train.num_padding_micro_batches(cfg.parallel.dp)) == (7, 2, 2)
+    six = with_world_size(cfg, 6)
+    assert six.train.num_padding_micro_batches(six.parallel.dp) == 0
     fixed = replace(cfg, parallel=replace(cfg.parallel, elastic=False))
     with pytest.raises(ConfigError, match="must be divisible by .* or set parallel.elastic=true"):
         check_config(fixed)

@@ -183,7 +183,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     """Return the world sizes that the recipe fits, ascending.
 
     The degrees other than dp and edp stay, so that a world size is a multiple of tp*cp*pp and of ep*etp*pp. The number
-    of micro-batches of the global batch must be a multiple of dp, unless `Config.may_pad_batch`.
+    of micro-batches of the global batch must be a multiple of dp, unless `ParallelConfig.may_pad_batch`.
 
     Args:
         cfg: the recipe.
@@ -197,7 +197,8 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     return [
         number
         for number in range(multiple, most + 1, multiple)
-        if (cfg.may_pad_batch or count % (number // dense) == 0) and _is_valid(_replace_world_size(cfg, number))
+        if (cfg.parallel.may_pad_batch or count % (number // dense) == 0)
+        and _is_valid(_replace_world_size(cfg, number))
     ]
 
 

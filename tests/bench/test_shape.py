@@ -9,7 +9,7 @@ def test_every_shape_has_a_recipe():
     for shape in bench_shapes().values():
         for tokens in (4096, 16384):
             cfg = bench_config(shape, dtype="bfloat16", tokens=tokens)
-            assert cfg.tokens_per_step == tokens
+            assert cfg.train.tokens_per_step == tokens
             assert [layer.ffn.kind for layer in cfg.model.layers] == ["moe"] * {"model": 4, "layer": 1, "stack": 2}[
                 shape.part
             ]

@@ -25,10 +25,12 @@ FOLDINGS = [
 ]
 
 
-def draw(tmp_path, layout, gpus_per_node, *stages) -> ElementTree.ElementTree:
+def draw(tmp_path, layout, gpus_per_node, plan=None, cfg: Config | None = None) -> ElementTree.ElementTree:
     path = tmp_path / "layout.svg"
+    model = None if cfg is None else cfg.model
+    costs = None if cfg is None or plan is None else [stage_cost(cfg, stage.parts) for stage in plan.stages]
     with mpl.rc_context({"svg.fonttype": "none"}):
-        save_picture(layout, gpus_per_node, path, *stages)
+        save_picture(layout, gpus_per_node, path, plan, model, costs)
     return ElementTree.parse(path)
 
 

@@ -33,6 +33,7 @@ def test_table_lists_what_was_skipped(short_table, capsys):
     text = capsys.readouterr().out
     assert "skipped 1 rows" in text
     assert "mean absolute error" in text
+    assert "unseen" in text
 
 
 def test_a_file_that_is_not_there_is_one_message(capsys):

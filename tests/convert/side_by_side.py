@@ -148,11 +148,11 @@ def train_ours(cfg: Config) -> RankRecord:
     """The same under the recipe's mapping; every rank of the process group calls it."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
-    load_initial_weights(cfg, model, is_first_rank=groups.rank == 0)
+    load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=groups.rank == 0)
     logits = _logits(model, cfg)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
     batch = loader.batch(0)
     training.begin_step(1, batch)
     model.forward_backward(batch)

@@ -94,7 +94,7 @@ def _save_under(cfg: Config) -> None:
     """Load the initial weights under a mapping, and save them as step 0."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
-    load_initial_weights(cfg, model, is_first_rank=groups.rank == 0)
+    load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=groups.rank == 0)
     training = TrainingStep(model, cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
     write_checkpoint(cfg, state, TrainState(step=0, samples=0, tokens=0))

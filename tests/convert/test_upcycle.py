@@ -165,7 +165,9 @@ def test_noise_has_the_size_asked_for_and_differs_by_expert(dense):
 def _upcycled_parts(cfg: Config) -> dict[str, torch.Tensor]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
-    assert load_initial_weights(cfg, model, is_first_rank=False).startswith("upcycled from")
+    assert load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=False).startswith(
+        "upcycled from"
+    )
     return {
         name: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
         for name, parameter in model.named_parameters.items()

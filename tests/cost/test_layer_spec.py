@@ -26,38 +26,6 @@ LATENT = replace(
 )
 MODELS = {
     "everything": WITH_EVERYTHING,
-    "wide norms, tied": replace(WITH_EVERYTHING, qk_norm_width="all_heads", tie_embeddings=True, layer_pattern="MD"),
-    "output gate, two norms": replace(WITH_EVERYTHING, attention_gate=True, norm_placement="both"),
-    "latent experts": replace(WITH_EVERYTHING, moe_hidden_size=12),
-    "norms of outputs": replace(MODEL, norm_placement="post", mtp_layers=1),
-    "LayerNorm, bias of the head": replace(
-        WITH_EVERYTHING, norm="layernorm", head_bias=True, norm_placement="both", tie_embeddings=True
-    ),
-    "latent": replace(LATENT, mtp_layers=1, norm="layernorm", head_bias=True),
-    "gated latent": replace(LATENT, attention_gate=True, mtp_layers=1),
-    "gla": replace(MODEL, attention_pattern="LF", linear_attention="gla", linear_gate_rank=3, linear_value_head_dim=5),
-    "short convolution": replace(MODEL, attention_pattern="FL", linear_attention="short_convolution", mtp_layers=1),
-    "short convolution, biases": replace(
-        MODEL, attention_pattern="FL", linear_attention="short_convolution", linear_conv_bias=True, qkv_bias=True
-    ),
-    "kda, full rank": replace(
-        MODEL,
-        attention_pattern="LF",
-        linear_attention="kda",
-        linear_full_rank_gates=True,
-        attention_gate=True,
-        attention_gate_width="head",
-    ),
-    "kda": replace(MODEL, attention_pattern="LF", linear_attention="kda", linear_value_head_dim=5),
-    "gated_deltanet": replace(
-        MODEL, num_layers=4, attention_pattern="LF", linear_num_value_heads=8, linear_value_head_dim=5, mtp_layers=1
-    ),
-    "sparse": replace(MODEL, index_topk=4, index_heads=3, index_head_dim=8, attention_pattern="FL", mtp_layers=1),
-    "sparse latent": replace(LATENT, index_topk=4, index_heads=3, index_head_dim=8),
-    "shared selections": replace(
-        LATENT, num_layers=4, index_topk=4, index_heads=3, index_head_dim=8, index_pattern="FS", mtp_layers=1
-    ),
-    "latent without query latent": replace(LATENT, q_lora_rank=0, expert_bias=True),
     **{name: load_config(None, [f"model.preset={name}"]).model for name in preset_names()},
 }
 
@@ -107,4 +75,6 @@ def test_matrices_by_hand() -> None:
         "weight", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight", "router.bias",
         "experts.b_gate", "experts.b_up", "experts.b_down",
     }  # fmt: skip
-    assert [weight.name for weight in weights if weight.is_matrix and not weight.uses_muon] == ["ffn.shared_gate"]
+    assert [weight.name for weight in weights if weight.is_matrix and not weight.updates_as_matrix] == [
+        "ffn.shared_gate"
+    ]

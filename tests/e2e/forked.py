@@ -1,4 +1,4 @@
-"""`moefold WORDS` in a process forked from one that has torch in memory: its import takes longer than a small run."""
+"""Commands and programs in processes forked from one that has torch in memory: its import takes longer than they do."""
 
 import os
 import signal
@@ -25,11 +25,32 @@ def run_forked(
     Raises:
         subprocess.TimeoutExpired: it did not end in time, and was ended with its ranks.
     """
+    return _run(_command, words, timeout_s, cwd, environment)
+
+
+def run_program(
+    program: str, *words: str, timeout_s: float = 60.0, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end as `python -c PROGRAM WORDS` does, but with torch in memory.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time, and was ended.
+    """
+    return _run(_program, (program, *words), timeout_s, Path.cwd(), environment)
+
+
+def _run(
+    target: Callable[..., None],
+    words: Sequence[str],
+    timeout_s: float,
+    cwd: Path,
+    environment: Mapping[str, str],
+) -> subprocess.CompletedProcess[str]:
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with TemporaryDirectory() as folder:
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = context.Process(target=_command, args=(words, printed, cwd, dict(environment)))
+        process = context.Process(target=target, args=(words, printed, cwd, dict(environment)))
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
@@ -87,6 +108,22 @@ def interrupt_forked(
 
 
 def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:
+    _become_a_command(printed, cwd, environment)
+    sys.argv = ["moefold", *words]
+    sys.exit(main(words))
+
+
+def _program(words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:
+    _become_a_command(printed, cwd, environment)
+    sys.argv = ["-c", *words[1:]]
+    try:
+        exec(words[0], {"__name__": "__main__"})
+    except Exception:  # noqa: BLE001 - printed as the interpreter does
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+def _become_a_command(printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:
     os.setsid()
     # A shell's background job ignores Ctrl-C, and so would all that it starts. A fork server that the pool of workers
     # started blocks it.
@@ -99,5 +136,3 @@ def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environme
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
         # As PYTHONUNBUFFERED has it in a process of its own: lines of several ranks are in order of time.
         stream.reconfigure(write_through=True)
-    sys.argv = ["moefold", *words]
-    sys.exit(main(words))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli.main import main
 from moefold.launch.local_job import LOCK_FILE
 from moefold.verify.ranks.pool import WorkerPool
-from tests.e2e.command import ROOT, TWO, environment, fresh, losses, processes_of, small, wait_until_gone
+from tests.e2e.command import ROOT, TWO, environment, losses, processes_of, small, wait_until_gone
 from tests.e2e.forked import interrupt_forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
@@ -79,16 +80,16 @@ def test_a_run_that_is_killed_leaves_nothing_in_the_temporary_folder(tmp_path, f
     assert [path.name for path in folder.iterdir() if path.name.startswith(("moefold", "torchelastic", "pymp"))] == []
 
 
-def test_leftovers_of_a_killed_verify_are_removed_and_its_ranks_end(folder, monkeypatch):
-    words = ["verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS]
+def test_ranks_end_with_the_process_that_called_them_and_the_next_removes_its_leftovers(folder, monkeypatch):
+    """Whatever they are at: these would sleep for an hour."""
+    code = "import time; from moefold.verify.ranks.pool import WorkerPool; WorkerPool().run(2, time.sleep, 3600)"
     variables = environment() | {"TMPDIR": str(folder)}
-
-    command = [sys.executable, "-m", "moefold", *words]
-    with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as process:
         while not are_up(5)(process.pid):
             assert process.poll() is None
             time.sleep(0.02)
-        # The command alone: its ranks are not told.
+        # It alone: its ranks are not told.
         process.kill()
     wait_until_gone(process.pid)
     (left,) = (path for path in folder.iterdir() if (path / LOCK_FILE).exists())
@@ -99,22 +100,9 @@ def test_leftovers_of_a_killed_verify_are_removed_and_its_ranks_end(folder, monk
     assert (folder / "of another program").exists()
 
 
-def test_ranks_end_with_the_process_that_called_them(folder):
-    """Whatever they are at: these would sleep for an hour."""
-    code = "import time; from moefold.verify.ranks.pool import WorkerPool; WorkerPool().run(2, time.sleep, 3600)"
-    variables = environment() | {"TMPDIR": str(folder)}
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, env=variables, cwd=ROOT, start_new_session=True) as process:
-        while not are_up(5)(process.pid):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.kill()
-    wait_until_gone(process.pid)
-
-
-def test_a_temporary_folder_with_a_long_path_is_refused(tmp_path, monkeypatch):
+def test_a_temporary_folder_with_a_long_path_is_refused(tmp_path, monkeypatch, capsys):
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    done = fresh("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS)
-    assert (done.returncode, "set TMPDIR to a shorter one" in done.stderr) == (2, True), done.stderr
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert main(["verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS]) == 2
+    assert "set TMPDIR to a shorter one" in capsys.readouterr().err

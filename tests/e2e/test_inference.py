@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.e2e.command import TWO, fresh, moefold, run
+from tests.e2e.command import TWO, moefold, run
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +39,7 @@ def test_evaluation_is_the_same_under_another_mapping(one_rank, tmp_path):
 def test_text_is_read_with_the_models_tokenizer_and_a_person_gets_a_line(one_rank, tmp_path):
     (tmp_path / "text.txt").write_text("é" * 33)
     words = ["eval", str(one_rank / "checkpoints"), "--text", str(tmp_path / "text.txt"), "--seq-len", "32"]
-    done = fresh(*words, "--tokenizer", "bytes", "--device", "cpu")
+    done = moefold(*words, "--tokenizer", "bytes", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("loss ")
     assert done.stdout.endswith("over 62 tokens in 2 sequences\n")

@@ -108,6 +108,7 @@ def torchrun(*words: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_torchrun_joins_its_ranks(one_rank, tmp_path):
     done = run(torchrun(*small(tmp_path / "run", "run.steps=3", *TWO)))
     assert done.returncode == 0, done.stderr
@@ -119,14 +120,15 @@ def test_ranks_of_a_launcher_take_one_plan(one_rank, tmp_path):
     done = run_on_ranks(small(tmp_path / "run", "run.steps=3", "parallel=auto"), 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parallel = auto: ") == 1
+    assert done.stdout.count("step 2/3") == 1
     chosen = json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]
     assert chosen["world_size"] == 2
     assert chosen["mapping"] == "given"
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank)[:3], rel=1e-5)
 
 
-def test_torchrun_with_another_number_of_ranks_is_one_message(tmp_path):
-    refused = run(torchrun(*small(tmp_path / "run", *FOLDED)))
+def test_a_launcher_of_another_number_of_ranks_is_one_message(tmp_path):
+    refused = run_on_ranks(small(tmp_path / "run", *FOLDED), 2)
     assert refused.returncode != 0
     assert refused.stderr.count("moefold: error: ") == 1
     assert "parallel.world_size=8 must equal the 2 processes that the launcher started" in refused.stderr

@@ -2,14 +2,13 @@
 
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from moefold.comm.collectives import is_collective_error
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
+from tests.e2e.forked import run_program
 
 RANK = """
 import signal, sys, time
@@ -28,15 +27,14 @@ def timed(status):
 os._exit = timed
 with failure.RankErrorHandler(RankEnv(rank, rank, 8, "127.0.0.1", 1), lambda: told):
     exec(sys.argv[3])
+os._exit = end
 print("went on")
 """
 
 
 def fail(code: str, rank: int = 0, told: bool = False) -> tuple[int, str, str]:
     """Run code as a rank of eight; returns the status, what it printed, and its stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", RANK, str(rank), str(int(told)), code], capture_output=True, text=True, timeout=60
-    )
+    done = run_program(RANK, str(rank), str(int(told)), code)
     return done.returncode, done.stdout.strip(), done.stderr
 
 

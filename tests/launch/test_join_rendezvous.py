@@ -4,13 +4,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from moefold.errors import RunError
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
+from moefold.launch.failure import RankErrorHandler
 from moefold.launch.rendezvous import join_rendezvous, listen_at
-from tests.e2e.forked import PRELOAD
+from tests.e2e.forked import PRELOAD, run_program
 from tests.launch import peer
 
 RANKS = 3
@@ -53,15 +55,19 @@ def _meet(sender: Connection, rank: int, port: int) -> None:
     sender.send({session, *(store.get(str(other)).decode() for other in range(RANKS))})
 
 
-def _start(store: dist.TCPStore, rank: int) -> tuple[BaseProcess, Connection]:
-    """Fork a rank from the fork server of the worker pool, which has torch in memory."""
+def _fork(function: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
+    """Call a function with a connection in a process forked from the fork server of the pool, with torch in memory."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_meet, args=(sender, rank, store.port), daemon=True)
+    process = context.Process(target=function, args=(sender, *args), daemon=True)
     process.start()
     sender.close()
     return process, receiver
+
+
+def _start(store: dist.TCPStore, rank: int) -> tuple[BaseProcess, Connection]:
+    return _fork(_meet, rank, store.port)
 
 
 def _said(ranks: list[tuple[BaseProcess, Connection]]) -> set[str]:
@@ -96,11 +102,8 @@ def _alone(rank: int) -> subprocess.CompletedProcess[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, "-c", MEET.replace("20.0", "1.0"), str(rank), str(port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    return subprocess.run(
-        words, capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    return run_program(MEET.replace("20.0", "1.0"), str(rank), str(port), environment=environment)
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0")])
@@ -152,66 +155,60 @@ def test_rank_0_names_a_port_that_is_taken():
     )
 
 
-WAIT = """
-import sys
-from moefold.launch.failure import RankErrorHandler
-from moefold.launch.rendezvous import join_rendezvous
-from moefold.host.rank_env import RankEnv
-place = RankEnv(1, 1, 2, "127.0.0.1", int(sys.argv[1]))
-with RankErrorHandler(place, lambda: False):
-    print("ready", flush=True)
-    join_rendezvous(place, 1000.0)
-"""
+def _wait(sender: Connection, port: int, errors: Path) -> None:
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    place = RankEnv(1, 1, 2, "127.0.0.1", port)
+    with RankErrorHandler(place, lambda: False):
+        sender.send("ready")
+        join_rendezvous(place, 1000.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_that_waits_for_a_silent_peer_obeys_signals(number):
+def test_a_rank_that_waits_for_a_silent_peer_obeys_signals(number, tmp_path):
+    errors = tmp_path / "stderr"
     with peer.listening(peer.is_silent) as port:
-        words = [sys.executable, "-c", WAIT, str(port)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
-                process.send_signal(number)
-                _, errors = process.communicate(timeout=60)
-            finally:
-                process.kill()
-    assert (process.returncode, errors) == (128 + number, "")
+        process, receiver = _fork(_wait, port, errors)
+        try:
+            assert receiver.recv() == "ready"
+            os.kill(process.pid, number)
+            process.join(60)
+            assert (process.exitcode, errors.read_text()) == (128 + number, "")
+        finally:
+            process.kill()
 
 
-DYING_STORE = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.readline()
-"""
+def _keep_store(sender: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sender.send(store.port)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkeypatch, ending):
     """A launcher that is killed, or a host that no longer answers."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    words = [sys.executable, "-c", DYING_STORE]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
-        try:
-            assert keeper.stdout is not None
-            port = int(keeper.stdout.readline())
-            place = RankEnv(1, 1, 2, "127.0.0.1", port)
-            client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    keeper, receiver = _fork(_keep_store)
+    try:
+        port = receiver.recv()
+        place = RankEnv(1, 1, 2, "127.0.0.1", port)
+        client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
-            def lose() -> None:
-                # Rank 1 looks for the name of rank 0; then it asks the store again and again.
-                client.set("moefold/roll-call/first", "a name")
-                client.wait(["moefold/roll-call/answer/a name/1"])
-                keeper.send_signal(ending)
+        def lose() -> None:
+            # Rank 1 looks for the name of rank 0; then it asks the store again and again.
+            client.set("moefold/roll-call/first", "a name")
+            client.wait(["moefold/roll-call/answer/a name/1"])
+            os.kill(keeper.pid, ending)
 
-            losing = threading.Thread(target=lose)
-            losing.start()
-            with pytest.raises(RunError, match=rf"rank 1 lost the store at 127\.0\.0\.1:{port} while it waited for"):
-                join_rendezvous(place, 10.0)
-            losing.join()
-        finally:
-            keeper.kill()
+        losing = threading.Thread(target=lose)
+        losing.start()
+        with pytest.raises(RunError, match=rf"rank 1 lost the store at 127\.0\.0\.1:{port} while it waited for"):
+            join_rendezvous(place, 10.0)
+        losing.join()
+    finally:
+        keeper.kill()
+        keeper.join()
 
 
 def test_a_store_is_bound_to_the_address_that_is_given_if_that_is_certain():

@@ -1,31 +1,34 @@
 """Temporary folders: the next start removes the folders of a process that was killed, and no others."""
 
 import os
-import subprocess
-import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from moefold.launch.local_job import LOCK_FILE, claim_folder, record_files, remove_stale_folders
-
-CLAIM = """
-import sys
-from pathlib import Path
-from moefold.launch.local_job import claim_folder
-claim_folder(Path(sys.argv[1]))
-print("claimed", flush=True)
-sys.stdin.readline()
-"""
+from tests.e2e.forked import PRELOAD
 
 
-def _claimed(folder: Path) -> subprocess.Popen[str]:
+def _claim(folder: Path, sender: Connection) -> None:
+    claim_folder(folder)
+    sender.send("claimed")
+    time.sleep(600)
+
+
+def _claimed(folder: Path) -> BaseProcess:
+    """Claim a folder in another process, which lives on."""
     folder.mkdir()
     (folder / "content").write_text("x")
-    words = [sys.executable, "-c", CLAIM, str(folder)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "claimed\n"
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_claim, args=(folder, sender), daemon=True)
+    process.start()
+    assert receiver.recv() == "claimed"
     return process
 
 
@@ -33,7 +36,7 @@ def test_folders_of_the_dead_go_and_folders_of_the_living_and_of_others_stay(tmp
     living, dead = _claimed(tmp_path / "living"), _claimed(tmp_path / "dead")
     try:
         dead.kill()
-        dead.wait()
+        dead.join()
         (tmp_path / "of another program").mkdir()
         (tmp_path / "file").touch()
         target = tmp_path / "target"
@@ -51,7 +54,7 @@ def test_folders_of_the_dead_go_and_folders_of_the_living_and_of_others_stay(tmp
         assert (tmp_path / "living" / "content").read_text() == "x"
     finally:
         living.kill()
-        living.wait()
+        living.join()
 
 
 def test_a_claim_twice_is_one(tmp_path):

@@ -22,4 +22,4 @@ def build_alone(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a [train] section; Muon takes the shapes of the parameters from the model."""
     cfg = Config(model=model or ModelConfig(), train=train, run=RunConfig(seed=seed))
-    return build_optimizer(given, cfg, make_group((0,), 0, None), store)
+    return build_optimizer(given, cfg.run, cfg.model, cfg.train, cfg.lora, make_group((0,), 0, None), store)

@@ -45,7 +45,7 @@ def _train(cfg: Config, model: ParallelModel) -> tuple[list[object], dict[str, T
     """Return the metrics and gradients of three steps with an evaluation after each, and the weights."""
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    sharder = BatchSharder(data.train, cfg, model.groups, model.positions)
+    sharder = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, model.groups, model.positions)
     metrics: list[object] = []
     for i in range(3):
         result = training.run(sharder.batch(i * cfg.train.global_batch_size), i + 1)
@@ -134,7 +134,7 @@ def test_the_recipe_chooses_what_is_captured(mode, is_graphed):
     cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
     with fake_rank(cfg.parallel, 0) as groups:
         sharded = build_sharded_stages(cfg, groups, for_training=True)
-        runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
+        runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
         inference = build_sharded_stages(cfg, groups, for_training=False)
     for stages, expected in ((sharded.stages, is_graphed[:2]), (inference.stages, (False, False))):
         for block in stages[0].layers.values():

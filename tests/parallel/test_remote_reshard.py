@@ -11,6 +11,7 @@ from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallelize import parallelize
@@ -49,11 +50,13 @@ def _transfer(cfg: Config) -> int:
     Each value of a weight tells its place in the tensor and the version, so a sampling rank knows what it must get.
     """
     link = split_pool(cfg)
+    sampled = rollout_config(cfg)
+    source = WeightSharding.from_config(cfg, for_training=True)
+    target = WeightSharding.from_config(sampled, for_training=False)
     device = torch.device("cpu")
     if link.split.samples(link.rank):
-        sampled = rollout_config(cfg)
         model = InferenceModel(sampled, ParallelGroups.create(check_config(sampled, is_training=False), device))
-        receiver = WeightReceiver(model, cfg, link, MAX_ROUND_BYTES)
+        receiver = WeightReceiver(model, source, target, link, MAX_ROUND_BYTES)
         for version in range(2):
             for tensor in weight_tensors(model).values():
                 local_tensor(tensor).fill_(-1)
@@ -66,7 +69,7 @@ def _transfer(cfg: Config) -> int:
             assert received.scratch_bytes <= MAX_ROUND_BYTES
         return 0
     model = parallelize(cfg, ParallelGroups.create(check_config(cfg), device))
-    sender = WeightSender(model, cfg, link, MAX_ROUND_BYTES)
+    sender = WeightSender(model, source, target, link, MAX_ROUND_BYTES)
     sends = []
     for version in range(2):
         for name, tensor in weight_tensors(model).items():

@@ -107,7 +107,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
         model, moments, cfg.parallel.zero, install_comm_hooks(model.stages, groups, cfg.parallel.zero)
     )
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
     training.run(batch, 1)
     found = [replicas.find_divergences(batch, _said("here"))]
     tensors: dict[str, Any] = {**training.parameters, **moments, **training.buffers}
@@ -191,7 +191,7 @@ def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
     experts = model.stages[0].moe_layers()[1].experts
     assert isinstance(experts, FSDPModule)
     experts.set_custom_all_gather(_ErringGather())  # type: ignore[arg-type]
@@ -220,7 +220,9 @@ def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
     with patch.object(shared_gather, "open_shared_memory", open_other):
         training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    return training.run(BatchSharder(data.train, cfg, groups, model.positions).batch(0), 1).divergences
+    return training.run(
+        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0), 1
+    ).divergences
 
 
 @pytest.mark.parity
@@ -242,7 +244,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    loader = BatchSharder(data.train, cfg, groups, model.positions)
+    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
     return [training.run(loader.batch(4 * i), i + 1).divergences for i in range(2)]
 
 
@@ -259,7 +261,9 @@ def _metrics(cfg: Config) -> ReplicaMetrics | None:
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    return training.run(BatchSharder(data.train, cfg, groups, model.positions).batch(0), 1).replicas
+    return training.run(
+        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0), 1
+    ).replicas
 
 
 def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.ndarray]:
@@ -268,7 +272,9 @@ def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.nda
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(first_sample)
+    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(
+        first_sample
+    )
     training.begin_step(1, batch)
     loss = model.forward_backward(batch)
     dense, experts = [], []

@@ -34,7 +34,7 @@ def _train(cfg: Config, shares: bool):
         with patch.object(shared_gather, "open_shared_memory", _refuse):
             training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    batches = BatchSharder(data.train, cfg, groups, model.positions)
+    batches = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
     size = cfg.train.global_batch_size
     numbers = []
     for step in range(2):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.planner.validation import COLUMNS, STATED_ERROR, mean_abs_error_pct, validate_predictions
+from moefold.planner.validation import COLUMNS, KINDS, STATED_ERROR, mean_abs_error_pct, validate_predictions
 
 PUBLISHED = Path(__file__).parent / "published"
 METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")
@@ -14,6 +14,11 @@ METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")
 @pytest.fixture(scope="module")
 def moe():
     return validate_predictions(PUBLISHED / "calibration.csv")
+
+
+@pytest.fixture(scope="module")
+def new():
+    return validate_predictions(PUBLISHED / "calibration_2026.csv")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +42,42 @@ def test_all_rows_with_a_complete_mapping_are_within_fifteen_per_cent(moe, dense
     assert dense.mean_abs_error_pct <= 15
 
 
-def test_the_stated_error_covers_the_worst_fitted_row(moe):
-    assert moe.mean_abs_error_pct <= STATED_ERROR.unseen_mean_pct
-    assert max(moe.abs_errors_pct) <= STATED_ERROR.worst_fitted_pct + 0.5
+def test_the_stated_error_is_larger_than_the_error_of_fitted_rows(moe, new):
+    assert moe.mean_abs_error_pct < STATED_ERROR.unseen_mean_pct
+    assert new.mean_abs_error_pct < STATED_ERROR.new_mean_pct
+
+
+def test_rows_of_2026_are_within_a_quarter(new):
+    assert len(new.predictions) == 24
+    assert new.memory_mistakes == ()
+    assert new.mean_abs_error_pct <= 25
+
+
+@pytest.mark.parametrize("table", ["moe", "new"])
+def test_every_fitted_row_has_an_error_under_a_fit_without_its_configuration(table, request):
+    """A row without one was added, or changed, after benchmarks/fit_planner.py --unseen wrote the errors."""
+    rows = [p for p in request.getfixturevalue(table).predictions if p.error_pct is not None]
+    assert all(p.unseen_error_pct is not None for p in rows)
+    seen, unseen = (sum(abs(error) for error in errors) / len(rows) for errors in (
+        [p.error_pct for p in rows], [p.unseen_error_pct for p in rows]
+    ))  # fmt: skip
+    assert seen < unseen < 2 * seen
+
+
+def test_errors_are_listed_by_gpu_and_kind(moe):
+    groups = moe.errors_by_kind()
+    assert list(groups) == ["all", "B200", "B300", "GB200", "GB300", "H100", *KINDS]
+    seen, unseen = groups["all"]
+    assert seen.rows == unseen.rows == len(moe.abs_errors_pct)
+    assert seen.mean_abs_error_pct == pytest.approx(moe.mean_abs_error_pct)
+    assert sum(groups[gpu][0].rows for gpu in ("B200", "B300", "GB200", "GB300", "H100")) == seen.rows
+    assert 0 < groups["natural routing"][0].rows < groups["no CUDA graphs"][0].rows < seen.rows
+
+
+def test_a_row_that_was_not_fitted_is_unseen(tmp_path):
+    (found,) = validate_predictions(table(tmp_path / "t.csv", **GOOD)).predictions
+    assert found.unseen_error_pct is None
+    assert validate_predictions(table(tmp_path / "t.csv", **GOOD)).errors_by_kind()["all"][1] is None
 
 
 @pytest.mark.parametrize(
@@ -98,6 +136,10 @@ def test_the_json_has_the_fields_that_other_tools_read(moe):
     assert set(tree["rows"][0]) == {"source", "model", "gpu", "metric", "measured", "predicted", "error_pct"}
     assert tree["num_skipped"] == sum(moe.skipped.values())
     assert set(tree["by_gpu_precision"]["H100 bf16"]) == {"rows", "mean_abs_error_pct"}
+    assert set(tree["by_kind"]["all"]) == {"fitted", "unseen"}
+    assert set(tree["by_kind"]["all"]["unseen"]) == {
+        "rows", "mean_abs_error_pct", "median_abs_error_pct", "bias_pct",
+    }  # fmt: skip
 
 
 def table(path, **cells):

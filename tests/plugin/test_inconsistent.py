@@ -1,18 +1,21 @@
 """Parts from outside that do not hold together: each is refused by its key and file, where a run starts."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from moefold.cli.main import main
+from moefold.config.part import refuse_failure
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
-from tests.plugin.recipes import FOUR, PACKAGE, PARTS, recipe
+from tests.plugin.recipes import FOUR, PACKAGE, PARTS, SIZES, recipe, words
 
 ATTENTION = "model.attention"
 
@@ -102,7 +105,7 @@ def test_shards_that_tp_does_not_divide_are_refused(changed, overrides, reason):
 
 def states_built(cfg: Config) -> None:
     model = build_model(cfg)
-    build_optimizer(dict(model.named_parameters()), cfg, None)
+    build_optimizer(dict(model.named_parameters()), cfg.run, cfg.model, cfg.train, cfg.lora, None)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,37 @@ def refused_run(cfg: Config) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parity
+def test_a_fault_of_its_forward_is_refused_by_layer_and_line_on_each_rank(pool, changed):
+    word = changed(ATTENTION, "        attended = self.core", "        1 / 0\n        attended = self.core")
+    file = word.partition("=")[2].rpartition(":")[0]
+    line = Path(file).read_text().splitlines().index("        1 / 0") + 1
+    message = f"{ATTENTION}='gated_attention.py:Gated' ({file}) fails in forward() of layer 0, line {line}: "
+    for found in pool.run(2, refused_run, recipe(word, "parallel.world_size=2", "parallel.tp=2")):
+        assert found == f"{message}ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(("module", "is_refused"), [("moefold.comm.collectives", False), ("moefold.ops.rope", True)])
+def test_a_rank_that_another_one_has_left_does_not_blame_the_part(module, is_refused):
+    space = {"__name__": module}
+    exec("def call():\n    raise RuntimeError('Connection closed by peer')", space)
+    try:
+        space["call"]()
+    except RuntimeError as error:
+        with pytest.raises(ConfigError) if is_refused else nullcontext():
+            refuse_failure(recipe(*words(ATTENTION)).model.attention, "forward() of layer 0", error)
+
+
+@pytest.mark.parity
+def test_a_command_prints_the_refusal_of_its_ranks_as_one_line(changed, capsys):
+    word = changed(ATTENTION, '"wk", "wv", "wg"):', '"wk", "wv"):')
+    (recipe_file := Path(word.partition("=")[2].rpartition("/")[0]) / "recipe.toml").touch()
+    assert main(["memory", str(recipe_file), *SIZES, word]) == 2
+    [line] = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("moefold: error: model.attention='gated_attention.py:Gated' (")
+    assert line.endswith("wg is in the module alone")
 
 
 @pytest.mark.parity

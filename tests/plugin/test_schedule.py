@@ -34,7 +34,7 @@ def scheduled(cfg: Config) -> Config:
 @pytest.mark.parity
 def test_the_oracle_judges_it(pool: WorkerPool) -> None:
     cfg = scheduled(tiny(train={"global_batch_size": 8, "lr": 1e-2}, world_size=2, pp=2))
-    assert find_deadlock(runtime_slots(cfg)) is None
+    assert find_deadlock(runtime_slots(cfg.model, cfg.parallel, cfg.train)) is None
     records = pool.run(2, run_distributed, cfg, 2)
     assert compare_records(run_oracle(without_mapping(cfg), 2), records)[0].error < TOLERANCE
 

@@ -109,6 +109,10 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
+def _reward(cfg: Config) -> Reward:
+    return Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
+
+
 def config(use: str | tuple[str, ...], **reward: object) -> Config:
     return Config(
         data=DataConfig(kind="prompts"),
@@ -118,7 +122,7 @@ def config(use: str | tuple[str, ...], **reward: object) -> Config:
 
 
 def score(cfg: Config, *texts: str, prompt: Prompt = PROMPT) -> list[float]:
-    with Reward(cfg) as reward:
+    with _reward(cfg) as reward:
         (scores,) = reward.score([prompt], [texts], [[[1]] * len(texts)])
         return scores.total.tolist()
 
@@ -135,7 +139,7 @@ def test_a_verifier_gets_the_columns(module):
 def test_several_functions_are_summed_with_their_weights_where_they_apply(module):
     """As TRL: None leaves a function out of the sum of a row."""
     cfg = config(("exact", f"{module}:length", f"{module}:dies"), weights=(2.0, -0.5, 9.0))
-    with Reward(cfg) as reward:
+    with _reward(cfg) as reward:
         (scores,) = reward.score([PROMPT], [["yes", "no", "x"]], [[[1]] * 3])
     assert scores.total.tolist() == [2.0, -1.0, -0.5]
     assert list(scores.parts) == ["exact", "length", "dies"]
@@ -160,7 +164,7 @@ def rollout_of(text: str) -> Rollout:
 
 def test_one_of_several_functions_that_fails_leaves_the_prompt_out(module):
     cfg = config(("exact", f"{module}:raises"), on_error="drop")
-    with Reward(cfg) as reward:
+    with _reward(cfg) as reward:
         first, second = reward.score([PROMPT, PROMPT], [["yes"], ["no"]], [[[1]]] * 2)
         assert [failed.function for failed in reward.take_failures()] == [f"{module}:raises"] * 2
     assert np.isnan([first.total, second.total, *first.parts.values()]).all()
@@ -197,7 +201,7 @@ def test_a_failure_stops_the_run_or_drops_the_group(module, function, texts, rea
     line = str(error.value).splitlines()[0]
     assert line.startswith(f"the reward function {module}:{function} {reason}, for the prompt 'p' (prompts.jsonl:1); ")
     dropping = replace(cfg, reward=replace(cfg.reward, on_error="drop"))
-    with Reward(dropping) as reward:
+    with _reward(dropping) as reward:
         scores = reward.score([PROMPT, PROMPT], [texts, texts], [[[1], [1]]] * 2)
         assert np.isnan([one.total for one in scores]).all()
         assert [failed.reason for failed in reward.take_failures()] == [reason] * 2
@@ -245,7 +249,7 @@ def test_a_failure_that_stops_the_run_does_not_wait_for_the_other_prompts(module
     prompts = [PROMPT] * 100
     texts = [["die"], *[["slow"]] * 99]
     before_s = time.monotonic()
-    with pytest.raises(RunError), Reward(config(f"{module}:dies_or_hangs", timeout_s=60)) as reward:
+    with pytest.raises(RunError), _reward(config(f"{module}:dies_or_hangs", timeout_s=60)) as reward:
         reward.score(prompts, texts, [[[1]]] * 100)
     assert time.monotonic() - before_s < 60
 
@@ -254,7 +258,7 @@ def test_dropped_prompts_that_hang_end_before_the_other_ranks_give_up(module):
     """20 prompts that hang for 0.5 s each on 2 workers, and ranks that wait for 1 s."""
     cfg = config(f"{module}:hangs", timeout_s=0.5, workers=2, on_error="drop")
     several = replace(cfg, faults=FaultsConfig(timeout_s=1.0), parallel=ParallelConfig(world_size=2))
-    with pytest.raises(RunError) as error, Reward(several) as reward:
+    with pytest.raises(RunError) as error, _reward(several) as reward:
         reward.score([PROMPT] * 20, [["slow"]] * 20, [[[1]]] * 20)
     assert re.fullmatch(
         r"the reward function has scored \d+ of the 20 prompts of a rank after 0\.9 s, of which \d+ timed out; the "
@@ -268,7 +272,7 @@ def test_a_single_rank_waits_for_all_prompts(module):
     """The watchdog, which ends a run without progress for faults.timeout_s, hears of each prompt."""
     cfg = config(f"{module}:hangs", timeout_s=0.5, on_error="drop")
     scored = []
-    with Reward(replace(cfg, faults=FaultsConfig(timeout_s=1.0))) as reward:
+    with _reward(replace(cfg, faults=FaultsConfig(timeout_s=1.0))) as reward:
         scores = reward.score([PROMPT] * 3, [["slow"]] * 3, [[[1]]] * 3, lambda: scored.append(1))
     assert np.isnan([one.total for one in scores]).all()
     assert len(scored) == 3

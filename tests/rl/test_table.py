@@ -167,8 +167,8 @@ def test_data_parallel_ranks_have_all_rows_of_a_step_between_them():
     alone = Config(rl=RLConfig(group_size=GROUP_SIZE), train=train)
     two = replace(alone, parallel=ParallelConfig(world_size=2))
     for groups in split_steps(one.groups, 2):
-        expected = pack_step(groups, alone, 0, 0)
-        parts = [pack_step(groups, two, 0, rank) for rank in range(2)]
+        expected = pack_step(groups, alone.parallel, alone.train, alone.rl, alone.rollout, 0, 0)
+        parts = [pack_step(groups, two.parallel, two.train, two.rl, two.rollout, 0, rank) for rank in range(2)]
         assert [part.first for part in parts] == [0, parts[0].num_micro_batches]
         columns = [part.samples.token_columns for part in (expected, *parts)]
         for name, values in columns[0].items():

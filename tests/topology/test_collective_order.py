@@ -22,7 +22,7 @@ from tests.verify.recipes import tiny
 
 
 def _words(cfg, rank=0):
-    rows = runtime_slots(cfg)
+    rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     return [
         str(begin)
         for begin in collective_sequence(
@@ -64,7 +64,7 @@ def test_ranks_of_a_group_that_differ_are_named():
     layout = fold(world_size=4, pp=2, ep=2)
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
     assert list(validate_collective_order(cfg)) == []
-    rows = runtime_slots(cfg)
+    rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     stages = [{s.number: s for s in plan_stages(cfg).of_rank(rank)} for rank in range(2)]
     first, last = (
         collective_sequence(cfg.model, cfg.parallel, cfg.moe, cfg.train, stages[rank], rows[rank]) for rank in range(2)
@@ -83,9 +83,9 @@ def test_a_rank_that_works_in_another_order_is_refused(monkeypatch):
     from moefold.validate import parallel as checks_overlap
 
     cfg = tiny(world_size=4, pp=2, ep=2, overlap_experts=True, train={"global_batch_size": 8})
-    rows = list(runtime_slots(cfg))
+    rows = list(runtime_slots(cfg.model, cfg.parallel, cfg.train))
     stuck = (tuple(reversed(rows[0])), rows[1])
-    monkeypatch.setattr(checks_overlap, "runtime_slots", lambda cfg: stuck)
+    monkeypatch.setattr(checks_overlap, "runtime_slots", lambda *sections: stuck)
     assert "pipeline rank 0 would deadlock" in next(checks_overlap.validate_collective_order(cfg))
     off = replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False))
     assert list(validate_collective_order(off)) == []
@@ -119,7 +119,7 @@ def _begun(cfg: Config) -> list[str]:
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    batch = BatchSharder(data.train, cfg, groups, model.positions).batch(0)
+    batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
     log.events.clear()
     model.forward_backward(batch)
     return log.events

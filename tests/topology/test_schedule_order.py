@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -77,7 +78,9 @@ def _legal_configs(schedule: str, chunks: int, pp: int) -> Iterator[Config]:
 def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
     compared = 0
     for cfg in _legal_configs(schedule, chunks, pp):
-        rows = [" ".join(str(action) for (action,) in row) for row in schedule_slots(cfg)]
+        rows = [
+            " ".join(str(action) for (action,) in row) for row in schedule_slots(cfg.model, cfg.parallel, cfg.train)
+        ]
         wanted = _torch_rows(cfg, pp)
         if schedule == "1f1b":
             # Torch draws this schedule from micro-batch 1 on the last rank, and runs it from 0.
@@ -88,5 +91,5 @@ def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
 
 
 def test_without_a_pipeline_micro_batches_follow_each_other():
-    (row,) = schedule_slots(Config(train=TrainConfig(global_batch_size=2)))
+    (row,) = schedule_slots(ModelConfig(), ParallelConfig(), TrainConfig(global_batch_size=2))
     assert " ".join(str(action) for (action,) in row) == "0F0 0B0 0F1 0B1"

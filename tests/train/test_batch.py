@@ -28,7 +28,11 @@ def _loader(cfg: Config, part: str = "train") -> tuple[BatchSharder, ParallelGro
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     cp = groups.attn.cp
     positions = torch.as_tensor(sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, cp.size, cp.rank))
-    return BatchSharder(getattr(data, part), cfg, groups, positions), groups, positions
+    return (
+        BatchSharder(getattr(data, part), cfg.run, cfg.model, cfg.parallel, cfg.train, groups, positions),
+        groups,
+        positions,
+    )
 
 
 def _read(cfg: Config, first_sample: int) -> tuple[int, Tensor, Batch]:

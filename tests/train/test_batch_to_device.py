@@ -21,8 +21,18 @@ def test_each_tensor_of_a_batch_is_one_copy_without_a_wait(dtype):
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     positions = torch.arange(cfg.train.seq_len)
     with fake_rank(cfg.parallel, 0) as groups:
-        on_host = BatchSharder(data.train, cfg, replace(groups, device=torch.device("cpu")), positions)
-        on_cuda = BatchSharder(data.train, cfg, replace(groups, device=CUDA), positions)
+        on_host = BatchSharder(
+            data.train,
+            cfg.run,
+            cfg.model,
+            cfg.parallel,
+            cfg.train,
+            replace(groups, device=torch.device("cpu")),
+            positions,
+        )
+        on_cuda = BatchSharder(
+            data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, replace(groups, device=CUDA), positions
+        )
         expected = on_host.batch(0)
         with trace_cuda(Trace()) as trace:
             batch = on_cuda.batch(0)

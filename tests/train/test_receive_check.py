@@ -34,7 +34,7 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
-    sharder = BatchSharder(data, cfg, groups, training.model.positions)
+    sharder = BatchSharder(data, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         before = [parameter.detach().clone() for parameter in training.parameters.values()]

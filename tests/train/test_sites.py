@@ -227,7 +227,10 @@ def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, mapp
 def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
     cfg = adapted(tmp_path)
     with Server().running() as server:
-        settings = equal_settings(of_site(cfg, 0, server.port)) | {"the hash of the frozen weights": 1}
+        recipe = of_site(cfg, 0, server.port)
+        settings = equal_settings(
+            recipe.run, recipe.model, recipe.parallel, recipe.train, recipe.lora, recipe.sites
+        ) | {"the hash of the frozen weights": 1}
         first = MeetConnection("127.0.0.1", server.port, b"", 10.0)
         hello = {"do": "hello", "site": 0, "host": "other", "settings": settings, "step": 0, "round": 0}
         hello["version"] = 0
@@ -482,7 +485,12 @@ def test_sites_with_other_numbers_of_rounds_are_refused(pool, tmp_path):
         first = of_site(cfg, 0, server.port, timeout_s=1.0)
         other = replace(first, sites=replace(first.sites, every=1, number=1))
         refused = MeetConnection("127.0.0.1", server.port, b"", 10.0)
-        hello = {"do": "hello", "site": 1, "host": "other", "settings": equal_settings(other)}
+        hello = {
+            "do": "hello",
+            "site": 1,
+            "host": "other",
+            "settings": equal_settings(other.run, other.model, other.parallel, other.train, other.lora, other.sites),
+        }
 
         def come_late() -> Message:
             deadline = time.monotonic() + 60

@@ -246,7 +246,7 @@ DATA = {
         "column out"
     ),
     "data.weights=[1]": (
-        "data.weights=(1.0,) has no effect: nothing reads it with data.kind='python-docs'; set data.kind='text', "
+        "data.weights=[1.0] has no effect: nothing reads it with data.kind='python-docs'; set data.kind='text', "
         "'tokens', 'huggingface', 'sft' or 'preference', or leave weights out"
     ),
     "data.kind=huggingface data.path=owner/name data.overlong=refuse": (

@@ -45,14 +45,28 @@ def test_dispatch_in_few_bits_rounds_as_coarsely_in_any_dtype():
 def test_the_causes_depend_on_the_sampler():
     own = Config(run=RunConfig(dtype="bfloat16"))
     served = replace(own, rollout=RolloutConfig(engine="vllm", folder="hf"))
-    assert "rl.replay='on'" in mismatch_advice(own)
-    assert "rl.replay" not in mismatch_advice(replace(own, rl=RLConfig(replay="on")))
-    stale = mismatch_advice(replace(own, rl=RLConfig(staleness=2)))
+    assert "rl.replay='on'" in mismatch_advice(own.run, own.model, own.parallel, own.train, own.rl, own.rollout)
+    recipe = replace(own, rl=RLConfig(replay="on"))
+    assert "rl.replay" not in mismatch_advice(
+        recipe.run, recipe.model, recipe.parallel, recipe.train, recipe.rl, recipe.rollout
+    )
+    cfg = replace(own, rl=RLConfig(staleness=2))
+    stale = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
     assert "since they sampled (train.lr=" in stale
     assert "lower train.lr or rl.staleness=2, or set" in stale
     assert "rl.replay" not in stale
-    assert "run.dtype='float32'" in mismatch_advice(own)
-    assert "run.dtype" not in mismatch_advice(replace(own, run=RunConfig(dtype="float32")))
-    assert "rollout.ranks" in mismatch_advice(replace(own, rl=RLConfig(group_size=4), rollout=RolloutConfig(ranks=1)))
-    assert "rollout.folder='hf'" not in mismatch_advice(own)
-    assert "rollout.folder='hf' has another RoPE" in mismatch_advice(served)
+    assert "run.dtype='float32'" in mismatch_advice(own.run, own.model, own.parallel, own.train, own.rl, own.rollout)
+    given = replace(own, run=RunConfig(dtype="float32"))
+    assert "run.dtype" not in mismatch_advice(
+        given.run, given.model, given.parallel, given.train, given.rl, given.rollout
+    )
+    other_cfg = replace(own, rl=RLConfig(group_size=4), rollout=RolloutConfig(ranks=1))
+    assert "rollout.ranks" in mismatch_advice(
+        other_cfg.run, other_cfg.model, other_cfg.parallel, other_cfg.train, other_cfg.rl, other_cfg.rollout
+    )
+    assert "rollout.folder='hf'" not in mismatch_advice(
+        own.run, own.model, own.parallel, own.train, own.rl, own.rollout
+    )
+    assert "rollout.folder='hf' has another RoPE" in mismatch_advice(
+        served.run, served.model, served.parallel, served.train, served.rl, served.rollout
+    )

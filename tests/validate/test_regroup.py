@@ -31,7 +31,7 @@ def test_sizes_after_a_loss():
     fewer = after_loss(cfg, 6)
     check_config(fewer)
     # The last ranks of three replicas have padding.
-    assert (fewer.train.global_batch_size, fewer.num_padding_micro_batches) == (8, 4)
+    assert (fewer.train.global_batch_size, fewer.train.num_padding_micro_batches(fewer.parallel.dp)) == (8, 4)
     # One replica is left, which a loss ends.
     one = load_config(None, [*EIGHT, "parallel.tp=2"])
     assert fitting_after_loss(one) == [2, 4, 6]

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -397,6 +398,24 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
     assert "leave it out" not in str(error.value)
     assert "leave them out" not in str(error.value)
     load_config(None, [*active, word])
+
+
+WAY_OUT = re.compile(r"([a-z]+\.[a-z_]+)=('[^' ]*'|true|false|[0-9][0-9.]*)(?=[ ,;]|$)")
+
+
+@pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
+def test_a_printed_way_out_has_an_effect_when_it_is_typed(word, idle, active):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*idle, word])
+    remedy = str(error.value).partition(" has no effect: ")[2].partition("; ")[2]
+    for key, value in WAY_OUT.findall(remedy):
+        kept = [other for other in (*idle, word) if other.partition("=")[0] != key]
+        refused = ""
+        try:
+            load_config(None, [*kept, f"{key}={value}"])
+        except ConfigError as error_of_way_out:
+            refused = str(error_of_way_out)
+        assert not re.search(rf"^{re.escape(key)}=\S+ has no effect", refused, re.MULTILINE), refused
 
 
 def _idle_keys_of_parts() -> set[str]:

@@ -1,11 +1,18 @@
 """Objectives under mappings equal the one-process float64 oracle: loss, every gradient, weights after 3 steps."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
+from moefold.config.find import built_in_kinds, find_part
+from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.correction import CorrectionPart
+from moefold.config.groups.kl import KlPart
+from moefold.config.groups.objective import ObjectivePart
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
@@ -87,6 +94,7 @@ class PackedPairs(Sampler):
 
 
 MAPPINGS = {
+    "one": {},
     "tp2-cp2": {"world_size": 4, "tp": 2, "cp": 2},
     "pp2": {"world_size": 2, "pp": 2},
     "ep4": {"world_size": 4, "ep": 4},
@@ -96,6 +104,16 @@ MAPPINGS = {
     "cp2-overlapped": {"world_size": 4, "cp": 2, "ep": 2, "overlap_experts": True},
     "cp2-ulysses": {"world_size": 2, "cp": 2, "context": "ulysses"},
 }
+
+
+def _losses() -> Iterator[tuple[Any, str]]:
+    """Yield the built-in kinds of losses, found by their files, with their groups."""
+    for base in (ObjectivePart, CorrectionPart, KlPart, AlignmentPart):
+        for kind in built_in_kinds(base.group):
+            if base is not AlignmentPart or issubclass(find_part(base.group, kind), PreferencePart):
+                yield base, kind
+
+
 OBJECTIVES = {
     "policy": policy(temperature=1.3),
     "clip": policy(objective="clip", kl=0.2, temperature=0.8),
@@ -111,9 +129,10 @@ PREFERENCES = {
     "simpo": preference(method="simpo", beta=2.0),
     "kto": preference(method="kto", beta=0.5, desirable_weight=1.3),
 }
+KINDS = {f"{base.group}-{kind}": (base.key, kind) for base, kind in _losses()}
 FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "zero3", "interleaved")]
 FAST += [("zero3", "clip"), ("cp2-ulysses", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
-ALL = [(mapping, objective) for mapping in MAPPINGS for objective in OBJECTIVES | PREFERENCES]
+ALL = [(mapping, objective) for mapping in MAPPINGS if mapping != "one" for objective in OBJECTIVES | PREFERENCES]
 
 
 def _recipe(mapping: str):
@@ -139,6 +158,15 @@ def _compare(pool, mapping: str, loss: Loss, run=_run, steps: int = STEPS) -> li
     oracle = run_oracle(without_mapping(cfg), steps, objective=objective, data=_data(loss))
     assert all(record.steps[0].loss_metrics == ranks[0].steps[0].loss_metrics for record in ranks)
     return compare_records(oracle, ranks)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("key", "kind"), KINDS.values(), ids=KINDS)
+def test_each_kind_equals_the_oracle_on_one_rank(pool, key, kind):
+    section, name = key.split(".")
+    settings = {name: kind} | ({"kl": 0.2} if key == KlPart.key else {})
+    loss = preference(**settings) if section == "align" else policy(**settings)
+    assert _compare(pool, "one", loss)[0].error <= TOLERANCE
 
 
 @pytest.mark.parity

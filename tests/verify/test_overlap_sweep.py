@@ -103,7 +103,10 @@ def _numbers(cfg: Config) -> list[float]:
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader, training = BatchSharder(data.train, cfg, groups, model.positions), TrainingStep(model, cfg)
+    loader, training = (
+        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions),
+        TrainingStep(model, cfg),
+    )
     step = training.run(loader.batch(0), 1)
     return [step.loss, step.aux_loss, step.z_loss, step.mtp_loss, step.grad_norm]
 

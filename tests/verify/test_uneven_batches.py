@@ -39,7 +39,7 @@ def _compare(pool, cfgs: dict[str, Config], *, with_padding: bool = False) -> No
     world_size = next(iter(cfgs.values())).parallel.world_size
     ranks = pool.run(world_size, _run_all, list(cfgs.values()), with_padding)
     for number, (name, cfg) in enumerate(cfgs.items()):
-        assert cfg.num_padding_micro_batches > 0
+        assert cfg.train.num_padding_micro_batches(cfg.parallel.dp) > 0
         oracle = _oracle(cfg, data=DATA) if with_padding else _oracle(cfg)
         worst = compare_records(oracle, [records[number] for records in ranks])[0]
         assert worst.error <= TOLERANCE, (name, worst)

@@ -11,6 +11,7 @@ from moefold.bench.layers import build_layers
 from moefold.bench.shape import BenchPart
 from moefold.bench.timing import PeakRates
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -101,7 +102,7 @@ class StepBreakdown:
             routing = self._moe.router(self._x_TH, self._positions)
         self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
         if self._moe.has_zero_experts:
-            self._routing_map, _ = split_zero_experts(self._routing_map, cfg.model.num_experts)
+            self._routing_map, _ = split_zero_experts(self._routing_map, cfg.model.experts.num_experts)
         experts = self._moe.experts
         # As in `Dispatcher.run`, for one rank.
         self._applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)
@@ -120,7 +121,7 @@ class StepBreakdown:
         model = self._cfg.model
         dtype = TORCH_GEMM.upcast(self._x).dtype
         hidden = model.hidden_size
-        inner = model.moe_ffn_hidden_size
+        inner = model.experts.width
         calls: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in filter(None, self._rows_per_expert):
             rows = TORCH_GEMM.padded_rows(count, self._x)
@@ -142,7 +143,7 @@ class StepBreakdown:
     def expert_flops(self) -> float:
         """FLOPs of the experts of one layer, forward and backward."""
         model = self._cfg.model
-        return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.moe_ffn_hidden_size
+        return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.experts.width
 
     def _attention_parts(self) -> Iterator[StepPart]:
         model = self._cfg.model
@@ -153,7 +154,8 @@ class StepBreakdown:
         count = train_flops_per_token(model, self._cfg.train.seq_len, causal=True)
         flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
         rotation = self._model.rope
-        heads = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.head_size
+        core = model.layers[0].core
+        heads = (core.heads + core.kv_heads) * core.key_value_width if isinstance(core, SoftmaxCore) else 0
         # Input, output and both gradients; heads in forward and backward, and their gradients.
         moved_bytes = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
             block.attention
@@ -177,7 +179,7 @@ class StepBreakdown:
         layers = self._cfg.model.num_layers
         tokens_bytes = self._x.numel() * self._element_bytes
         rows_bytes = sum(self._rows_per_expert) * model.hidden_size * self._element_bytes
-        router_flops = TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.num_experts
+        router_flops = TRAIN_TO_FORWARD * 2 * self._tokens * model.hidden_size * model.experts.num_experts
         router = _forward_backward(self._route, self._x_TH, moe.router)
         yield StepPart("router", router, layers, router_flops, 3 * tokens_bytes + self._weight_bytes(moe.router))
         yield from self._permutation_and_expert_parts(tokens_bytes, rows_bytes)
@@ -197,7 +199,7 @@ class StepBreakdown:
         model = self._cfg.model
         layers = model.num_layers
         probs_bytes = 4 * self._routing_map.ids_TK.numel()
-        inner_bytes = 3 * sum(self._rows_per_expert) * model.moe_ffn_hidden_size * self._element_bytes
+        inner_bytes = 3 * sum(self._rows_per_expert) * model.experts.width * self._element_bytes
         experts_bytes = 2 * inner_bytes + self._weight_bytes(moe.experts)
         rows, metadata = moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
         probs_R = None

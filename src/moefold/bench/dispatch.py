@@ -38,14 +38,14 @@ def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Te
 
     The experts of a token are consecutive, so with group-limited routing they stay within few groups.
     """
-    index = torch.arange(count * model.top_k, device=device)
-    return (index % model.num_experts).view(count, model.top_k)
+    index = torch.arange(count * model.experts.top_k, device=device)
+    return (index % model.experts.num_experts).view(count, model.experts.top_k)
 
 
 @torch.no_grad()
 def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, generator: torch.Generator) -> Tensor:
     """Return random states [count, H] with balanced routing; sets the routers' weights accordingly."""
-    rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
+    rows_EH = orthonormal_directions(model.experts.num_experts, model.hidden_size, generator)
     for router in routers:
         router.copy_(rows_EH)
     noise = torch.randn(count, model.hidden_size, generator=generator, device=generator.device)
@@ -56,7 +56,7 @@ def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, g
 def steer_embedding(embedding: Tensor, routers: Sequence[Tensor], model: ModelConfig) -> None:
     """Steer the embedding so that each token id routes to fixed experts, balanced over random tokens."""
     generator = torch.Generator(embedding.device).manual_seed(0)
-    rows_EH = orthonormal_directions(model.num_experts, model.hidden_size, generator)
+    rows_EH = orthonormal_directions(model.experts.num_experts, model.hidden_size, generator)
     for router in routers:
         router.copy_(rows_EH)
     embedding.copy_(_add_expert_directions(embedding / embedding.std(), rows_EH, model))
@@ -64,8 +64,8 @@ def steer_embedding(embedding: Tensor, routers: Sequence[Tensor], model: ModelCo
 
 def _add_expert_directions(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig) -> Tensor:
     ids_NK = balanced_choices(len(noise_NH), model, noise_NH.device)
-    strength_K = torch.linspace(STEER_STRENGTH + 1.0, STEER_STRENGTH, model.top_k, device=noise_NH.device)
-    chosen_NE = torch.zeros(len(noise_NH), model.num_experts, device=noise_NH.device)
+    strength_K = torch.linspace(STEER_STRENGTH + 1.0, STEER_STRENGTH, model.experts.top_k, device=noise_NH.device)
+    chosen_NE = torch.zeros(len(noise_NH), model.experts.num_experts, device=noise_NH.device)
     chosen_NE.scatter_(1, ids_NK, strength_K.expand_as(ids_NK).contiguous())
     return noise_NH + chosen_NE @ rows_EH
 

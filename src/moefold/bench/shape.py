@@ -129,11 +129,12 @@ def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: flo
     model = bench_config(shape, dtype="float32").model
     per_weight = num_copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)
     while count_weights(model, shape.part) * per_weight > memory_bytes * 2 / 3:
-        fewer = model.num_experts // 2
-        if fewer < model.top_k * max(1, model.num_groups // model.top_groups) or fewer % model.num_groups:
+        part = model.experts
+        fewer = part.num_experts // 2
+        if fewer < part.top_k * max(1, part.num_groups // part.top_groups) or fewer % part.num_groups:
             raise ConfigError(
                 f"--shape {shape.name} needs {count_weights(model, shape.part) * per_weight / 1e9:.0f} GB for weights "
-                f"and gradients even with {model.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"
+                f"and gradients even with {part.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"
             )
         model = replace(model, num_experts=fewer)
-    return model.num_experts
+    return model.experts.num_experts

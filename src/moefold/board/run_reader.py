@@ -24,8 +24,7 @@ from moefold.board.run_finder import FoundRun
 from moefold.board.step_ranges import StepRanges
 from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.config.load import config_to_dict
-from moefold.config.schema import Config
+from moefold.config.suggestions import key_types, sections
 from moefold.errors import format_list
 from moefold.host.folder_lock import is_in_use
 from moefold.metrics.expert_balance import Array, finite_number
@@ -406,7 +405,7 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 
 def _version_problem(settings: Mapping[str, Any]) -> str:
     """Return how the keys of a run differ from the keys of this version of moefold; empty if they do not."""
-    known = {f"{section}.{key}" for section, keys in config_to_dict(Config()).items() for key in keys}
+    known = {f"{section}.{key}" for section in sections() for key in key_types(section)}
     parts = [
         f"{words} {format_list(sorted(keys))}"
         for words, keys in (("it has no", known - set(settings)), ("it has", set(settings) - known))

@@ -20,21 +20,11 @@ from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
+from moefold.config.find import built_in_kinds
 from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
-from moefold.config.part import keys_of, without_source
-from moefold.config.patterns import (
-    INDEX_KINDS,
-    LAYER_KINDS,
-    attention_letters,
-    expand_layer_pattern,
-    layer_chunks,
-    layer_windows,
-    layers_with_rope,
-    linear_layers,
-    shared_selections,
-    spell,
-)
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.part import keys_of, without_source, words_of
+from moefold.config.patterns import LAYER_KINDS, PATTERNS, expand_layer_pattern, spell
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -45,6 +35,7 @@ from moefold.errors import ConfigError, format_list
 from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 from moefold.topology.layout import divisors
+from moefold.validate.unused import keys_of_absent_parts
 
 if TYPE_CHECKING:
     from moefold.comm.groups import World
@@ -54,10 +45,6 @@ T = TypeVar("T")
 META_FILE = "moefold.json"
 FORMAT = 1
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
-_DENSE_KEYS = frozenset({"ffn_hidden_size"})
-_LINEAR_KEYS = frozenset(name for name in ModelConfig.__dataclass_fields__ if name.startswith("linear_"))
-_INDEX_KEYS = frozenset({"index_heads", "index_head_dim", "index_rope_interleaved"})
-_MOE_KEYS = frozenset({"num_experts", "top_k", "moe_ffn_hidden_size", "router_softmax", "sparsemixer_jitter"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,10 +501,8 @@ def _check_meta(meta: CheckpointMeta) -> None:
     # Lists of num_layers entries are built from the number: layer_kinds, which is as long, bounds it.
     if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
-    if "attention_pattern" in sizes:
-        layer_windows(sizes["attention_pattern"], sizes.get("sliding_window", 0), sizes.get("num_layers", 0))
-    layers_with_rope(sizes.get("rope_pattern", "R"), sizes.get("num_layers", 0))
-    expand_layer_pattern(sizes.get("index_pattern", "F"), INDEX_KINDS)
+    for name, letters in PATTERNS.items():
+        expand_layer_pattern(sizes.get(name, letters[0]), letters)
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -621,27 +606,38 @@ def _reject_later_checkpoints(named: list[Path], step: int, checkpoint: Checkpoi
 
 def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
     """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not."""
-    unused = keys_with("model", SAME_TENSORS)
-    unused |= frozenset() if has_dense_layers(model) else _DENSE_KEYS
-    unused |= frozenset() if has_moe_layers(model) else _MOE_KEYS
-    unused |= frozenset() if model.has_linear_attention else _LINEAR_KEYS
-    unused |= frozenset() if model.index_topk else _INDEX_KEYS
     # Keys that are missing in a checkpoint of an older version had their defaults.
     theirs = {key: without_source(value) for key, value in (model_sizes(ModelConfig()) | stored).items()}
     ours = {key: without_source(value) for key, value in model_sizes(model).items()}
-    for sizes in (theirs, ours):
+    there = _model_of(theirs)
+    unused = keys_with("model", SAME_TENSORS) | _unread_keys(there) & _unread_keys(model)
+    for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-        windows = layer_windows(sizes["attention_pattern"], sizes["sliding_window"], sizes["num_layers"])
-        sizes["layer_windows"] = list(windows)
-        chunks = layer_chunks(sizes["attention_pattern"], sizes["attention_chunk_size"], sizes["num_layers"])
-        sizes["layer_chunks"] = list(chunks)
-        letters = attention_letters(sizes["attention_pattern"], sizes["num_layers"])
-        sizes["linear_layers"] = linear_layers(letters)
-        sizes["shared_selections"] = (
-            list(shared_selections(sizes["index_pattern"], letters)) if model.index_topk else []
-        )
-        sizes["rope_layers"] = list(layers_with_rope(sizes["rope_pattern"], sizes["num_layers"]))
+        sizes["layer_windows"] = [layer.window for layer in layers]
+        sizes["layer_chunks"] = [layer.chunk for layer in layers]
+        parts = [layer.attention for layer in layers]
+        sizes["linear_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent]
+        sizes["shared_selections"] = [i for i, part in enumerate(parts) if part.shares_selection]
+        sizes["rope_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent or part.has_rope]
     return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
+
+
+def _model_of(sizes: Mapping[str, Any]) -> ModelConfig:
+    """Return a stored model with its layers; parts that are not of this package are as in a recipe without them."""
+    values: dict[str, Any] = {}
+    for name, default in words_of(ModelConfig()).items():
+        value = sizes[name]
+        group = part_keys().get(f"model.{name}")
+        is_known = group is None or (isinstance(value, str) and value in built_in_kinds(group))
+        values[name] = (tuple(value) if isinstance(value, list) else value) if is_known else default
+    return ModelConfig(**(values | {"mtp_layers": 0}))
+
+
+def _unread_keys(model: ModelConfig) -> set[str]:
+    """Return the keys that choose no part and that nothing in the layers of a model reads."""
+    unread = {name.removeprefix("model.") for name in keys_of_absent_parts(model)}
+    unread |= set() if has_moe_layers(model) else {"router_softmax", "sparsemixer_jitter"}
+    return unread | (set() if model.has_linear_attention else {"linear_attention"})
 
 
 def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> None:

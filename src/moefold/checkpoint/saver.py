@@ -19,6 +19,7 @@ from moefold.checkpoint.checkpoint_dir import TrainState, checkpoint_folder, che
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.save_load import write_checkpoint
 from moefold.checkpoint.shard_planner import ShardSavePlanner
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 
 THROTTLE_S = 0.05
@@ -170,6 +171,13 @@ class BackgroundSaver(CheckpointSaver):
         under_way, self._pending_save = self._pending_save, None
         if under_way is not None:
             self._last = under_way.result()
+
+
+def open_saver(cfg: Config, groups: ParallelGroups) -> CheckpointSaver:
+    """Open the saver of a recipe; collective if it saves in the background."""
+    if not cfg.checkpoint.async_save:
+        return CheckpointSaver(cfg)
+    return BackgroundSaver(cfg, groups.create_background_group().handle, is_on_gpu=groups.device.type == "cuda")
 
 
 class _ThrottledPlanner(ShardSavePlanner):

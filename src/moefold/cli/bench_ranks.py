@@ -68,7 +68,7 @@ def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_ty
         report = {
             "kind": "ranks",
             "steps": args.steps,
-            "tokens": cfg.tokens_per_step,
+            "tokens": cfg.train.tokens_per_step,
             "shares": shares,
             "step_s": max(rank.wall_s for rank in found),
             "per_rank": [rank.cpu_s for rank in found],

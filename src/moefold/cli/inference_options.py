@@ -4,10 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
-from moefold.config.run import RunConfig
+from moefold.config.suggestions import choices_of
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import print_escaped, printable
 
@@ -36,7 +35,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only commands which generate have."""
     parser.add_argument(
         "--kernels",
-        choices=get_args(RunConfig.__annotations__["kernels"]),
+        choices=choices_of("run", "kernels"),
         default="auto",
         help="run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)",
     )

@@ -12,6 +12,7 @@ from moefold.config.limits import MAX_RANKS, parse_count
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match
+from moefold.cost.stage_partition import stage_cost
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError, raise_all
 from moefold.host.output_file import check_writable, reject_existing
@@ -53,10 +54,13 @@ def run(argv: list[str]) -> int:
     cfg, gpus_per_node, has_recipe = parse_arguments(arguments.words)
     layout = fold_mapping(cfg.parallel)
     pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
+    stages = pipeline.stages if pipeline is not None and has_recipe else ()
+    costs = [stage_cost(cfg, stage.parts) for stage in stages] or None
     if arguments.picture is not None:
         from moefold.cli.layout_picture import save_picture
 
-        save_picture(layout, gpus_per_node, arguments.picture, pipeline, cfg if has_recipe else None)
+        model = cfg.model if has_recipe else None
+        save_picture(layout, gpus_per_node, arguments.picture, pipeline, model, costs)
         print_escaped(f"wrote {arguments.picture}", file=sys.stderr)
     if arguments.json:
         check_listable(layout)
@@ -69,7 +73,7 @@ def run(argv: list[str]) -> int:
         if pipeline is not None:
             from moefold.cli.layout_table import print_stages
 
-            print_stages(PrintableConsole(), pipeline, cfg if has_recipe else None)
+            print_stages(PrintableConsole(), pipeline, costs)
     return 0
 
 

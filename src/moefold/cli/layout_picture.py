@@ -17,8 +17,8 @@ from moefold.cli.layout_table import (
     node_ranks,
     unfolded_experts,
 )
-from moefold.config.schema import Config
-from moefold.cost.stage_partition import StageCost, stage_cost
+from moefold.config.model import ModelConfig
+from moefold.cost.stage_partition import StageCost
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.topology.layout import Layout, View
@@ -70,7 +70,12 @@ AXIS_MEANING = {
 
 
 def save_picture(
-    layout: Layout, gpus_per_node: int, path: Path, plan: StagePlan | None = None, cfg: Config | None = None
+    layout: Layout,
+    gpus_per_node: int,
+    path: Path,
+    plan: StagePlan | None = None,
+    model: ModelConfig | None = None,
+    costs: Sequence[StageCost] | None = None,
 ) -> None:
     """Draw both views of a layout, the experts without folding and the stages into a .png, .svg or .pdf file.
 
@@ -79,7 +84,8 @@ def save_picture(
         gpus_per_node: ranks per node.
         path: output file.
         plan: the pipeline stages; None draws none.
-        cfg: the recipe, if there is one; the stages then show their cost.
+        model: the model of the recipe, if there is one.
+        costs: of each stage, if there is a recipe.
 
     Raises:
         ConfigError: the file has another suffix or cannot be written, or there are too many ranks for a picture.
@@ -99,7 +105,7 @@ def save_picture(
     stacked = cards.num_rows <= MAX_STACKED_ROWS
     width = cards.width if stacked else len(panels) * (cards.width + MARGIN) - MARGIN
     views_height = len(panels) * cards.height if stacked else cards.height
-    stages = None if plan is None else StagePanel(plan, cfg, width)
+    stages = None if plan is None else StagePanel(plan, model, costs, width)
     stages_height = 0.0
     if stages is not None:
         width = max(width, stages.min_width)
@@ -119,7 +125,7 @@ def save_picture(
         axes.axis("off")
         return axes
 
-    _draw_heading(axes_of(0.0, 0.0, (width, heading)), _title(layout, cards, cfg), lines)
+    _draw_heading(axes_of(0.0, 0.0, (width, heading)), _title(layout, cards, model), lines)
     for index, panel in enumerate(panels):
         left = 0.0 if stacked else index * (cards.width + MARGIN)
         top = heading + (index * cards.height if stacked else 0.0)
@@ -178,8 +184,8 @@ def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
     return panels, "What folding changes: " + "; ".join(describe_changes(layout, unfolded, gpus_per_node)) + "."
 
 
-def _title(layout: Layout, grid: "_CardGrid", cfg: Config | None) -> str:
-    name = "" if cfg is None else f"{cfg.model.preset or 'the model'} on "
+def _title(layout: Layout, grid: "_CardGrid", model: ModelConfig | None) -> str:
+    name = "" if model is None else f"{model.preset or 'the model'} on "
     return f"{name}{format_count(layout.world_size, 'rank')}, {format_count(len(grid.ranks_by_node), 'node')}"
 
 
@@ -343,12 +349,14 @@ class StagePanel:
 
     Args:
         plan: the stages.
-        cfg: the recipe, for the kind and the cost of each layer; None draws neither.
+        model: for the kind of each layer; None does not draw it.
+        costs: of each stage; None draws none.
         width: inches of the picture; stages are drawn in as many columns as fit.
     """
 
     plan: StagePlan
-    cfg: Config | None
+    model: ModelConfig | None
+    costs: Sequence[StageCost] | None
     width: float
 
     @property
@@ -363,7 +371,7 @@ class StagePanel:
 
     def draw(self, axes: "Axes") -> None:
         """Draw into axes of the panel's size in inches, with the origin in the upper left corner."""
-        costs = None if self.cfg is None else [stage_cost(self.cfg, stage.parts) for stage in self.plan.stages]
+        costs = self.costs
         text = self.plan.layout
         shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
         axes.text(STAGES_MARGIN, 0.36, "pipeline stages", fontsize=17, fontweight="bold", color=INK, va="center")
@@ -386,7 +394,7 @@ class StagePanel:
 
     @property
     def _column_width(self) -> float:
-        return NAMES_WIDTH + UNITS_WIDTH + (0 if self.cfg is None else 2 * BARS_WIDTH)
+        return NAMES_WIDTH + UNITS_WIDTH + (0 if self.costs is None else 2 * BARS_WIDTH)
 
     @property
     def _num_rows(self) -> int:
@@ -408,7 +416,7 @@ class StagePanel:
             _draw_rectangle(axes, (left, 0.99, 0.18, 0.18), fill)
             axes.text(left + 0.26, 1.08, meaning, fontsize=9.5, color=FAINT, va="center")
             left += 0.5 + 0.082 * len(meaning)
-        if self.cfg is not None:
+        if self.costs is not None:
             left = STAGES_MARGIN + NAMES_WIDTH + UNITS_WIDTH
             axes.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", fontsize=8.5, color=FAINT, va="center")
             axes.text(
@@ -479,7 +487,7 @@ class StagePanel:
         if stage.parts.has_embedding:
             yield "E", "E"
         for number in stage.parts.layers:
-            yield "t" if self.cfg is None else "DM"[self.cfg.model.layers[number].ffn.is_routed], str(number)
+            yield "t" if self.model is None else "DM"[self.model.layers[number].ffn.is_routed], str(number)
         for _ in range(stage.parts.num_mtp_layers):
             yield "m", "m"
         if stage.parts.has_loss:

@@ -1,6 +1,6 @@
 """Text view of a layout: nodes, groups, pipeline stages, and the experts without folding. Torch-free."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd, lcm
 
 from rich.box import SIMPLE_HEAD
@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.cli.drawn_view import DrawnView, build_drawn_views
-from moefold.config.schema import Config
-from moefold.cost.stage_partition import stage_cost
+from moefold.cost.stage_partition import StageCost
 from moefold.topology.layout import DEFAULT_MOE_ORDER, DEFAULT_ORDER, Layout, View, fold
 from moefold.topology.pipeline_layout import StageParts, StagePlan
 
@@ -160,10 +159,10 @@ BAR = "█"
 BAR_WIDTH = 20
 
 
-def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
+def print_stages(console: Console, plan: StagePlan, costs: Sequence[StageCost] | None) -> None:
     """Print the pipeline layout, and a row for each stage: its pp rank, parts, weights and FLOPs.
 
-    FLOPs count the forward pass, relative to the busiest stage; weights are counted on one rank. Both need a recipe.
+    FLOPs count the forward pass, relative to the busiest stage; weights are counted on one rank. Both are in `costs`.
     """
     table = Table(
         title=f"stages, {plan.layout}",
@@ -177,7 +176,6 @@ def print_stages(console: Console, plan: StagePlan, cfg: Config | None) -> None:
     for name in ("stage", "pp rank"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("holds")
-    costs = None if cfg is None else [stage_cost(cfg, stage.parts) for stage in plan.stages]
     if costs is not None:
         table.add_column("weights", justify="right", no_wrap=True)
         table.add_column("operations", no_wrap=True)

@@ -88,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _discard_stdout()
             print_escaped(f"moefold: error: standard output cannot be written: {reason}", file=sys.stderr)
             return EXIT_FAILED
+        if isinstance(error.__cause__, ConfigError | RunError):
+            # Of a rank that the command has started.
+            print_escaped(f"moefold: error: {error.__cause__}", file=sys.stderr)
+            return EXIT_USER_ERROR if isinstance(error.__cause__, ConfigError) else EXIT_FAILED
         # Report out-of-memory errors of any library; every other error is a bug of moefold.
         from moefold.launch.exit import oom_message
 

@@ -57,6 +57,7 @@ def print_accuracy(console: Console, accuracy: Accuracy) -> None:
     for prediction in accuracy.predictions:
         console.print(_line(prediction), markup=False, highlight=False, soft_wrap=True)
     console.print(_groups(accuracy))
+    console.print(_kinds(accuracy))
     errors = accuracy.abs_errors_pct
     if errors:
         console.print(
@@ -89,6 +90,23 @@ def _groups(accuracy: Accuracy) -> Table:
     for name, group in accuracy.by_gpu_precision.items():
         mean = group["mean_abs_error_pct"]
         table.add_row(name, str(group["rows"]), _percent(mean))
+    return table
+
+
+def _kinds(accuracy: Accuracy) -> Table:
+    """Return the errors by GPU and kind of row; unseen: each row under a fit without its configuration."""
+    table = Table("rows", "", "mean", "median", "bias", "unseen: mean", "median", "bias")
+    for name, (seen, unseen) in accuracy.errors_by_kind().items():
+        cells = [
+            _percent(value, sign=sign)
+            for group in (seen, unseen or seen)
+            for value, sign in (
+                (group.mean_abs_error_pct, False),
+                (group.median_abs_error_pct, False),
+                (group.bias_pct, True),
+            )
+        ]
+        table.add_row(name, str(seen.rows), *cells)
     return table
 
 

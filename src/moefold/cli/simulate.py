@@ -29,6 +29,7 @@ from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_rec
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
 from moefold.host.output_file import reject_existing
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
@@ -43,7 +44,7 @@ from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.round_export import round_chart, site_chart, write_rounds
-from moefold.planner.simulator.simulate import Noise, chunks_from_config, simulate_mapping
+from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
 from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> int:
         seed=args.seed or 0,
     )
     cfg = _with_recompute(cfg, device)
-    loads = document_loads(args.lengths, cfg)
+    loads = document_loads(args.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl)
     timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise, loads)
     rounds = simulate_recipe_rounds(cfg, device, args, timeline) if cfg.is_rl else None
     sites = None if site_link is None else plan_sites(cfg, site_link, timeline.total_s)
@@ -209,7 +210,11 @@ def _simulate(
     cost_model = CostModel(shape, device, workload)
     schedule = chosen(cfg, SchedulePart)
     return simulate_mapping(
-        cost_model, mapping_from_config(cfg), noise, chunks=chunks_from_config(cfg, shape), schedule=schedule
+        cost_model,
+        mapping_from_config(cfg.parallel, cfg.moe, cfg.train),
+        noise,
+        chunks=chunks_of_stages(plan_stages(cfg), shape),
+        schedule=schedule,
     )
 
 

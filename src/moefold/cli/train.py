@@ -4,7 +4,9 @@ import argparse
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides, report_on_local_rank0
-from moefold.config.schema import Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.recipe import load_recipe
@@ -28,7 +30,9 @@ def run(argv: list[str]) -> int:
     with report_on_local_rank0(rank_env):
         recipe = load_recipe(*recipe_and_overrides(args.recipe, args.overrides))
         if recipe.cfg.sites.starts_all:
-            return _start_sites(recipe.cfg, argv, rank_env)
+            cfg = recipe.cfg
+            check_config(cfg)
+            return _start_sites(cfg.run, cfg.checkpoint, cfg.sites, cfg.num_job_ranks, argv, rank_env)
         setup = set_up_run(recipe, rank_env)
     if setup.is_finished:
         if rank_env is None or rank_env.rank == 0:
@@ -37,18 +41,23 @@ def run(argv: list[str]) -> int:
     return _start_training(setup, rank_env)
 
 
-def _start_sites(cfg: Config, argv: list[str], rank_env: RankEnv | None) -> int:
+def _start_sites(
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    sites: SitesConfig,
+    num_ranks: int,
+    argv: list[str],
+    rank_env: RankEnv | None,
+) -> int:
     """Start all sites of a run on this machine, each as `moefold train` with a number and a run folder of its own."""
     from moefold.cli.main import main
     from moefold.launch.local_sites import HOST, run_local_sites, site_environments
 
-    check_config(cfg)
-    sites = cfg.sites
-    environments = site_environments(sites.count, cfg.num_job_ranks, cfg.run.device, rank_env)
+    environments = site_environments(sites.count, num_ranks, run.device, rank_env)
 
     def run_site(number: int, port: int) -> int:
-        folders = [f"run.dir={cfg.run.dir}/site-{number}"]
-        folders += [f"checkpoint.dir={cfg.checkpoint.dir}/site-{number}"] if cfg.checkpoint.dir else []
+        folders = [f"run.dir={run.dir}/site-{number}"]
+        folders += [f"checkpoint.dir={checkpoint.dir}/site-{number}"] if checkpoint.dir else []
         return main(["train", *argv, f"sites.number={number}", f"sites.meet={HOST}:{port}", *folders])
 
     return run_local_sites(run_site, sites.count, sites.min_members, environments)

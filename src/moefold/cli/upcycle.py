@@ -11,7 +11,6 @@ from moefold.cli.inference_options import add_ignore_key_option, report_skipped_
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of
-from moefold.config.schema import Config
 from moefold.convert.preflight import (
     MOE_KEYS,
     check_out,
@@ -51,9 +50,8 @@ def run(argv: list[str]) -> int:
             equal = (
                 "computes at first what the dense model does" if preserves_outputs(model) else "does not start equal"
             )
-            print_escaped(
-                f"{model.num_experts} experts, top {model.top_k}, of width {model.moe_ffn_hidden_size}: {equal}"
-            )
+            part = model.experts
+            print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.width}: {equal}")
             print_escaped(training_command(out))
     return 0
 
@@ -88,14 +86,15 @@ def upcycled_model(
     copied |= {"moe_ffn_hidden_size": dense_model.ffn_hidden_size // slices, "upcycle_from": str(dense)}
     # Precedence: given overrides, then the dense model's keys, then the defaults.
     overridden = keys_of(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
-    model = config_from_dict({"model": {**copied, **{key: overridden[key] for key in given}}}).model
+    cfg = config_from_dict({"model": {**copied, **{key: overridden[key] for key in given}}})
+    model = cfg.model
     width = dense_model.ffn_hidden_size // slices
     if granularity is not None and model.moe_ffn_hidden_size != width:
         raise ConfigError(
             f"model.moe_ffn_hidden_size={model.moe_ffn_hidden_size} is not the width {width} that --granularity "
             f"{slices} gives; leave one of the two out"
         )
-    check_config(Config(model=model))
+    check_config(cfg)
     if reason := upcycle_unsupported_reason(dense_model, model):
         raise ConfigError(f"{str(dense)!r}: {reason}")
     return replace(model, preset="")

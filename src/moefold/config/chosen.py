@@ -10,8 +10,7 @@ from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, names_failure
-from moefold.config.problem import Problem
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -27,8 +26,14 @@ def chosen(recipe: "Config | Sections", group: type[AnyPart]) -> AnyPart:
     return _choose(lambda name: read_key(recipe, name), group)
 
 
-def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
-    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe."""
+def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -> AnyPart:
+    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe.
+
+    Args:
+        recipe: the recipe, or the sections that the group reads.
+        group: the base class of the group.
+        kind: a kind of it.
+    """
     return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
 
 
@@ -96,16 +101,6 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
     for group in groups():
         part: Part = chosen(recipe, group)
         yield part
-
-
-def part_problems(part: Part, recipe: Config) -> list[Problem]:
-    """Return what a part does not go with in a recipe.
-
-    Raises:
-        ConfigError: the check of a part from outside fails.
-    """
-    with names_failure(part, "check"):
-        return list(part.check(recipe))
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:

@@ -99,6 +99,11 @@ class DataConfig:
         return self.document_end >= 0 or self.document_index or self.has_conversations or self.has_prompts
 
     @property
+    def may_have_documents(self) -> bool:
+        """Return whether a sample may hold several documents; the samples of a program are not known before it runs."""
+        return self.has_documents or self.kind == "program"
+
+    @property
     def reads_rows(self) -> bool:
         """Return whether the data are JSON lines of conversations, pairs or prompts."""
         return self.has_conversations or self.kind == "prompts"

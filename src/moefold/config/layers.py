@@ -3,8 +3,9 @@
 What is asked of a layer is asked of its parts, in `config/groups/`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any, get_type_hints
 
@@ -24,7 +25,7 @@ from moefold.config.groups.residual import ResidualPart
 from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
-from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, spell
+from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, PATTERNS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (
@@ -133,13 +134,8 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     Raises:
         ValueError: a pattern is not valid.
     """
-    patterns = (
-        (model.layer_pattern, LAYER_KINDS),
-        (model.attention_pattern, ATTENTION_KINDS),
-        (model.rope_pattern, ROPE_KINDS),
-        (model.index_pattern, INDEX_KINDS),
-    )
-    rows = list(zip(*(spell(pattern, letters, model.num_layers) for pattern, letters in patterns), strict=True))
+    spelled = (spell(getattr(model, name), letters, model.num_layers) for name, letters in PATTERNS.items())
+    rows = list(zip(*spelled, strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
     norm = _chosen_part(model, "norm", "norm")
     residual = _flat_part(model, "residual", model.norm_placement)
@@ -190,7 +186,7 @@ def softmax_attention(model: Any) -> Any:
     part = _chosen_part(model, "attention", "attention")
     if not isinstance(part, SoftmaxAttentionPart):
         return part
-    gate = OutputGate(per_head=GATE_WIDTHS[model.attention_gate_width]) if model.attention_gate else None
+    gate = OutputGate(per_head=_by_word(model, "attention_gate_width", GATE_WIDTHS)) if model.attention_gate else None
     return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
 
 
@@ -223,11 +219,24 @@ def _qk_norm(model: Any) -> QueryKeyNorm | None:
     if not model.qk_norm:
         return None
     return QueryKeyNorm(
-        over_all_heads=NORM_WIDTHS[model.qk_norm_width],
+        over_all_heads=_by_word(model, "qk_norm_width", NORM_WIDTHS),
         after_rope=model.qk_norm_after_rope,
         has_weight=model.qk_norm_weight,
         in_nope=model.qk_norm_nope,
     )
+
+
+def _by_word(model: Any, key: str, values: Mapping[str, bool]) -> bool:
+    """Return what a word of a key stands for.
+
+    Raises:
+        ConfigError: it is none of the words, in a model that a program made.
+    """
+    word = getattr(model, key)
+    if word in (words := list(values)):
+        return values[word]
+    guess = "".join(f"; did you mean {guess!r}?" for guess in get_close_matches(str(word), words, n=1))
+    raise ConfigError(f"model.{key}={word!r} must be one of {', '.join(map(repr, words))}{guess}")
 
 
 def _chosen_part(model: Any, group: str, key: str) -> Any:

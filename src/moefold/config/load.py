@@ -19,10 +19,10 @@ from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
 from moefold.config.find import kinds_in_words, unknown_kind
 from moefold.config.limits import is_oversized, value_unsupported_reason
-from moefold.config.method_defaults import default_learning_rate
+from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part, keys_of
-from moefold.config.part_table import build_part, is_part_value
+from moefold.config.part_table import build_part, is_part_value, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.sites import method_values
@@ -95,7 +95,12 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: part})})
     if "lr" in filled.get("train", {}):
         return cfg
-    return replace(cfg, train=replace(cfg.train, lr=default_learning_rate(cfg)))
+    return replace(
+        cfg,
+        train=replace(
+            cfg.train, lr=default_learning_rate(method_settings(cfg.train, cfg.data, cfg.align, cfg.lora, cfg.rl))
+        ),
+    )
 
 
 def config_to_dict(cfg: Config) -> Tree:
@@ -269,11 +274,9 @@ def _type_problem(section: str, key: str, value: Any) -> str:
 
 def _format_value(value: Any) -> str:
     """Format a value as in TOML, truncated to 60 characters."""
-    if isinstance(value, bool):
-        return str(value).lower()
     if is_oversized(value):
         return f"({value.bit_length()} bits)" if isinstance(value, int) else "(a list or table)"
-    text = repr(value) if isinstance(value, str | int | float | list | dict) else str(value)
+    text = shown_value(value) if isinstance(value, str | int | float | list | dict) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -9,9 +9,13 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from moefold.config.align import AlignConfig
+from moefold.config.data import DataConfig
 from moefold.config.find import built_in_kinds, class_of, find_part, kinds
 from moefold.config.groups.alignment import PreferencePart
-from moefold.config.schema import Config
+from moefold.config.lora import LoraConfig
+from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 
 LR_KEY = "train.lr"
 METHOD_KEYS = ("data.kind", "align.method", "rl.group_size", "lora.rank", "train.optimizer")
@@ -74,10 +78,12 @@ def _rates_of_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "rates", None)
 
 
-def method_settings(cfg: Config) -> dict[str, Any]:
+def method_settings(
+    train: TrainConfig, data: DataConfig, align: AlignConfig, lora: LoraConfig, rl: RLConfig
+) -> dict[str, Any]:
     """Return the values of METHOD_KEYS of a recipe, by key."""
-    pairs = (key.split(".") for key in METHOD_KEYS)
-    return {f"{section}.{key}": getattr(getattr(cfg, section), key) for section, key in pairs}
+    values = (data.kind, align.method, rl.group_size, lora.rank, train.optimizer)
+    return dict(zip(METHOD_KEYS, values, strict=True))
 
 
 def describe_method(settings: Mapping[str, Any]) -> str:
@@ -85,9 +91,8 @@ def describe_method(settings: Mapping[str, Any]) -> str:
     return f"{method_of(settings).method}{' of adapters' if settings['lora.rank'] else ''}"
 
 
-def default_learning_rate(cfg: Config) -> float:
-    """Return the learning rate of a recipe that leaves train.lr out."""
-    settings = method_settings(cfg)
+def default_learning_rate(settings: Mapping[str, Any]) -> float:
+    """Return the learning rate of a recipe that leaves train.lr out, from its `method_settings`."""
     rates = method_of(settings)
     return rates.adapters if settings["lora.rank"] else rates.all_weights
 

@@ -282,19 +282,9 @@ class ModelConfig:
         return int(self.softmax_attention.head_dim)
 
     @property
-    def expert_hidden_size(self) -> int:
-        """Width of the input and output of a routed expert."""
-        return self.moe_hidden_size or self.hidden_size
-
-    @property
     def num_router_choices(self) -> int:
         """Number of choices of the router: the experts, then the zero-computation experts."""
         return self.num_experts + self.zero_experts
-
-    @property
-    def mean_active_experts(self) -> float:
-        """Expected number of experts with computation of a token."""
-        return self.active_experts or self.top_k * self.num_experts / self.num_router_choices
 
     @property
     def rotary_dim(self) -> int:
@@ -355,6 +345,22 @@ class ModelConfig:
     def routed(self) -> RoutedPart | None:
         """Feed-forward network of the MoE layers, which have the same one; None: there are none."""
         return next((layer.ffn for layer in self.all_layers if isinstance(layer.ffn, RoutedPart)), None)
+
+    @property
+    def experts(self) -> RoutedPart:
+        """`routed` of a model with MoE layers."""
+        assert self.routed is not None, "the model has no MoE layers"
+        return self.routed
+
+    @property
+    def has_shortcut(self) -> bool:
+        """Return whether the output of routed experts is added after the next layer."""
+        return self.routed is not None and self.routed.is_shortcut
+
+    @property
+    def selected_keys(self) -> int:
+        """Most keys that a query of sparse attention attends to; 0: no layer has sparse attention."""
+        return next((layer.attention.selector.topk for layer in self.layers if layer.attention.selector), 0)
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:

@@ -43,10 +43,12 @@ class ParamSpec:
     """Heads along `tp_dim`: it is replicated if tp does not divide them; 0: always sharded."""
     etp_dim: int | None = None
     """Dim of routed experts sharded by expert tensor parallelism; dim 0 is sharded over ep."""
-    always_adamw: bool = False
-    """Whether Muon leaves it to AdamW although it is a matrix."""
+    never_as_matrix: bool = False
+    """Whether optimizers that update matrices apart, such as Muon, take it for a vector although it is a matrix."""
     matrix_rows: tuple[int, ...] = ()
-    """Rows of the logical matrices of which Muon updates each alone; they alternate along dim 0. Empty: one matrix."""
+    """Rows of the logical matrices that are updated each alone; they alternate along dim 0. Empty: one matrix."""
+    initial: tuple[float, ...] = ()
+    """Initial values, one for each index of dim 0, or one for all; empty: by the name (`model/init.py`)."""
     in_exponent: bool = False
     """Whether the model exponentiates it, so that rounding it to the compute type changes the result much."""
 
@@ -66,9 +68,9 @@ class ParamSpec:
         return len(self.shape) - self.is_expert > 1
 
     @property
-    def uses_muon(self) -> bool:
-        """Return whether Muon updates it if its part is in train.muon_groups."""
-        return self.is_matrix and not self.always_adamw
+    def updates_as_matrix(self) -> bool:
+        """Return whether an optimizer that updates matrices apart may do so with it."""
+        return self.is_matrix and not self.never_as_matrix
 
     @property
     def numel(self) -> int:

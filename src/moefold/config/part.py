@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
+from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from moefold.config.find import find_group, find_part, is_built_in, kind_of
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
+
+COMMUNICATION = ("moefold.comm.", "torch.distributed.")
+"""Modules in which an error is of a collective, which other ranks may have left."""
 
 
 class FlatKey(NamedTuple):
@@ -80,8 +84,14 @@ class Part:
         """Return the kind, as a message names it."""
         return self.kind
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield what this part does not go with in a recipe, a `Config`. Bounds of one setting stand on its field."""
+    def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
+        """Yield what this part does not go with in a recipe. Bounds of one setting stand on its field.
+
+        Args:
+            args: the sections that the parameters of a part's own method name, such as `model` and `train`; `recipe` is
+                the whole recipe (`config/rule.py`).
+            kwargs: none.
+        """
         yield from ()
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
@@ -131,9 +141,32 @@ def names_failure(part: Part, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_built_in(type(part)) or isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{describe_part(part)} fails in {method}(): {type(error).__name__}: {error}") from error
+        refuse_failure(part, f"{method}()", error)
+        raise
+
+
+def refuse_failure(part: Part, where: str, error: Exception) -> None:
+    """Refuse a part from outside by its name for an error in it; return if the error has another cause.
+
+    These are errors of moefold's own, memory that is full, and another rank that a collective waits for in vain.
+
+    Args:
+        part: any part.
+        where: the method, as it follows "fails in".
+        error: its error.
+
+    Raises:
+        ConfigError: the part fails.
+    """
+    frames = list(walk_tb(error.__traceback__))
+    names = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
+    is_explained = isinstance(error, ConfigError | RunError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if is_built_in(type(part)) or is_explained or is_lost:
+        return
+    own = [f", line {line}" for (_, line), name in zip(frames, names, strict=True) if name == type(part).__module__]
+    place = own[-1] if own else ""
+    raise ConfigError(f"{describe_part(part)} fails in {where}{place}: {type(error).__name__}: {error}") from error
 
 
 def keys_of(section: Any) -> dict[str, Any]:

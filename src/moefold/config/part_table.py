@@ -37,7 +37,7 @@ from moefold.config.outside import (
 )
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys, settings_of, without_source
 from moefold.config.problem import Problem
-from moefold.config.suggestions import closest_match, part_keys
+from moefold.config.suggestions import closest_match, key_types, part_keys, sections
 from moefold.errors import ConfigError, raise_all
 
 logger = logging.getLogger(__name__)
@@ -126,12 +126,38 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     return built
 
 
+def toml_value(value: Any) -> str:
+    """Return a value as a file has it: strings, numbers, truth values and lists are written as in JSON."""
+    match value:
+        case Part():
+            return toml_table(value.as_table())
+        case dict():
+            return toml_table(without_source(value))
+        case tuple():
+            return json.dumps(list(value), default=str, ensure_ascii=False)
+        case _:
+            return json.dumps(value, default=str, ensure_ascii=False)
+
+
 def toml_table(table: Mapping[str, Any]) -> str:
     """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
     keys = without_source(table)
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
-    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in keys.items() if value is not None)} }}"
+    return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in keys.items() if value is not None)} }}"
+
+
+def shown_value(value: Any) -> str:
+    """Return a value as a message shows it: as in TOML, with strings in single quotes."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{', '.join(map(shown_value, value))}]"
+        case Part():
+            return repr(value.kind)
+        case _:
+            return repr(value)
 
 
 def _read_origin(name: str, recorded: Any) -> Origin:
@@ -144,14 +170,10 @@ def _read_origin(name: str, recorded: Any) -> Origin:
 def _flat_spelling(name: str, group: str, kind: str, table: Mapping[str, Any]) -> str:
     """Return the refusal of a table of a built-in kind, with the flat keys that it stands for."""
     flat = {field: key.key if isinstance(key, type) else key for field, key in flat_keys(group, kind)}
-    words = [f"{name}={kind}", *(f"{flat[key]}={_toml(value)}" for key, value in table.items() if key in flat)]
+    words = [f"{name}={kind}", *(f"{flat[key]}={toml_value(value)}" for key, value in table.items() if key in flat)]
     strange = [key for key in table if key not in flat]
     more = f"; {name}.{strange[0]} is no key of {kind!r}" if strange else ""
     return f"{name} is a table, and {kind!r} is a built-in kind, whose keys are flat; write {' '.join(words)}{more}"
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value, default=str)
 
 
 def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, Origin]:
@@ -246,6 +268,15 @@ def _hints(part: Any) -> dict[str, Any]:
     return {name: hints[name] for name in settings_of(part)}
 
 
+def _unknown_key(name: str) -> str:
+    """Return why a name is no recipe key, with the nearest one; empty if it is one."""
+    known = [f"{section}.{key}" for section in sections() for key in key_types(section)]
+    if name in known:
+        return ""
+    guess = closest_match(name, known)
+    return "is no recipe key" + (f"; did you mean {guess!r}?" if guess else "")
+
+
 @cache
 def _model(part: Any) -> type[BaseModel]:
     """Return the validator of the settings of a part; a field without a default is required."""
@@ -255,8 +286,11 @@ def _model(part: Any) -> type[BaseModel]:
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
     of_base = {field.name for base in bases for field in fields(base)}
     for key, hint in _hints(part).items():
-        has_mark = any(isinstance(entry, FlatKey | KindOf) for entry in getattr(hint, "__metadata__", ()))
-        if has_mark and key not in of_base:
+        marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, FlatKey | KindOf)]
+        for mark in marks:
+            if isinstance(mark, FlatKey) and (fault := _unknown_key(mark.name)):
+                raise ConfigError(f"part {kind!r} of {origin}: FlatKey({mark.name!r}) of {key} {fault}")
+        if marks and key not in of_base:
             raise ConfigError(f"part {kind!r} of {origin}: FlatKey and KindOf are for built-in kinds; {key} has one")
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]
         # The name of a setting may be one of a method of pydantic's models.

@@ -73,16 +73,6 @@ class Config:
         return self.train.num_micro_batches(self.parallel.dp)
 
     @property
-    def may_pad_batch(self) -> bool:
-        """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
-        return self.parallel.may_pad_batch
-
-    @property
-    def num_padding_micro_batches(self) -> int:
-        """Micro-batches of padding alone in a step, on the last data-parallel ranks; 0 if dp divides the batch."""
-        return self.train.num_padding_micro_batches(self.parallel.dp)
-
-    @property
     def vocab_rows(self) -> int:
         """Rows of the vocabulary on a rank, V/tp rounded up."""
         return self.parallel.vocab_rows(self.model.vocab_size)
@@ -90,13 +80,3 @@ class Config:
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         return self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
-
-    @property
-    def loss_tokens(self) -> int:
-        """Tokens of a micro-batch whose losses a rank computes: tensor parallelism shards the vocabulary."""
-        return self.train.loss_tokens(self.parallel.cp)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens per global batch."""
-        return self.train.tokens_per_step

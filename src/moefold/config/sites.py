@@ -36,7 +36,7 @@ METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
 diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. noloco:
 arXiv:2506.10911 and its code. sparseloco: arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where
 every is 48. spes: arXiv:2602.11543."""
-READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum sites.penalty")
+READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum", also="sites.penalty")
 NUM_SIMILAR = 4
 """Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
 

@@ -21,8 +21,7 @@ from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import keys_of
-from moefold.config.part_table import toml_table
-from moefold.config.schema import Config
+from moefold.config.part_table import toml_value
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
@@ -47,7 +46,7 @@ from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 from moefold.validate.moe import validate_router_gradient
-from moefold.validate.unused import check_unused_keys
+from moefold.validate.unused import model_key_has_effect
 
 OnBytes = Callable[[int], None]
 """Callback that receives the bytes processed since its last call."""
@@ -215,24 +214,24 @@ def recipe_text(
     default = keys_of(ModelConfig())
     ours = keys_of(model)
     sizes = [
-        f"{key} = {_toml(value)}"
+        f"{key} = {toml_value(value)}"
         for key, value in ours.items()
-        if value != default[key] and _has_effect(f"model.{key}", model)
+        if value != default[key] and model_key_has_effect(f"model.{key}", model)
     ]
     lines = [
         "# Trains on from these weights; all other settings are free:",
         "#   moefold train recipe.toml data.kind=text data.path=TEXT run.steps=1000",
         "",
-        *("[run]", f"dir = {_toml(f'runs/{checkpoint.name}')}", ""),
+        *("[run]", f"dir = {toml_value(f'runs/{checkpoint.name}')}", ""),
         *("[model]", *sizes, ""),
-        *(() if aux_loss is None else ("[moe]", f"aux_loss = {_toml(aux_loss)}", "")),
-        *("[checkpoint]", f"init_from = {_toml(lora['base'] if lora else str(checkpoint))}"),
+        *(() if aux_loss is None else ("[moe]", f"aux_loss = {toml_value(aux_loss)}", "")),
+        *("[checkpoint]", f"init_from = {toml_value(lora['base'] if lora else str(checkpoint))}"),
     ]
     if lora:
         settings = {key: lora[key] for key in ("rank", "alpha", "targets")} | {"init_from": str(checkpoint)}
-        lines += ["", "[lora]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
+        lines += ["", "[lora]", *(f"{key} = {toml_value(value)}" for key, value in settings.items())]
     if tokenizer:
-        lines += ["", "[data]", f"tokenizer = {_toml(tokenizer)}"]
+        lines += ["", "[data]", f"tokenizer = {toml_value(tokenizer)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -257,15 +256,6 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
     if not 0 <= coefficient < math.inf:
         raise ConfigError(f"config.json has router_aux_loss_coef={coefficient!r}, which should be 0 or more")
     return float(coefficient) * model.top_k / layers
-
-
-def _has_effect(key: str, model: ModelConfig) -> bool:
-    """Return whether a recipe may set a key of [model]; keys without effect are rejected."""
-    try:
-        check_unused_keys(frozenset({key}), Config(model=model))
-    except ConfigError:
-        return False
-    return True
 
 
 def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:
@@ -330,15 +320,3 @@ def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
     }
     mine = {name: hash_tensor(parts[name]) for name in sorted(parts)[world.rank :: world.size]}
     return {name: digest for found in world.all_gather_object(mine) for name, digest in found.items()}
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return toml_table(value)
-    return repr(value)

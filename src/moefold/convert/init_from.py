@@ -20,8 +20,10 @@ from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokeniz
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import write_manifest_in_parallel
 from moefold.comm.groups import World, current_world
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.run import RunConfig
 from moefold.convert.adapted_weights import open_weights
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
@@ -47,14 +49,22 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.remote_path import is_remote
 
 
-def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bool, folder: Path | None = None) -> str:
+def load_initial_weights(
+    run: RunConfig,
+    sizes: ModelConfig,
+    data: DataConfig,
+    checkpoint: CheckpointConfig,
+    model: ParallelModel,
+    *,
+    is_first_rank: bool,
+    folder: Path | None = None,
+) -> str:
     """Fill this rank's shards from `checkpoint.init_from` or `model.upcycle_from`. Collective over all ranks.
 
     A run or a folder of checkpoints means its newest one, which the ranks agree on in case a run saves meanwhile. The
     first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their values.
 
     Args:
-        cfg: the recipe.
         model: this rank's shards.
         is_first_rank: whether this is rank 0.
         folder: the weights, if they were found already; None: those that the recipe names.
@@ -66,7 +76,7 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
     """
-    given = cfg.checkpoint.init_from or cfg.model.upcycle_from
+    given = checkpoint.init_from or sizes.upcycle_from
     if not given:
         return ""
     world = current_world()
@@ -74,10 +84,10 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
     path: Path = folder or world.all_gather_object(resolve_weights_folder(named))[0]
     skipped = skipped_checkpoints(named, path) if is_first_rank else []
     if not is_hf_folder(path):
-        check_integrity(path, world, checks_hashes=cfg.checkpoint.verify)
+        check_integrity(path, world, checks_hashes=checkpoint.verify)
     source = open_weights(path)
-    if cfg.model.upcycle_from:
-        source = UpcycledSource(source, cfg.model, cfg.run.seed)
+    if sizes.upcycle_from:
+        source = UpcycledSource(source, sizes, run.seed)
     buffers = {
         name: buffer
         for name, buffer in model.named_buffers.items()
@@ -90,24 +100,24 @@ def load_initial_weights(cfg: Config, model: ParallelModel, *, is_first_rank: bo
         if (name in source.shapes or INDEXER not in name) and not is_adapter(name)
     }
     load_shards(source, {**stored, **buffers}, str(path))
-    if is_first_rank and cfg.checkpoint.saves:
-        save_sidecar_files(path, cfg.run, cfg.checkpoint)
+    if is_first_rank and checkpoint.saves:
+        save_sidecar_files(path, run, checkpoint)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]
-    notes += [tokenizer_mismatch_message(cfg.data, path) if is_first_rank else ""]
-    notes += _indexer_messages(cfg.model, source)
+    notes += [tokenizer_mismatch_message(data, path) if is_first_rank else ""]
+    notes += _indexer_messages(sizes, source)
     if is_first_rank and is_hf_folder(path):
-        notes += [report.note() for report in inspect_folder(path, cfg.checkpoint.ignore_keys)[1]]
-    if cfg.model.upcycle_from:
-        notes.append(export_message(cfg.model))
+        notes += [report.note() for report in inspect_folder(path, checkpoint.ignore_keys)[1]]
+    if sizes.upcycle_from:
+        notes.append(export_message(sizes))
     if (
         is_first_rank
-        and not cfg.model.upcycle_from
-        and (left_out := read_model(path, ALL_KEYS).mtp_layers - cfg.model.mtp_layers)
+        and not sizes.upcycle_from
+        and (left_out := read_model(path, ALL_KEYS).mtp_layers - sizes.mtp_layers)
     ):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     # A copy on this machine is described by its source.
     origin = given if is_remote(given) and is_hf_folder(path) else path
-    summary = f"{'upcycled from' if cfg.model.upcycle_from else 'weights from'} {origin}"
+    summary = f"{'upcycled from' if sizes.upcycle_from else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
 
 

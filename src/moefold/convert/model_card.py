@@ -4,6 +4,7 @@ Both follow from files of the run alone, so that two exports are equal, and name
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from moefold import __version__
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
 from moefold.config.load import config_to_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import without_source
-from moefold.config.part_table import toml_table
-from moefold.config.schema import Config
+from moefold.config.part_table import toml_value
+from moefold.config.suggestions import default_of
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.preflight import read_model
 from moefold.convert.run_config import find_run_config, read_json_object
@@ -58,8 +58,10 @@ class TrainingRun:
     """Known facts of the run that trained the weights."""
 
     meta: CheckpointMeta
-    config: Config | None
-    """Its recipe; None if its config.json is not next to the checkpoint."""
+    settings: Mapping[str, Mapping[str, Any]]
+    """Keys of its recipe by section; empty if its config.json is not next to the checkpoint."""
+    temperature: float | None
+    """Temperature of its rollouts; None without reinforcement learning."""
     loss: float | None
     """Training loss of the checkpoint's step; None if it is unknown."""
     eval_loss: tuple[int, float] | None
@@ -92,7 +94,9 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
             if isinstance(record.get("eval_loss"), float):
                 eval_loss = (step, record["eval_loss"])
     base = "" if cfg is None else _base_model(cfg.checkpoint.init_from or cfg.model.upcycle_from)
-    return TrainingRun(meta, cfg, loss, eval_loss, base)
+    settings = {} if cfg is None else config_to_dict(cfg)
+    temperature = cfg.rollout.temperature if cfg is not None and cfg.is_rl else None
+    return TrainingRun(meta, settings, temperature, loss, eval_loss, base)
 
 
 def _base_model(start: str) -> str:
@@ -136,8 +140,8 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
         return
     config = read_json_object(folder / CONFIG_FILE)
     keys = {key: config[key] for key in TOKEN_KEYS if config.get(key) is not None}
-    if run.config is not None and run.config.is_rl:
-        keys |= {"do_sample": True, "temperature": run.config.rollout.temperature}
+    if run.temperature is not None:
+        keys |= {"do_sample": True, "temperature": run.temperature}
     text = json.dumps(keys, indent=2, sort_keys=True) + "\n"
     (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
 
@@ -178,7 +182,7 @@ def write_model_card(
         *_training_lines(run),
         "",
     ]
-    if settings := _settings_text(run.config):
+    if settings := _settings_text(run.settings):
         lines += [
             "## How it was trained",
             "",
@@ -206,25 +210,18 @@ def _training_lines(run: TrainingRun) -> list[str]:
     return [*lines, f"- parallel mapping: {mapping}{f', {meta.dtype}' if meta.dtype else ''}"] if mapping else lines
 
 
-def _settings_text(cfg: Config | None) -> list[str]:
+def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the settings that differ from the defaults as TOML; texts with a slash may be paths, and are left out."""
-    if cfg is None:
-        return []
-    tree, default = config_to_dict(cfg), config_to_dict(Config())
     lines: list[str] = []
-    for section in CARD_SECTIONS:
+    for section in CARD_SECTIONS if settings else ():
         changed = {
             key: value
-            for key, value in tree[section].items()
-            if value != default[section][key] or f"{section}.{key}" in ALWAYS_SHOWN
+            for key, value in settings[section].items()
+            if toml_value(value) != toml_value(default_of(section, key)) or f"{section}.{key}" in ALWAYS_SHOWN
         }
-        shown = [f"{key} = {_toml(value)}" for key, value in changed.items() if not _may_be_path(value)]
+        shown = [f"{key} = {toml_value(value)}" for key, value in changed.items() if not _may_be_path(value)]
         lines += [f"[{section}]", *shown] if shown else []
     return lines
-
-
-def _toml(value: Any) -> str:
-    return toml_table(without_source(value)) if isinstance(value, dict) else json.dumps(value)
 
 
 def _may_be_path(value: Any) -> bool:

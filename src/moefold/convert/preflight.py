@@ -25,6 +25,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.outside import MissingPartError
+from moefold.config.part_table import shown_value
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
@@ -167,7 +168,7 @@ def export_message(model: ModelConfig) -> str:
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
     for change in _candidate_changes(plain):
         if supported := families_for(replace(plain, **change)):
-            settings = " ".join(f"model.{key}={_format_value(value)}" for key, value in change.items())
+            settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")
             return f"{lacks}; with {settings} it is {supported[0].name}"
     reasons = {family.name: family_unsupported_reason(family, plain) for family in FAMILIES.values()}
     nearest = min(reasons, key=lambda name: len(reasons[name]))
@@ -182,10 +183,6 @@ def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
         *([{"router_softmax": "post"}] if model.top_k > 1 else []),
         {"shared_expert_ffn_hidden_size": width, "shared_expert_gate": True},
     ]
-
-
-def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 DERIVED_MODEL_KEYS = ("preset", "layer_kinds")

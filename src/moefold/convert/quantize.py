@@ -102,7 +102,7 @@ def plan_quantization(
     names = set()
     for name, pieces in mapping.by_hf_name.items():
         weight = weights.get(pieces[0].name)
-        if weight is None or not weight.uses_muon or weight.part not in _QUANTIZED_PARTS:
+        if weight is None or not weight.updates_as_matrix or weight.part not in _QUANTIZED_PARTS:
             continue
         shape = mapping.hf_shapes[name]
         if kind == "fp8" and len(shape) == 3:

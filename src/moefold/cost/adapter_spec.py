@@ -38,7 +38,7 @@ def is_adapter(name: str) -> bool:
 def adapter_pair(weight: ParamSpec, rank: int) -> tuple[ParamSpec, ParamSpec]:
     """Return the adapter A, B of a matrix."""
     name_a, name_b = adapter_names(weight.name)
-    base = replace(weight, matrix_rows=(), always_adamw=False)
+    base = replace(weight, matrix_rows=(), never_as_matrix=False)
     if weight.is_expert:
         experts, inputs, outputs = weight.shape
         is_row = weight.etp_dim == 1

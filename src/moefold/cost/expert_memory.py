@@ -8,6 +8,7 @@ from math import ceil
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, ExchangeBytes, ExpertRows
+from moefold.config.groups.ffn import RoutedPart
 from moefold.config.schema import Config
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
 from moefold.cost.unit_memory import compute_dtype_bytes
@@ -39,26 +40,30 @@ class ExpertMemory:
         self.dispatcher = chosen(cfg, DispatcherPart)
         self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp
 
+    @property
+    def _part(self) -> RoutedPart:
+        return self._cfg.model.experts
+
     @cached_property
     def expert_tokens(self) -> int:
         """Routed tokens that the experts of this rank process, R, on the busiest rank."""
-        model = self._cfg.model
+        part = self._part
         moe = self._cfg.moe
         p = self._cfg.parallel
-        routed = self._tokens * model.top_k
+        routed = self.routed_tokens
         room = self.dispatcher.room(routed) if p.ep > 1 else None
         if room is not None:
             # Allocated on every rank, however many arrive.
             return room
         # Zero-computation experts compute no rows.
-        computed = self._tokens * model.mean_active_experts
+        computed = self._tokens * part.mean_active
         balanced = computed * p.etp
         if moe.capacity_factor <= 0:
             return min(round(balanced * self._imbalance), round(balanced) * p.ep)
         if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._kernels.device_type == "cuda":
             # Rows of dropped tokens stay, as the host does not wait for the counts.
             return routed
-        capacity = ceil(routed / model.num_router_choices * moe.capacity_factor) * model.num_experts * p.etp
+        capacity = ceil(routed / part.num_choices * moe.capacity_factor) * part.num_experts * p.etp
         return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
 
     @cached_property
@@ -67,7 +72,7 @@ class ExpertMemory:
         run = self._cfg.run
         runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
         commutes = self._kernels.experts_apply_probs and runs_kernels and not self._cfg.train.quantizes_gemms
-        return self._cfg.moe.weight_in_expert or self._cfg.model.router_probs_on_input or commutes
+        return self._cfg.moe.weight_in_expert or self._part.probs_on_input or commutes
 
     def saved(self) -> BytesByPart:
         """Return all bytes saved for backward: permuted tokens, FC1 outputs and expert outputs."""
@@ -80,7 +85,7 @@ class ExpertMemory:
     def permuted_tokens(self) -> BytesByPart:
         """Return the bytes of the experts' input and its permutation indices."""
         # The rows before they are multiplied by the routing weights, and after it.
-        copies = 2 if self._cfg.model.router_probs_on_input else 1
+        copies = 2 if self._part.probs_on_input else 1
         return (
             BytesByPart({"dispatch buffers": copies * self.expert_tokens * self.token_bytes}) + self.permute_indices()
         )
@@ -93,9 +98,7 @@ class ExpertMemory:
 
     def fc1_outputs(self) -> BytesByPart:
         """Return the bytes that the routed experts save between their input and output."""
-        inner = (
-            self.expert_tokens * self._saved_ffn_widths * self._cfg.model.moe_ffn_hidden_size // self._cfg.parallel.etp
-        )
+        inner = self.expert_tokens * self._saved_ffn_widths * self._part.width // self._cfg.parallel.etp
         weights = self.expert_tokens * self._high_precision_bytes if self.applies_probs else 0
         return BytesByPart(experts=weights + inner * self._item_bytes)
 
@@ -116,12 +119,17 @@ class ExpertMemory:
     @property
     def routed_tokens(self) -> int:
         """Routed tokens of this rank: its tokens times top_k."""
-        return self._tokens * self._cfg.model.top_k
+        return self._tokens * self._part.top_k
+
+    @property
+    def _token_width(self) -> int:
+        """Width of a dispatched token."""
+        return self._part.token_size(self._cfg.model.hidden_size)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
-        return self._cfg.model.expert_hidden_size * self._item_bytes
+        return self._token_width * self._item_bytes
 
     @property
     def _saved_ffn_widths(self) -> int:
@@ -138,14 +146,12 @@ class ExpertMemory:
         multiplies in float32: two inner projections and an output. Grouped experts hold `GROUPED_TRANSIENT_WIDTHS` in
         their backward pass, none if a fused SwiGLU is counted as saving them.
         """
-        model = self._cfg.model
+        part = self._part
         p = self._cfg.parallel
         if self._kernels.grouped_experts:
             widths = 0 if self._kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
-            return BytesByPart(
-                experts=self.expert_tokens * widths * model.moe_ffn_hidden_size // p.etp * self._item_bytes
-            )
-        num_experts = model.num_experts // p.ep
+            return BytesByPart(experts=self.expert_tokens * widths * part.width // p.etp * self._item_bytes)
+        num_experts = part.num_experts // p.ep
         recomputes = "expert_activation" in self._recompute
         has_others = num_experts > 1
         widths = (3 + 2 * has_others) if recomputes else (1 + has_others)
@@ -153,14 +159,14 @@ class ExpertMemory:
             widths * self._item_bytes,
             3 * self._high_precision_bytes if self._item_bytes < self._high_precision_bytes else 0,
         )
-        return BytesByPart(experts=self.expert_tokens // num_experts * model.moe_ffn_hidden_size // p.etp * inner)
+        return BytesByPart(experts=self.expert_tokens // num_experts * part.width // p.etp * inner)
 
     def combine_buffer(self) -> BytesByPart:
         """Return the bytes of the combine: the sum per token, and the routed tokens in float32 or better.
 
         PyTorch's operators need them: the C kernel of a CPU (`ops.cpu.permute`) sums low-precision rows without a copy.
         """
-        hidden = self._cfg.model.expert_hidden_size * self._high_precision_bytes
+        hidden = self._token_width * self._high_precision_bytes
         num_tokens = self.expert_tokens if self.combines_locally else self.routed_tokens
         high_precision_copy = num_tokens * hidden if self._item_bytes < self._high_precision_bytes else 0
         return BytesByPart({"dispatch buffers": high_precision_copy + self._tokens * hidden})
@@ -168,11 +174,10 @@ class ExpertMemory:
     @cached_property
     def exchange_bytes(self) -> ExchangeBytes:
         """Temporary bytes of the dispatcher's exchanges."""
-        model = self._cfg.model
         p = self._cfg.parallel
-        widths = model.expert_hidden_size, self._item_bytes, self._high_precision_bytes
+        widths = self._token_width, self._item_bytes, self._high_precision_bytes
         return self.dispatcher.exchange_bytes(
-            ExpertRows(self._tokens, model.top_k, self.expert_tokens, *widths, p.ep, p.etp)
+            ExpertRows(self._tokens, self._part.top_k, self.expert_tokens, *widths, p.ep, p.etp)
         )
 
     def allgather_combine_buffer(self) -> BytesByPart:

@@ -121,9 +121,10 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         counts[weight.part] += weight.numel
     if model.mtp_layers:
         counts["mtp"] = model.mtp_layers * sum(weight.numel for weight in mtp_layer_weights(model))
+    routed = model.routed
     return ParameterCount(
         **{part: counts[part] for part in get_args(ModelPart)},
-        active_experts=int(counts["experts"] // model.num_experts * model.mean_active_experts),
+        active_experts=int(counts["experts"] // routed.num_experts * routed.mean_active) if routed else 0,
     )
 
 
@@ -216,7 +217,9 @@ def _gemm_flops(model: ModelConfig, weights: Iterable[ParamSpec]) -> Counter[Mod
     flops: Counter[ModelPart] = Counter()
     for weight in weights:
         if weight.is_matrix:
-            active = weight.numel // model.num_experts * model.mean_active_experts if weight.is_expert else weight.numel
+            active: float = weight.numel
+            if weight.is_expert:
+                active = weight.numel // model.experts.num_experts * model.experts.mean_active
             flops[weight.part] += int(2 * active)
     return flops
 

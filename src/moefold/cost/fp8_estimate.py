@@ -85,11 +85,11 @@ def estimate_fp8(cfg: Config) -> Fp8Estimate:
     if not model.moe_layer_numbers:
         tokens = cfg.train.seq_len // p.cp * cfg.train.micro_batch_size
         hidden = model.hidden_size
-        inner = model.ffn_hidden_size // p.tp
+        inner = model.layers[0].ffn.tp_unit[1] // p.tp
         return Fp8Estimate("a dense layer", tokens, hidden, inner, 2 * (hidden + inner), micro_batches)
     rows_of_rank = ExpertMemory(cfg, frozenset(), CUDA_KERNELS, 1.0).expert_tokens
-    rows = rows_of_rank / (model.num_experts // p.ep)
-    hidden = model.expert_hidden_size
-    inner = model.moe_ffn_hidden_size // p.etp
+    rows = rows_of_rank / (model.experts.num_experts // p.ep)
+    hidden = model.experts.token_size(model.hidden_size)
+    inner = model.experts.width // p.etp
     # Tokens and the gradients of outputs twice each for three matrices; hidden values and the gradients of gate and up.
     return Fp8Estimate("an expert", rows, hidden, inner, (4 * hidden + 6 * inner) / 3, micro_batches)

@@ -47,8 +47,8 @@ def _router_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     cfg = sizes.cfg
     value = max(sizes.high_precision_bytes, 8 if cfg.moe.router_dtype == "float64" else 4)
     weights = _num_weights(kind, "ffn.router.") * master_dtype_bytes(cfg.run)
-    routed = sizes.tokens * cfg.model.top_k * (INT64_BYTES + 2 * value)
-    scores = 2 * 2 * sizes.tokens * cfg.model.num_router_choices * value
+    routed = sizes.tokens * cfg.model.experts.top_k * (INT64_BYTES + 2 * value)
+    scores = 2 * 2 * sizes.tokens * cfg.model.experts.num_choices * value
     samples = cfg.train.micro_batch_size * INT64_BYTES
     copies = weights if cfg.parallel.world_size > 1 else 0
     return in_flight * (2 * sizes.hidden_bytes + samples + routed + scores + weights) + copies

@@ -103,7 +103,9 @@ def _forward_rank_memory(formula: ActivationMemory, states: StateMemory) -> tupl
     """Return the peak memory of each pipeline rank in a step without a backward pass."""
     chunks, stages_by_rank = recipe_stages(formula.cfg)
     found = []
-    for rank, messages in enumerate(forward_messages(schedule_slots(formula.cfg), stages_by_rank)):
+    for rank, messages in enumerate(
+        forward_messages(schedule_slots(formula.cfg.model, formula.cfg.parallel, formula.cfg.train), stages_by_rank)
+    ):
         by_part = forward_activations(formula, [chunks[stage] for stage in stages_by_rank[rank]])
         by_part["pipeline"] += messages * formula.hidden_bytes
         in_flight = dict.fromkeys(stages_by_rank[rank], 1)
@@ -127,7 +129,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     )
     shortest = whole.shortest_equivalent
     rows = (
-        runtime_slots(cfg)
+        runtime_slots(cfg.model, cfg.parallel, cfg.train)
         if shortest == whole
         else schedule_rows(
             p.schedule,

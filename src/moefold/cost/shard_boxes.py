@@ -80,7 +80,7 @@ class WeightSharding:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter and expert bias, by name."""
         shapes = {name: weight.shape for name, weight in model_weights(self.model).items()}
-        return shapes | dict.fromkeys(self.bias_names, (self.model.num_router_choices,))
+        return shapes | dict.fromkeys(self.bias_names, (self._num_choices,))
 
     def pp_ranks_of(self, name: str) -> frozenset[int]:
         """Return the pipeline ranks that hold a parameter or expert bias."""
@@ -96,8 +96,14 @@ class WeightSharding:
     @cached_property
     def bias_names(self) -> tuple[str, ...]:
         """Names of the expert biases, which are buffers that every rank of a stage has whole."""
-        numbers = self.model.moe_layer_numbers if self.model.expert_bias else ()
+        routed = self.model.routed
+        numbers = self.model.moe_layer_numbers if routed and routed.expert_bias else ()
         return tuple(f"layers.{number}.ffn.router.expert_bias" for number in numbers)
+
+    @property
+    def _num_choices(self) -> int:
+        """Numbers of an expert bias."""
+        return self.model.routed.num_choices if self.model.routed else 0
 
     @cached_property
     def _rank_of_layers(self) -> dict[int, int]:
@@ -137,7 +143,7 @@ class WeightSharding:
         for name, weight in model_weights(self.model).items():
             if pp_rank in self._pp_ranks[name] and (box := self._shard(weight, coordinates)) is not None:
                 boxes[name] = box
-        whole = whole_box((self.model.num_router_choices,))
+        whole = whole_box((self._num_choices,))
         return boxes | {name: whole for name in self.bias_names if pp_rank in self._pp_ranks[name]}
 
     def _shard(self, weight: ParamSpec, coordinates: tuple[int, ...]) -> Box | None:

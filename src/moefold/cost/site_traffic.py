@@ -171,8 +171,8 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     for name in sharding.bias_names:
         fragment = fragment_of(name, count)
         for pp_rank in sharding.pp_ranks_of(name):
-            plain[fragment] += stage_ranks * cfg.model.num_router_choices * item
-            largest_plain[fragment, pp_rank] += cfg.model.num_router_choices
+            plain[fragment] += stage_ranks * cfg.model.experts.num_choices * item
+            largest_plain[fragment, pp_rank] += cfg.model.experts.num_choices
     if cfg.sites.in_pairs:
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
         largest_plain += largest

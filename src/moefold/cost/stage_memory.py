@@ -45,7 +45,7 @@ def max_in_flight(cfg: Config, num_stages: int) -> list[int]:
     """Return the maximum number of micro-batches of each stage between their forward and backward pass."""
     current = [0] * num_stages
     peak = [1] * num_stages
-    for row in schedule_slots(cfg):
+    for row in schedule_slots(cfg.model, cfg.parallel, cfg.train):
         for action in (action for slot in row for action in slot):
             if action.kind == "F":
                 current[action.stage] += 1

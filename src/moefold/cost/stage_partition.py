@@ -15,7 +15,6 @@ from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import layer_adapters
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
-from moefold.cost.split_units import split_units
 from moefold.topology.pipeline_layout import StageParts
 from moefold.topology.schedules import stage_ranks
 from moefold.topology.selection_groups import stage_starts
@@ -92,6 +91,9 @@ def _split_model(
         return [float(sum(values[first:stop])) for first, stop in pairwise(starts)]
 
     flops = [cost.flops for cost in _unit_costs(model, parallel, train, lora)]
+    # numpy: a recipe without "auto" stages is checked without it.
+    from moefold.cost.split_units import split_units
+
     bounds = split_units(merge(flops), ranks, [merge(size) for size in sizes], MAX_SLOWDOWN_PCT)
     return _stages_between(model, [starts[bound] for bound in bounds])
 

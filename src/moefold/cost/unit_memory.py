@@ -178,13 +178,14 @@ def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: i
 
 def quantized_copy_bytes(weights: Iterable[ParamSpec]) -> int:
     """Return the bytes of the quantised copies of weights, without their scales; low ranks and indexers count too."""
-    return QUANTIZED_COPIES * sum(w.numel for w in weights if w.uses_muon and w.part in QUANTIZED_PARTS)
+    return QUANTIZED_COPIES * sum(w.numel for w in weights if w.updates_as_matrix and w.part in QUANTIZED_PARTS)
 
 
 def expert_buffer_bytes(model: ModelConfig, moe: MoEConfig) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
     counts = 8 * (aux_coefficient(moe) > 0 and chosen_in(moe, BalanceScopePart).keeps_counts)
-    return model.num_router_choices * (4 * model.expert_bias + counts)
+    routed = model.routed
+    return routed.num_choices * (4 * routed.expert_bias + counts) if routed else 0
 
 
 def rope_buffer_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
@@ -201,10 +202,11 @@ def dispatch_buffer_bytes(cfg: Config) -> int:
 def dispatch_sizes(cfg: Config) -> DispatchSizes:
     """Return what the ranks exchange in a micro-batch at most."""
     p = cfg.parallel
+    part = cfg.model.routed
     return DispatchSizes(
-        num_experts=cfg.model.num_experts,
-        max_rows=cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * cfg.model.top_k,
-        width=cfg.model.expert_hidden_size,
+        num_experts=part.num_experts if part else 0,
+        max_rows=cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * (part.top_k if part else 0),
+        width=part.token_size(cfg.model.hidden_size) if part else 0,
         item_bytes=compute_dtype_bytes(cfg.run),
         fp8_dispatch=chosen(cfg, WirePart).rounds,
     )

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.align import AlignConfig
-from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.validate.align import fill_template, validate_template
 
@@ -57,7 +56,7 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     is_number = isinstance(want, int | float) and not isinstance(want, bool) and math.isfinite(want)
     if not isinstance(template, str) or not is_number:
         raise ConfigError(f"{location}: align.template={template!r} and align.want={want!r} are damaged; copy it again")
-    if faults := list(validate_template(replace(Config(), align=AlignConfig(template=template)).align)):
+    if faults := list(validate_template(AlignConfig(template=template))):
         raise ConfigError(f"{location}: {faults[0]}")
     return RewardPrompt(template, float(want))
 

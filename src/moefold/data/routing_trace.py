@@ -87,13 +87,14 @@ class TraceShape:
 
 def trace_shape(model: ModelConfig, train: TrainConfig) -> TraceShape:
     """Return the shape of the trace that a run writes."""
+    part = model.routed
     return TraceShape(
         layers=model.moe_layer_numbers,
-        num_experts=model.num_router_choices,
-        top_k=model.top_k,
+        num_experts=part.num_choices if part else 0,
+        top_k=part.top_k if part else 0,
         global_batch_size=train.global_batch_size,
         seq_len=train.seq_len,
-        zero_experts=model.zero_experts,
+        zero_experts=part.zero_experts if part else 0,
     )
 
 

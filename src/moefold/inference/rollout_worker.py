@@ -33,7 +33,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         explain_oom(GENERATE_OOM_HINT),
         reworded_errors(*ROLLOUT_WORDS),
     ):
-        request = job.request
+        request, task = job.request, job.task_cfg
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
@@ -41,7 +41,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         summary = RolloutSummary(request.samples)
         is_first = rank_env.rank == 0
         with (
-            Reward(job.task_cfg) as reward,
+            Reward(task.data, task.faults, task.reward, num_ranks=task.num_job_ranks) as reward,
             request.out.open("w", encoding="utf-8") if is_first else nullcontext() as file,
         ):
             collector = RolloutCollector(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import lcm
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from moefold.config.chosen import DispatchSections, chosen, chosen_in, part_of_kind
 from moefold.config.find import built_in_kinds
@@ -19,7 +19,7 @@ from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import describe_type, nearest_numbers
+from moefold.config.suggestions import choices_of, describe_key, nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, raise_all, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
@@ -219,18 +219,14 @@ def _degrees(p: ParallelConfig) -> dict[str, int]:
 
 
 def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:
-    choices = get_args(RunConfig.__annotations__["dtype"])
-    if request.dtype != "auto" and request.dtype not in choices:
-        raise ConfigError(
-            f"--dtype {request.dtype} must be auto or {describe_type(RunConfig.__annotations__['dtype'])}"
-        )
+    if request.dtype not in ("auto", *choices_of("run", "dtype")):
+        raise ConfigError(f"--dtype {request.dtype} must be auto or {describe_key('run', 'dtype')}")
     return source.dtype if request.dtype == "auto" else request.dtype
 
 
 def _check_device(request: InferenceRequest) -> Any:
-    choices = get_args(RunConfig.__annotations__["device"])
-    if request.device not in choices:
-        raise ConfigError(f"--device {request.device} must be {describe_type(RunConfig.__annotations__['device'])}")
+    if request.device not in choices_of("run", "device"):
+        raise ConfigError(f"--device {request.device} must be {describe_key('run', 'device')}")
     return request.device
 
 

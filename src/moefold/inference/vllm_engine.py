@@ -142,13 +142,11 @@ class VllmEngine:
         """
         num_layers, top_k = experts.shape[1:]
         highest = int(experts.max(initial=0))
-        if (num_layers, top_k) != (
-            self._model.num_layers,
-            self._model.top_k,
-        ) or highest >= self._model.num_router_choices:
+        part = self._model.experts
+        if (num_layers, top_k) != (self._model.num_layers, part.top_k) or highest >= part.num_choices:
             raise VllmError(
                 f"vLLM returned {top_k} experts of each token in {num_layers} layers, numbered up to {highest}, and "
-                f"the model has {self._model.top_k} of {self._model.num_experts} in {self._model.num_layers} layers; "
+                f"the model has {part.top_k} of {part.num_experts} in {self._model.num_layers} layers; "
                 "set rl.replay='off'"
             )
 

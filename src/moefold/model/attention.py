@@ -155,7 +155,8 @@ class TokenMixer(nn.Module, ABC):
 
         Args:
             x: [S/(cp*tp), B, H].
-            rope: of the positions of this rank's context shard, S/cp tokens; `NO_ROPE`: none.
+            rope: of the tokens of this rank's context shard, S/cp tokens, with their positions; `NoRope` in a layer
+                without RoPE.
             documents: see `CoreAttention`.
 
         Returns:

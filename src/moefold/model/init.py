@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig
 from moefold.cost.adapter_spec import is_adapter
+from moefold.cost.layer_spec import model_weights
 
 EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
 EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
@@ -32,9 +33,9 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
     (zero-centred ones zero), biases zero; the convolutions and decays of linear attention have the ranges of their
-    papers. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs), as in the library PEFT. Each logical
-    tensor, and each single expert, has its own generator, seeded by (seed, name), and is drawn in float32 on the CPU.
-    At most one whole logical tensor is in memory at a time.
+    papers. A `ParamSpec` may give other values. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs),
+    as in the library PEFT. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name),
+    and is drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
         for whole_name, shape, index, part in logical_parts(name, parameter):
@@ -62,6 +63,10 @@ def logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ..
 
 def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
     """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
+    spec = model_weights(cfg).get(name)
+    if spec is not None and spec.initial:
+        rows = torch.tensor(spec.initial).view(-1, *[1] * (len(shape) - 1))
+        return rows.expand(shape).clone()
     leaf = [part for part in name.split(".") if not part.isdigit()][-1]
     if is_adapter(name):
         return _initial_adapter(name, shape, leaf, seed)

@@ -53,7 +53,14 @@ def _check_parameters(part: Part, module: nn.Module, params: Callable[[], Iterab
     if is_built_in(type(part)):
         return
     with names_failure(part, "params"):
-        listed = {weight.name.removeprefix("."): tuple(weight.shape) for weight in params()}
+        specs = list(params())
+    for spec in specs:
+        if len(spec.initial) not in (0, 1, spec.shape[0]):
+            raise ConfigError(
+                f"{describe_part(part)} has {len(spec.initial)} initial values of {spec.shape[0]} rows of "
+                f"{spec.name}; give one for each, or one for all"
+            )
+    listed = {spec.name.removeprefix("."): tuple(spec.shape) for spec in specs}
     found = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     if faults := "; ".join(_differences(listed, found)):
         raise ConfigError(

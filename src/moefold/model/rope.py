@@ -6,7 +6,7 @@ from torch import Tensor
 from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.part import describe_part
 from moefold.errors import ConfigError
-from moefold.ops.rope import NO_ROPE, NoRope, Rope, RopeKernel
+from moefold.ops.rope import NoRope, Rope, RopeKernel
 
 
 def build_rope(
@@ -36,16 +36,17 @@ def build_rope(
     scale = settings.scaling.rotated_factor(seq_len)
     cos = (scale * angles.cos()).to(dtype)
     sin = (scale * angles.sin()).to(dtype)
-    return Rope(cos, sin, settings.interleaved, kernel, _temperature_without_rope(settings, positions_SB, dtype))
+    no_rope = NoRope(positions_SB, _temperature_without_rope(settings, positions_SB, dtype))
+    return Rope(cos, sin, settings.interleaved, kernel, no_rope)
 
 
-def _temperature_without_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> NoRope:
+def _temperature_without_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the attention temperature of layers without RoPE at some positions (arXiv:2501.19399, Llama 4)."""
     if not settings.temperature_scale:
-        return NO_ROPE
+        return None
     steps_SB = (positions_SB + 1) // settings.temperature_tokens
     scale_SB = 1 + settings.temperature_scale * steps_SB.to(torch.float64).log1p()
-    return NoRope(scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32)))
+    return scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32))
 
 
 def rope_frequencies(settings: RopeSettings, seq_len: int = 0) -> Tensor:

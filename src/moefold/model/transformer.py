@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.model import ModelConfig
+from moefold.config.part import refuse_failure
 from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, TokenMixer
@@ -58,6 +59,8 @@ class Block(nn.Module):
         self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
         self.ffn: nn.Module = layer.ffn.build(cfg, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
+        self._attention_part = layer.attention
+        self._number = number
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope.interleaved
         self.shared_selection: int | None = None
@@ -151,7 +154,11 @@ class Block(nn.Module):
         """Add attention to the residual stream."""
         shared = () if selection is None else (selection,)
         with self._normalized(self.attention_norm, x) as (normed,):
-            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
+            try:
+                y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
+            except Exception as error:
+                refuse_failure(self._attention_part, f"forward() of layer {self._number}", error)
+                raise
             return self._add(x, y, self.attention_output_norm)
 
     def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
@@ -407,7 +414,7 @@ class Transformer(nn.Module):
             starts_SB = document_starts.t()
             bounds = bounds or DocumentBounds.of_starts(document_starts)
             documents = PackedDocuments(bounds, starts_SB, weights)
-        elif weights is not None and self.cfg.model.index_topk and self.training:
+        elif weights is not None and self.cfg.model.selected_keys and self.training:
             # Padding in samples of one document each, which the indexers' losses leave out. Outside of training there
             # is no such loss, and texts have any length.
             length = self.cfg.train.seq_len

@@ -71,6 +71,8 @@ class RopeKernel(Protocol):
 class NoRope:
     """No position embedding (NoPE): leaves queries and keys as they are."""
 
+    positions: Tensor | None = None
+    """Of the tokens, int64 [S, 1 or B], counted from the start of their sample or document; None: not known."""
     query_scale: Tensor | None = None
     """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]; None: 1."""
 
@@ -98,6 +100,11 @@ class Rope:
     """Fused kernel; None: PyTorch operations."""
     no_rope: NoRope = NO_ROPE
     """The same positions in layers without RoPE."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Of the tokens, see `NoRope`."""
+        return self.no_rope.positions
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the first dims of each head of x [S, B, heads, D]; the other dims are copied.

@@ -10,9 +10,12 @@ from moefold.comm.groups import Group
 from moefold.config.chosen import chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import describe_part, names_failure
-from moefold.config.schema import Config
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.errors import ConfigError
 from moefold.optim.states import StateStore
@@ -40,13 +43,18 @@ class OptimizerRun:
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], cfg: Config, stage: Group, state_store: StateStore | None = None
+    parameters: Mapping[str, nn.Parameter],
+    run_config: RunConfig,
+    model: ModelConfig,
+    train: TrainConfig,
+    lora: LoraConfig,
+    stage: Group,
+    state_store: StateStore | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `train.optimizer` names; may be collective over the stage.
 
     Args:
         parameters: parameters of this rank, by name.
-        cfg: the recipe.
         stage: the ranks that together hold the parameters.
         state_store: store of the moments; None: on the device.
 
@@ -54,9 +62,9 @@ def build_optimizer(
         ConfigError: there is not enough memory or disk space for the moments; or the optimizer is from outside, and
             fails or has other states than it lists.
     """
-    part = chosen_in(cfg.train, OptimizerPart)
-    weights = training_weights(cfg.model, cfg.lora)
-    run = OptimizerRun(weights, stage, cfg.train.lr, cfg.run.seed, state_store)
+    part = chosen_in(train, OptimizerPart)
+    weights = training_weights(model, lora)
+    run = OptimizerRun(weights, stage, train.lr, run_config.seed, state_store)
     with names_failure(part, "build"):
         optimizer: torch.optim.Optimizer = part.build(parameters, run)
     if not is_built_in(type(part)):

@@ -15,7 +15,6 @@ from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import build_part
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
@@ -69,8 +68,7 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
     """
     if not settings:
         return
-    cfg = Config()
-    default = schedule_settings(cfg.run, cfg.train)
+    default = schedule_settings(RunConfig(), TrainConfig())
     if settings.keys() != default.keys():
         raise TypeError(f"schedule has the keys {sorted(settings)}")
     for key, value in settings.items():

@@ -83,9 +83,12 @@ def apply_expert_parallel(
     stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any]
 ) -> None:
     """Give the MoE layers their dispatcher, and the ranks with which they share a micro-batch."""
+    routed = stage.cfg.model.routed
+    if routed is None:
+        return
     attn = groups.attn
     micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, attn.tp, local_positions(positions, attn.tp))
-    width = stage.cfg.model.expert_hidden_size // groups.moe.etp.size
+    width = routed.token_size(stage.cfg.model.hidden_size) // groups.moe.etp.size
     bias_slice = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
     is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moefold.comm.collectives import broadcast, isend, recv
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config
 from moefold.model.transformer import Transformer
 from moefold.topology.pipeline_layout import StagePlan
 
@@ -19,15 +18,11 @@ class ForwardChain:
     Args:
         stages: of this rank, in model order.
         stage_plan: the stages of all ranks.
-        cfg: the recipe.
         groups: the process groups of its mapping.
     """
 
-    def __init__(
-        self, stages: Sequence[Transformer], stage_plan: StagePlan, cfg: Config, groups: ParallelGroups
-    ) -> None:
+    def __init__(self, stages: Sequence[Transformer], stage_plan: StagePlan, groups: ParallelGroups) -> None:
         self.stages = list(stages)
-        self.cfg = cfg
         self.groups = groups
         self._owners = stage_plan.ranks
         self._pending_sends: list[tuple[dist.Work, Tensor]] = []
@@ -55,7 +50,7 @@ class ForwardChain:
             The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.
         """
         pp = self.groups.pp
-        shape = (num_local_tokens, tokens.shape[0], self.cfg.model.hidden_size)
+        shape = (num_local_tokens, tokens.shape[0], self.stages[0].cfg.model.hidden_size)
         x = tokens
         stages = iter(self.stages)
         columns = {} if token_weights is None else {"token_weights": token_weights}

@@ -33,7 +33,7 @@ class InferenceModel:
         self.stage.eval().requires_grad_(False)
         self.cfg = cfg
         self.groups = groups
-        self.chain = ForwardChain(sharded.stages, sharded.stage_plan, cfg, groups)
+        self.chain = ForwardChain(sharded.stages, sharded.stage_plan, groups)
         self.positions = sharded.positions
         """Sequence positions of this rank, int64 [S/cp]."""
         self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts(cfg.rollout) else None

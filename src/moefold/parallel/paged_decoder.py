@@ -75,7 +75,7 @@ def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChai
     with gathered_parameters(stages), _cast_once(model):
         model.train(False)
         try:
-            chain = ForwardChain(stages, model.stage_plan, stages[0].cfg, model.groups)
+            chain = ForwardChain(stages, model.stage_plan, model.groups)
             yield chain
             chain.wait_send()
         finally:
@@ -244,13 +244,13 @@ class PagedDecoder:
 
     def _record_routing(self, stage: Transformer) -> None:
         """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
-        model = self._chain.cfg.model
+        model = self._chain.stages[0].cfg.model
         num_slots = self._size.num_pages * self._size.page_positions
         for number, layer in stage.moe_layers().items():
             if number >= model.num_layers:
                 continue
             cache = RoutingCache(
-                self._pass, num_slots, expert_index_dtype(model.num_router_choices), self._chain.groups.attn.tp
+                self._pass, num_slots, expert_index_dtype(model.experts.num_choices), self._chain.groups.attn.tp
             )
             self._routing.append(cache)
             self._replace(layer.router, "override", cache)
@@ -264,8 +264,8 @@ class PagedDecoder:
             slots: index of each token in the cache, page * positions of a page + offset.
         """
         if not self._routing:
-            model = self._chain.cfg.model
-            return np.zeros((0, len(slots), model.top_k), expert_index_dtype(model.num_router_choices))
+            part = self._chain.stages[0].cfg.model.experts
+            return np.zeros((0, len(slots), part.top_k), expert_index_dtype(part.num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
         found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
         return found
@@ -323,14 +323,14 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
         return None
     if chain.groups.moe.experts.size == 1:
         return None
-    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.cfg))
+    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.stages[0].cfg))
     dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
     return dispatcher
 
 
 def shares_experts_over_samples(chain: ForwardChain) -> bool:
     """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
-    if fetches_experts(chain.cfg.rollout):
+    if fetches_experts(chain.stages[0].cfg.rollout):
         return False
     groups = chain.groups
     view = groups.layout.attention

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
@@ -109,20 +112,29 @@ class ParallelModel:
             stage.train(mode)
 
 
-def make_runner(stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> StepRunner:
+def make_runner(
+    stages: list[Transformer],
+    stage_plan: StagePlan,
+    groups: ParallelGroups,
+    run: RunConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+) -> StepRunner:
     """Make the runner of a mapping: a pipeline, or gradient accumulation, with or without overlapped micro-batches."""
     if groups.layout.pp > 1:
         from moefold.parallel.pipeline import PipelineRunner
 
-        return PipelineRunner(stages, stage_plan, groups, cfg)
+        return PipelineRunner(stages, stage_plan, groups, model, parallel, train)
     (stage,) = stages
-    if cfg.parallel.overlap_experts:
+    count = train.num_micro_batches(parallel.dp)
+    if parallel.overlap_experts:
         from moefold.parallel.overlapped_schedule import OverlappedAccumulation
 
-        return OverlappedAccumulation(stage, cfg.num_micro_batches, cfg.parallel.zero, groups)
-    if cfg.run.cuda_graphs == "full":
+        return OverlappedAccumulation(stage, count, parallel.zero, groups)
+    if run.cuda_graphs == "full":
         from moefold.parallel.cuda_graphs import CudaGraphRecorders
         from moefold.parallel.graphed_micro_batch import GraphedAccumulation
 
-        return GraphedAccumulation(stage, cfg.num_micro_batches, groups.recorder, CudaGraphRecorders())
-    return Accumulation(stage, cfg.num_micro_batches, cfg.parallel.zero)
+        return GraphedAccumulation(stage, count, groups.recorder, CudaGraphRecorders())
+    return Accumulation(stage, count, parallel.zero)

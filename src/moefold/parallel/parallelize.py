@@ -79,7 +79,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         stage.set_loss(loss)
         init_weights(stage, cfg.model, cfg.run.seed)
         record_phases(stage, groups.recorder)
-    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg)
+    runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
     recalled = ""
     if sharded.autotuner.is_enabled:
         from moefold.parallel.kernel_choices import recall_choices

@@ -13,8 +13,9 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch
@@ -36,15 +37,23 @@ class PipelineRunner:
         stages: the stages of this rank, in model order.
         stage_plan: the stages of all ranks.
         groups: the communicators.
-        cfg: the recipe.
+        model, parallel, train: sections of the recipe.
     """
 
-    def __init__(self, stages: list[Transformer], stage_plan: StagePlan, groups: ParallelGroups, cfg: Config) -> None:
+    def __init__(
+        self,
+        stages: list[Transformer],
+        stage_plan: StagePlan,
+        groups: ParallelGroups,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+    ) -> None:
         self._stages = stages
         self._num_loss_terms = len(stages[0].loss_terms)
         self._comm_timer = groups.pp.comm_timer
-        zero = cfg.parallel.zero
-        overlaps = cfg.parallel.overlap_experts
+        zero = parallel.zero
+        overlaps = parallel.overlap_experts
         self._unsharded_params = UnshardedParams(stages, zero) if overlaps else None
         self._pipeline_stages: list[PipelineStage] = []
         num_stages = len(stage_plan.stages)
@@ -57,17 +66,17 @@ class PipelineRunner:
                     module,
                     placed.number,
                     num_stages,
-                    wgrad_store=self._make_wgrad_store(module, cfg.parallel),
+                    wgrad_store=self._make_wgrad_store(module, parallel),
                     reduces_at_end=zero < 2 and not overlaps,
                     resumable=partial(_forward_resumable, module) if overlaps else None,
-                    on_backward_end=self._finish_backward(module, cfg.parallel),
+                    on_backward_end=self._finish_backward(module, parallel),
                 )
             )
         layout = groups.layout
-        shape = (cfg.train.seq_len // (layout.cp * layout.tp), cfg.train.micro_batch_size, cfg.model.hidden_size)
+        shape = (train.seq_len // (layout.cp * layout.tp), train.micro_batch_size, model.hidden_size)
         self.messages = PipelineMessages(groups.pp.handle, shape, stages[0].dtype, groups.device)
-        rows = runtime_slots(cfg)
-        self._count = cfg.num_micro_batches
+        rows = runtime_slots(model, parallel, train)
+        self._count = train.num_micro_batches(parallel.dp)
         self._train_schedule, self._eval_schedule = (
             PipelineSchedule(
                 self._pipeline_stages,

@@ -16,7 +16,6 @@ from torch import Tensor
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import World, current_world
 from moefold.comm.job_link import JobLink, PendingReceive, PendingSend
-from moefold.config.schema import Config
 from moefold.cost.reshard_plan import BoxTransfer, ReshardPlan, plan_reshard
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
@@ -25,7 +24,6 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import check_boxes, gather_dtypes, weight_tensors
-from moefold.topology.rollout_mapping import rollout_config
 
 DTYPES_TAG = 1
 """Tags of the messages of a `JobLink`: the dtypes of the target, and its weights."""
@@ -45,12 +43,19 @@ class _Part:
 class _TransferParts:
     """The messages of a transfer, the same on every rank."""
 
-    def __init__(self, cfg: Config, dtypes: dict[str, torch.dtype], link: JobLink, max_round_bytes: int) -> None:
+    def __init__(
+        self,
+        source: WeightSharding,
+        target: WeightSharding,
+        dtypes: dict[str, torch.dtype],
+        link: JobLink,
+        max_round_bytes: int,
+    ) -> None:
         itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
         self._itemsize = itemsize
         self.dtypes = dtypes
-        self.source = WeightSharding.from_config(cfg, for_training=True)
-        self.target = WeightSharding.from_config(rollout_config(cfg), for_training=False)
+        self.source = source
+        self.target = target
         self.plan: ReshardPlan = plan_reshard(
             self.source, self.target, itemsize, max_round_bytes, first_target=link.split.num_training
         )
@@ -80,18 +85,23 @@ class WeightSender:
 
     Args:
         model: this rank's part of the model in training.
-        cfg: the recipe.
+        source, target: the mappings of training and of sampling.
         link: to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
         max_round_bytes: most bytes that a sampling rank receives in one round.
     """
 
     def __init__(
-        self, model: ParallelModel, cfg: Config, link: JobLink, max_round_bytes: int = MAX_SCRATCH_BYTES
+        self,
+        model: ParallelModel,
+        source: WeightSharding,
+        target: WeightSharding,
+        link: JobLink,
+        max_round_bytes: int = MAX_SCRATCH_BYTES,
     ) -> None:
         self._model = model
         self._link = link
         dtypes = link.receive_object(link.split.sampling_ranks[0], DTYPES_TAG)
-        self._parts = _TransferParts(cfg, dtypes, link, max_round_bytes)
+        self._parts = _TransferParts(source, target, dtypes, link, max_round_bytes)
         self._boxes = self._parts.source.boxes(link.rank)
         check_boxes(weight_tensors(model), self._boxes)
         self._own = [part for parts in self._parts.rounds() for part in parts if part.source == link.rank]
@@ -134,13 +144,18 @@ class WeightReceiver:
 
     Args:
         model: this rank's part of the model that samples.
-        cfg: the recipe.
+        source, target: the mappings of training and of sampling.
         link: to the ranks that train, which have a `WeightSender`.
         max_round_bytes: most bytes that this rank receives in one round.
     """
 
     def __init__(
-        self, model: InferenceModel, cfg: Config, link: JobLink, max_round_bytes: int = MAX_SCRATCH_BYTES
+        self,
+        model: InferenceModel,
+        source: WeightSharding,
+        target: WeightSharding,
+        link: JobLink,
+        max_round_bytes: int = MAX_SCRATCH_BYTES,
     ) -> None:
         self._model = model
         self._link = link
@@ -149,7 +164,7 @@ class WeightReceiver:
         self._sends = []
         if world.is_rank0:
             self._sends = [link.send_object(dtypes, rank, DTYPES_TAG) for rank in link.split.training_ranks]
-        self._parts = _TransferParts(cfg, dtypes, link, max_round_bytes)
+        self._parts = _TransferParts(source, target, dtypes, link, max_round_bytes)
         self._boxes = self._parts.target.boxes(link.rank - link.split.num_training)
         check_boxes(weight_tensors(model), self._boxes)
         self._rounds = [

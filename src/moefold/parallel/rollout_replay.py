@@ -86,8 +86,8 @@ class RolloutReplay:
         self, model: ParallelModel, sampling: ParallelGroups, sampled_layers: Sequence[int], sizes: ModelConfig
     ) -> None:
         self._groups = model.groups
-        self._top_k = sizes.top_k
-        self._dtype = expert_index_dtype(sizes.num_router_choices)
+        self._top_k = sizes.experts.top_k
+        self._dtype = expert_index_dtype(sizes.experts.num_choices)
         tp = sampling.attn.tp
         own = _Member(
             dp_rank=self._groups.attn.dp.rank,

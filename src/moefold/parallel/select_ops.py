@@ -255,7 +255,9 @@ def _block_attention(
 
     Not with `run.deterministic`, which its backward pass need not be.
     """
-    needs_lse = not chosen_in(parallel, ContextPart).shards_heads if parallel.cp > 1 else model.attention_sinks
+    needs_lse = any(layer.attention.has_sinks for layer in model.layers)
+    if parallel.cp > 1:
+        needs_lse = not chosen_in(parallel, ContextPart).shards_heads
     if device.type != "cuda" or run.deterministic or not needs_lse:
         return None, ""
     from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention

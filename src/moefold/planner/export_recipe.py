@@ -1,15 +1,13 @@
 """Export of a planned mapping as a recipe for training. Torch-free."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
-from moefold.config.part_table import toml_table
+from moefold.config.part_table import toml_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -135,17 +133,10 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
         value = getattr(part, key)
         name = f"{section}.{key}"
         if name in comments:
-            lines.append(f"{key} = {_format_toml(value)}  # {comments[name]}")
+            lines.append(f"{key} = {toml_value(value)}  # {comments[name]}")
         elif name in ALWAYS_WRITTEN or value != preset.get(key, default_of(section, key)):
-            lines.append(f"{key} = {_format_toml(value)}")
+            lines.append(f"{key} = {toml_value(value)}")
     return ["", f"[{section}]", *lines] if lines else []
-
-
-def _format_toml(value: Any) -> str:
-    """Format strings, numbers, booleans and lists of them, which TOML writes as JSON does, and parts from outside."""
-    if isinstance(value, Part):
-        return toml_table(value.as_table())
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _recipe_value(parallel: ParallelConfig, part: DispatcherPart) -> str | Part:

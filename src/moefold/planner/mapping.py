@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from moefold.config.chosen import chosen, default_part, part_of_kind
+from moefold.config.chosen import DispatchSections, chosen, default_part, part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, words_of
-from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 OFFLOADED_OPTIMIZER = "optimizer"
@@ -62,13 +64,13 @@ class ParallelMapping:
         return words_of(self)
 
 
-def mapping_from_config(cfg: Config) -> ParallelMapping:
+def mapping_from_config(parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig) -> ParallelMapping:
     """Return the mapping of a recipe."""
-    p = cfg.parallel
-    train = cfg.train
-    dispatcher = chosen(cfg, DispatcherPart)
+    p = parallel
+    sections = DispatchSections(parallel, moe)
+    dispatcher = chosen(sections, DispatcherPart)
     if dispatcher.falls_back_to:
-        dispatcher = part_of_kind(cfg, DispatcherPart, dispatcher.falls_back_to)
+        dispatcher = part_of_kind(sections, DispatcherPart, dispatcher.falls_back_to)
     return ParallelMapping(
         tp=p.tp,
         cp=p.cp,

@@ -11,9 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from moefold.bounded_read import check_regular_file
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.activation import ActivationPart
 from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
+from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
@@ -26,7 +25,7 @@ from moefold.recipe import load_config
 BF16_BYTES = 2
 """Bytes of a weight or an activation value of a bfloat16 run."""
 
-CLAMPED_SWIGLU_PASSES = 14.6
+CLAMPED_SWIGLU_PASSES = 11.28
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
 
@@ -136,10 +135,10 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     layers = []
     kinds: dict[LayerKind, int] = {}
     for layer in model.layers:
-        layers.append(kinds.setdefault(_layer_from_config(model, layer), len(kinds)))
+        layers.append(kinds.setdefault(_layer_from_config(layer), len(kinds)))
     mtp_kind = -1
     if model.mtp_layers and model.mtp_layer.kind != model.block_kinds[-1]:
-        mtp_kind = kinds.setdefault(_layer_from_config(model, model.mtp_layer), len(kinds))
+        mtp_kind = kinds.setdefault(_layer_from_config(model.mtp_layer), len(kinds))
     return ModelSpec(
         name=model.preset or "model",
         hidden_size=model.hidden_size,
@@ -153,9 +152,8 @@ def model_spec_from_config(model: ModelConfig) -> ModelSpec:
     )
 
 
-def _layer_from_config(model: ModelConfig, layer: Layer) -> LayerKind:
-    feed_forward = _feed_forward_from_config(model, layer)
-    return LayerKind(mixer=_mixer_from_config(layer), feed_forward=feed_forward, layer=layer.kind)
+def _layer_from_config(layer: Layer) -> LayerKind:
+    return LayerKind(mixer=_mixer_from_config(layer), feed_forward=_feed_forward_from_config(layer), layer=layer.kind)
 
 
 def _mixer_from_config(layer: Layer) -> TokenMixer:
@@ -184,21 +182,21 @@ def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> Tok
     return _mixer_from_config(model.layers[0])
 
 
-def _feed_forward_from_config(model: ModelConfig, layer: Layer) -> FeedForward:
-    if not layer.ffn.is_routed:
-        return FeedForward(kind="dense", width=model.ffn_hidden_size)
-    is_swiglu = chosen_in(model, ActivationPart).is_swiglu
+def _feed_forward_from_config(layer: Layer) -> FeedForward:
+    part = layer.ffn
+    if not isinstance(part, RoutedPart):
+        return FeedForward(kind="dense", width=part.tp_unit[1])
     return FeedForward(
         kind="moe",
-        width=model.moe_ffn_hidden_size,
-        num_experts=model.num_experts,
-        top_k=model.mean_active_experts if model.zero_experts else model.top_k,
-        zero_experts=model.zero_experts,
-        shared_width=model.shared_expert_ffn_hidden_size,
-        expert_hidden_size=model.moe_hidden_size,
-        activation_passes=1.0 if is_swiglu and not model.moe_bias else CLAMPED_SWIGLU_PASSES,
-        num_groups=model.num_groups,
-        top_groups=model.top_groups,
+        width=part.width,
+        num_experts=part.num_experts,
+        top_k=part.mean_active if part.zero_experts else part.top_k,
+        zero_experts=part.zero_experts,
+        shared_width=part.shared_width,
+        expert_hidden_size=part.token_width,
+        activation_passes=1.0 if part.activation.is_swiglu and not part.has_bias else CLAMPED_SWIGLU_PASSES,
+        num_groups=part.num_groups,
+        top_groups=part.top_groups,
     )
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.config.bounds import max_integer
+from moefold.config.data import DataConfig
 from moefold.config.limits import check_at_most
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.attention_load import AttentionLoads
@@ -146,7 +149,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             cuda_graphs=options.cuda_graphs,
             counts_causal_attention=options.flops == "causal",
             counts_mtp=_counts_mtp(options.mtp_flops, base.model),
-            attention=document_loads(options.lengths, cfg),
+            attention=document_loads(options.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl),
         ),
         restriction=Restriction(dict(query.fix), options.method, options.offload),
         reserve_gib=reserve,
@@ -155,21 +158,22 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     )
 
 
-def document_loads(lengths: str | None, cfg: Config) -> DocumentLoads | None:
+def document_loads(
+    lengths: str | None, parallel: ParallelConfig, train: TrainConfig, data: DataConfig, rl: RLConfig
+) -> DocumentLoads | None:
     """Return the attention work of documents of given lengths under a recipe's context parallelism.
 
     Args:
         lengths: a histogram, a file or a run folder; None: a sample is one document, and None is returned.
-        cfg: the recipe.
 
     Raises:
         ConfigError: there are no such lengths, or the recipe has no documents.
     """
     if lengths is None:
         return None
-    check_documents(cfg, lengths)
-    samples = open_document_samples(lengths, cfg.train.seq_len)
-    return DocumentLoads(samples, cfg.train.seq_len, AttentionStrategy.from_config(cfg.parallel))
+    check_documents(data, rl, lengths)
+    samples = open_document_samples(lengths, train.seq_len)
+    return DocumentLoads(samples, train.seq_len, AttentionStrategy.from_config(parallel))
 
 
 def make_planner(request: PlanRequest, trace: Path | None) -> Planner:

@@ -142,9 +142,10 @@ def sampling_mappings(cfg: Config) -> Iterator[SamplingDegrees]:
     model = cfg.model
     for pp in (pp for pp in divisors(world_size) if pp <= model.num_layers):
         stage = world_size // pp
-        heads = model.num_attention_heads if model.has_softmax_attention else 0
-        tps = [tp for tp in divisors(stage) if heads % tp == 0]
-        eps = [ep for ep in divisors(stage) if not model.moe_layer_numbers or model.num_experts % ep == 0]
+        softmax = [layer.attention for layer in model.distinct_kinds if not layer.attention.is_recurrent]
+        units = {part.tp_unit(model.hidden_size)[1] for part in softmax}
+        tps = [tp for tp in divisors(stage) if all(unit % tp == 0 for unit in units)]
+        eps = [ep for ep in divisors(stage) if model.routed is None or model.routed.num_experts % ep == 0]
         for tp, ep, etp in product(tps, eps, divisors(stage)):
             degrees = dict(zip(ROLLOUT_DEGREES, (tp, pp, ep, etp), strict=True))
             changed = _with_degrees(cfg, degrees)

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.data import DataConfig
+from moefold.config.faults import FaultsConfig
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
-from moefold.config.schema import Config
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError, RunError
 from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
@@ -80,24 +80,29 @@ def split_reference(use: str) -> tuple[Path, str] | None:
 
 
 class Reward:
-    """Context manager that computes the rewards of completions."""
+    """Context manager that computes the rewards of completions.
 
-    def __init__(self, cfg: Config) -> None:
-        """Open the functions of a recipe that `check_reward` passed."""
-        self._names = reward_names(cfg.data, cfg.reward)
-        self._weights = cfg.reward.weights or (1.0,) * len(self._names)
-        self._on_error = cfg.reward.on_error
+    Args:
+        data, faults, reward: sections of a recipe that `check_reward` passed.
+        num_ranks: ranks of the job.
+    """
+
+    def __init__(self, data: DataConfig, faults: FaultsConfig, reward: RewardConfig, *, num_ranks: int) -> None:
+        self._names = reward_names(data, reward)
+        self._weights = reward.weights or (1.0,) * len(self._names)
+        self._on_error = reward.on_error
         self._pools: dict[str, RewardPool] = {}
         self._failures: list[FailedReward] = []
-        self._cfg = cfg
+        self._reward = reward
+        self._faults = faults
         # A single rank keeps no other waiting.
-        self._limit_s = SCORING_FRACTION * cfg.faults.timeout_s if cfg.num_job_ranks > 1 else None
+        self._limit_s = SCORING_FRACTION * faults.timeout_s if num_ranks > 1 else None
         for name in self._names:
             if name in VERIFIERS:
                 continue
             reference = split_reference(name)
             assert reference is not None
-            self._pools[name] = RewardPool(*reference, workers=cfg.reward.workers, timeout_s=cfg.reward.timeout_s)
+            self._pools[name] = RewardPool(*reference, workers=reward.workers, timeout_s=reward.timeout_s)
 
     def score(
         self,
@@ -157,11 +162,11 @@ class Reward:
 
     def _slowness(self, num_scored: int, num_prompts: int, num_timeouts: int) -> str:
         """Return the message on prompts that are not scored in time."""
-        reward = self._cfg.reward
+        reward = self._reward
         return (
             f"the reward function has scored {num_scored} of the {num_prompts} prompts of a rank after "
             f"{self._limit_s:g} s, of which {num_timeouts} timed out; the other ranks wait for faults.timeout_s="
-            f"{self._cfg.faults.timeout_s:g} s: make it faster, lower reward.timeout_s={reward.timeout_s:g}, or raise "
+            f"{self._faults.timeout_s:g} s: make it faster, lower reward.timeout_s={reward.timeout_s:g}, or raise "
             f"reward.workers={reward.workers} or faults.timeout_s"
         )
 

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.train import TrainConfig
 from moefold.data.sample import SampleBatch, stack_samples
 from moefold.rl.rollout import RolloutGroup, empty_sample, pack_rollouts, weigh_rollouts
 
@@ -18,22 +20,29 @@ class StepRows:
     num_micro_batches: int
 
 
-def pack_step(groups: Sequence[RolloutGroup], cfg: Config, pad_id: int, dp_rank: int) -> StepRows:
+def pack_step(
+    groups: Sequence[RolloutGroup],
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    rl: RLConfig,
+    rollout: RolloutConfig,
+    pad_id: int,
+    dp_rank: int,
+) -> StepRows:
     """Pack the rollouts of one step and return the rows of one rank; the packing is the same under every mapping.
 
     Args:
         groups: the groups of the step.
-        cfg: the recipe.
         pad_id: id of the padding.
         dp_rank: data-parallel rank in training.
     """
-    seq_len = cfg.train.seq_len
-    dp = cfg.parallel.dp
-    rollouts = weigh_rollouts(groups, cfg.rl, cfg.rollout.max_tokens)
+    seq_len = train.seq_len
+    dp = parallel.dp
+    rollouts = weigh_rollouts(groups, rl, rollout.max_tokens)
     samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=pad_id)
-    micro_batch_size = cfg.train.micro_batch_size
+    micro_batch_size = train.micro_batch_size
     # A pipeline schedule has a fixed number of micro-batches.
-    count = cfg.num_micro_batches if cfg.parallel.pp > 1 else -(-len(samples) // (micro_batch_size * dp))
+    count = train.num_micro_batches(parallel.dp) if parallel.pp > 1 else -(-len(samples) // (micro_batch_size * dp))
     per_rank = count * micro_batch_size
     samples += [empty_sample(seq_len, pad_id)] * (per_rank * dp - len(samples))
     first = dp_rank * per_rank

@@ -2,14 +2,14 @@
 
 from functools import cache, lru_cache
 
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.find import built_in_kinds, find_part, is_built_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, describe_part, names_failure
 from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
-from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 DEFAULT_SCHEDULE = ParallelConfig().schedule
@@ -74,27 +74,30 @@ def _fault_of(schedule: SchedulePart, rows: tuple[SlotRow, ...], pp: int, virtua
     return find_fault(rows, ranks, count) or find_undeclared(rows, splits_backward=schedule.splits_backward)
 
 
-def runtime_slots(cfg: Config) -> tuple[SlotRow, ...]:
+def runtime_slots(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> tuple[SlotRow, ...]:
     """Return the slots of each pipeline rank in a step, as the runtime executes them.
 
     Raises:
         ConfigError: the schedule file cannot be read.
     """
-    p = cfg.parallel
-    schedule = chosen(cfg, SchedulePart)
+    p = parallel
     return schedule_rows(
-        schedule, p.pp, p.virtual_stages, cfg.num_micro_batches, overlap=overlaps_micro_batches(cfg.model, cfg.parallel)
+        chosen_in(p, SchedulePart),
+        p.pp,
+        p.virtual_stages,
+        train.num_micro_batches(p.dp),
+        overlap=overlaps_micro_batches(model, p),
     )
 
 
-def schedule_slots(cfg: Config) -> tuple[SlotRow, ...]:
+def schedule_slots(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> tuple[SlotRow, ...]:
     """Return `runtime_slots` for counting memory: only with overlap are two micro-batches in one slot.
 
     Raises:
         ConfigError: the schedule file cannot be read.
     """
-    rows = runtime_slots(cfg)
-    return rows if overlaps_micro_batches(cfg.model, cfg.parallel) else tuple(map(split_pairs, rows))
+    rows = runtime_slots(model, parallel, train)
+    return rows if overlaps_micro_batches(model, parallel) else tuple(map(split_pairs, rows))
 
 
 def overlaps_micro_batches(model: ModelConfig, parallel: ParallelConfig) -> bool:

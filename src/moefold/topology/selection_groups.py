@@ -36,6 +36,6 @@ def stage_starts(model: ModelConfig) -> tuple[int, ...]:
     sources = selection_sources(model)
     for number in range(model.num_layers - 1, -1, -1):
         earliest = min(earliest, sources[number])
-        if earliest == number and not (number and model.moe_shortcut and model.layers[number - 1].ffn.is_routed):
+        if earliest == number and not (number and model.has_shortcut and model.layers[number - 1].ffn.is_routed):
             starts.append(number)
     return tuple(reversed(starts))

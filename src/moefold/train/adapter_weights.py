@@ -10,7 +10,6 @@ from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.lora import LoraConfig
-from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import ConfigError
 from moefold.parallel.parallel_model import ParallelModel
@@ -21,18 +20,19 @@ from moefold.remote_path import to_path
 class AdapterWeights:
     """The base weights of a run, with the metadata that its checkpoints store."""
 
-    cfg: Config
     base: Path | None
     """Folder of the base weights; None: the random weights of the seed, which no file has."""
     settings: dict[str, Any]
     """See `adapter_settings`."""
 
     @staticmethod
-    def open(cfg: Config, groups: ParallelGroups, resumed: Path | None) -> "AdapterWeights":
+    def open(
+        lora: LoraConfig, checkpoint: CheckpointConfig, groups: ParallelGroups, resumed: Path | None
+    ) -> "AdapterWeights":
         """Find the base weights, in the checkpoint to resume from or in checkpoint.init_from; collective.
 
         Args:
-            cfg: the recipe.
+            lora, checkpoint: sections of the recipe.
             groups: the process groups of the mapping.
             resumed: the checkpoint to resume from; None for a new run.
 
@@ -41,24 +41,16 @@ class AdapterWeights:
         """
         found: tuple[Path | None, str, str] = (None, "", "")
         if groups.rank == 0:
-            found = _find_base(cfg.checkpoint, resumed)
+            found = _find_base(checkpoint, resumed)
         base, digest, reason = current_world().all_gather_object(found)[0]
         if reason:
             raise ConfigError(reason)
-        return AdapterWeights(cfg, base, adapter_settings(cfg.lora, "" if base is None else str(base), digest))
+        return AdapterWeights(base, adapter_settings(lora, "" if base is None else str(base), digest))
 
     @staticmethod
-    def of_settings(cfg: Config, settings: dict[str, Any]) -> "AdapterWeights":
+    def of_settings(settings: dict[str, Any]) -> "AdapterWeights":
         """Return the base weights of a run that goes on in this process, from the settings of its checkpoints."""
-        return AdapterWeights(cfg, to_path(settings["base"]) if settings["base"] else None, settings)
-
-    def load_base(self, model: ParallelModel, *, is_first_rank: bool) -> str:
-        """Load the base weights; collective. Returns a description."""
-        if self.base is None:
-            return ""
-        from moefold.convert.init_from import load_initial_weights
-
-        return load_initial_weights(self.cfg, model, is_first_rank=is_first_rank, folder=self.base)
+        return AdapterWeights(to_path(settings["base"]) if settings["base"] else None, settings)
 
 
 def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:

@@ -14,7 +14,10 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.data.sample import SampleBatch
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
@@ -56,26 +59,35 @@ class BatchSharder:
     not routed and count nowhere.
     """
 
-    def __init__(self, sampler: Sampler, cfg: Config, groups: ParallelGroups, positions: Tensor) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        run: RunConfig,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        groups: ParallelGroups,
+        positions: Tensor,
+    ) -> None:
         self._sampler = sampler
-        self._global_batch_size = cfg.train.global_batch_size
-        self._samples_per_rank = cfg.num_micro_batches * cfg.train.micro_batch_size
-        self._padded_batch_size = self._samples_per_rank * cfg.parallel.dp
-        self._micro_batch_size = cfg.train.micro_batch_size
-        self._mtp_layers = cfg.model.mtp_layers
-        self._vocab_size = cfg.model.vocab_size
+        self._global_batch_size = train.global_batch_size
+        self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
+        self._padded_batch_size = self._samples_per_rank * parallel.dp
+        self._micro_batch_size = train.micro_batch_size
+        self._mtp_layers = model.mtp_layers
+        self._vocab_size = model.vocab_size
         self._dp_group = groups.attn.dp
         self._placer: RoundPlacer | None = None
-        context = chosen_in(cfg.parallel, ContextPart)
+        context = chosen_in(parallel, ContextPart)
         if context.balances_hosts or context.moves_tokens:
             from moefold.train import round_placement
 
-            self._placer = round_placement.RoundPlacer(cfg.parallel, cfg.train, groups)
-        self._placement = cfg.parallel.placement
+            self._placer = round_placement.RoundPlacer(parallel, train, groups)
+        self._placement = parallel.placement
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device
-        self._dtype = torch.float64 if cfg.run.dtype == "float64" else torch.float32
+        self._dtype = torch.float64 if run.dtype == "float64" else torch.float32
 
     @property
     def own_samples(self) -> range:

@@ -170,8 +170,12 @@ class DataLoader:
             self.train_sampler = StridedSampler(data.train, sites.count, sites.number)
         self.validation_sampler = data.validation
         self.reference = data.reference if isinstance(data, Dataset) else None
-        self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
-        self._validation_sharder = BatchSharder(data.validation, cfg, self._groups, self._positions)
+        self.train_sharder = BatchSharder(
+            self.train_sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
+        )
+        self._validation_sharder = BatchSharder(
+            data.validation, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
+        )
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
         if meta is not None and resumed_meta is None:
             self.message = f"the data restarts at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"

@@ -145,8 +145,10 @@ def _describe_model(model: ModelConfig, lora_config: LoraConfig) -> str:
     count = count_parameters(model)
     name = f"{model.preset}, " if model.preset else ""
     active = f", {format_count(count.active)} active for each token" if count.active != count.total else ""
-    zero = f" and {model.zero_experts} without computation" if model.zero_experts else ""
-    experts = f", {model.num_experts} experts{zero}, top {model.top_k}" if has_moe_layers(model) else ""
+    experts = ""
+    if part := model.routed:
+        zero = f" and {part.zero_experts} without computation" if part.zero_experts else ""
+        experts = f", {part.num_experts} experts{zero}, top {part.top_k}"
     adapters = adapter_weights(model, lora_config)
     trained = sum(weight.numel for weight in adapters.values())
     lora = (

@@ -70,7 +70,9 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
     data = open_dataset(
         cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     )
-    batch = BatchSharder(data.train, cfg, groups, training.model.positions).batch(0)
+    batch = BatchSharder(
+        data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, training.model.positions
+    ).batch(0)
     report(f"one step on {groups.world.size} ranks")
     tracker = measure_step(training, batch)
     peak = tracker.peak()
@@ -146,7 +148,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         # All sites have equally many experts.
         sites = replace(cfg.sites, number=0)
         owned = OwnedExperts(trained, experts, sites)
-        optimizer = build_optimizer(owned.parameters, cfg, groups.attn.stage)
+        optimizer = build_optimizer(owned.parameters, cfg.run, cfg.model, cfg.train, cfg.lora, groups.attn.stage)
         if cfg.train.gradient_delay:
             GradientDelay(optimizer, trained, cfg.train.delay_correction)
         states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]

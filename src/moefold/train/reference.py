@@ -71,7 +71,9 @@ class ReferenceModel:
         checkpoint = replace(cfg.checkpoint, every=0, at_end=False, init_from="" if is_upcycled else folder)
         model = replace(cfg.model, upcycle_from=folder if is_upcycled else "")
         cfg = replace(cfg, model=model, checkpoint=checkpoint)
-        load_initial_weights(cfg, self._model, is_first_rank=self._groups.rank == 0)
+        load_initial_weights(
+            cfg.run, cfg.model, cfg.data, cfg.checkpoint, self._model, is_first_rank=self._groups.rank == 0
+        )
         return folder
 
     def log_probs(self, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.job_link import JobLink, JobSplit, PendingObject, PendingSend
-from moefold.config.schema import Config
+from moefold.cost.shard_boxes import WeightSharding
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.remote_reshard import WeightSender
 from moefold.rl.table import Round
@@ -44,7 +44,7 @@ class RemoteRollouts:
     """Orders rounds from the ranks that only sample, which work while this rank trains.
 
     Args:
-        cfg: the recipe.
+        source, target: the mappings of training and of sampling.
         groups: the process groups of training.
         model: the model in training.
         link: to the ranks that sample.
@@ -52,7 +52,13 @@ class RemoteRollouts:
     """
 
     def __init__(
-        self, cfg: Config, groups: ParallelGroups, model: ParallelModel, link: JobLink, start: SamplingStart
+        self,
+        source: WeightSharding,
+        target: WeightSharding,
+        groups: ParallelGroups,
+        model: ParallelModel,
+        link: JobLink,
+        start: SamplingStart,
     ) -> None:
         self._link = link
         self._groups = groups
@@ -61,7 +67,7 @@ class RemoteRollouts:
         self.num_ordered = 0
         groups.recorder.set_phase("joining the ranks that sample")
         starts = self._to_all(start)
-        self._weights = WeightSender(model, cfg, link)
+        self._weights = WeightSender(model, source, target, link)
         for send in starts:
             send.wait()
 

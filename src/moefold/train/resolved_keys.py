@@ -11,6 +11,7 @@ from typing import Any
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
+from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import (
     LR_KEY,
     METHOD_KEYS,
@@ -45,11 +46,13 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     if cfg.run.epochs and cfg.data.corrupt == "skip" and same_length and type(settings.get("run.steps")) is int:
         cfg = replace(cfg, run=replace(cfg.run, steps=settings["run.steps"]))
     chunk = settings.get(CHUNK_KEY)
-    if CHUNK_KEY in left_out and type(chunk) is int and -1 <= chunk < cfg.loss_tokens:
+    if CHUNK_KEY in left_out and type(chunk) is int and -1 <= chunk < cfg.train.loss_tokens(cfg.parallel.cp):
         cfg = replace(cfg, train=replace(cfg.train, loss_chunk=chunk))
     rate = settings.get(LR_KEY)
-    before = method_settings(Config()) | {key: settings[key] for key in METHOD_KEYS if key in settings}
-    ours = method_settings(cfg)
+    before = method_settings(TrainConfig(), DataConfig(), AlignConfig(), LoraConfig(), RLConfig()) | {
+        key: settings[key] for key in METHOD_KEYS if key in settings
+    }
+    ours = method_settings(cfg.train, cfg.data, cfg.align, cfg.lora, cfg.rl)
     if (
         LR_KEY not in left_out
         or not isinstance(rate, int | float)
@@ -87,8 +90,8 @@ def describe_learning_rate(cfg: Config, left_out: frozenset[str]) -> str:
     """Return the line of the log about a learning rate that the recipe leaves out; "" if it sets one."""
     if LR_KEY not in left_out:
         return ""
-    settings = method_settings(cfg)
-    default = default_learning_rate(cfg)
+    settings = method_settings(cfg.train, cfg.data, cfg.align, cfg.lora, cfg.rl)
+    default = default_learning_rate(settings)
     if cfg.train.lr != default:
         return (
             f"train.lr={cfg.train.lr:g}, as the run has it: the recipe sets none, and the default of "

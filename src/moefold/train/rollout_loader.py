@@ -22,6 +22,7 @@ from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
 from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
+from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
@@ -44,6 +45,7 @@ from moefold.rl.table import (
     restore_table,
     table_headers,
 )
+from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
 from moefold.train.log_probs import TrainerLogProbs
@@ -119,7 +121,7 @@ class RolloutLoader(DataLoader):
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
         self._end_id = end_id
-        self._reward = Reward(cfg)
+        self._reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
         self._link = link
         self._rollout_model = RolloutModel(cfg, groups, model)
         sampling = self._rollout_model
@@ -184,12 +186,16 @@ class RolloutLoader(DataLoader):
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts
-        self.train_sharder = BatchSharder(self.train_sampler, cfg, self._groups, self._positions)
+        self.train_sharder = BatchSharder(
+            self.train_sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
+        )
         if self._link is None:
             self._source = LocalRollouts(self._sampler, self._rollout_model, self.train_sampler)
         else:
             start = SamplingStart(self.fingerprints)
-            self._source = RemoteRollouts(cfg, self._groups, self._model, self._link, start)
+            source = WeightSharding.from_config(cfg, for_training=True)
+            target = WeightSharding.from_config(rollout_config(cfg), for_training=False)
+            self._source = RemoteRollouts(source, target, self._groups, self._model, self._link, start)
 
     def start(self) -> None:
         """Load the reference model of a new run; collective."""
@@ -407,7 +413,12 @@ class RolloutLoader(DataLoader):
         metrics = one.metrics
         if rows is None:
             dp_rank = self._groups.attn.dp.rank
-            rows = tuple(pack_step(of_step, self._cfg, self._end_id, dp_rank) for of_step in groups)
+            rows = tuple(
+                pack_step(
+                    of_step, self._cfg.parallel, self._cfg.train, self._cfg.rl, self._cfg.rollout, self._end_id, dp_rank
+                )
+                for of_step in groups
+            )
             metrics = tuple(one.statistics.metrics(of_step) for of_step in groups)
         return [
             self._round_step(

@@ -11,6 +11,7 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink, PendingObject
 from moefold.config.schema import Config
+from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.fingerprint import file_sizes, size_differences_by_file
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
@@ -60,9 +61,12 @@ class SamplingWorker:
             ).train,
             cfg.train.seq_len,
         )
-        model = InferenceModel(rollout_config(cfg), groups)
-        self._receiver = WeightReceiver(model, cfg, link)
-        self._reward = Reward(cfg)
+        sampled = rollout_config(cfg)
+        model = InferenceModel(sampled, groups)
+        source = WeightSharding.from_config(cfg, for_training=True)
+        target = WeightSharding.from_config(sampled, for_training=False)
+        self._receiver = WeightReceiver(model, source, target, link)
+        self._reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
         self._sampler = RoundSampler(cfg, model, groups, self._reward, tokenizer)
         self._position = PromptPosition(0)
         self._served = [rank for rank in link.split.training_ranks if sampling_rank_of(link.split, rank) == link.rank]
@@ -124,7 +128,12 @@ class SamplingWorker:
         metrics = tuple(one.statistics.metrics(groups) for groups in steps)
         for rank in self._served:
             dp_rank = self._layout.attention.coordinate(rank, "dp")
-            rows = tuple(pack_step(groups, self._cfg, self._pad_id, dp_rank) for groups in steps)
+            rows = tuple(
+                pack_step(
+                    groups, self._cfg.parallel, self._cfg.train, self._cfg.rl, self._cfg.rollout, self._pad_id, dp_rank
+                )
+                for groups in steps
+            )
             yield rank, replace(one, groups=one.groups if rank == 0 else None, steps=rows, metrics=metrics)
 
     def _wait_sends(self, max_pending: int) -> None:

@@ -11,8 +11,12 @@ from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import flat_keys_of, keys_of, without_source
-from moefold.config.schema import Config
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
@@ -33,24 +37,31 @@ ROUNDS_SETTING = "the rounds of the run (by run.steps, sites.every and sites.fir
 _FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
 
 
-def equal_settings(cfg: Config) -> dict[str, Any]:
+def equal_settings(
+    run: RunConfig,
+    sizes: ModelConfig,
+    mapping: ParallelConfig,
+    train: TrainConfig,
+    lora: LoraConfig,
+    sites_config: SitesConfig,
+) -> dict[str, Any]:
     """Return the settings that all sites must share, by name."""
-    model = {f"model.{key}": value for key, value in model_sizes(cfg.model).items() if key not in _FREE_MODEL_KEYS}
-    parallel = keys_of(cfg.parallel)
+    model = {f"model.{key}": value for key, value in model_sizes(sizes).items() if key not in _FREE_MODEL_KEYS}
+    parallel = keys_of(mapping)
     # Experts are merged at a share that falls with the steps.
-    own_keys = _OWN_SITES_KEYS - ({"every", "first"} if cfg.sites.merge_experts else set())
-    sites = {f"sites.{key}": value for key, value in keys_of(cfg.sites).items() if key not in own_keys}
+    own_keys = _OWN_SITES_KEYS - ({"every", "first"} if sites_config.merge_experts else set())
+    sites = {f"sites.{key}": value for key, value in keys_of(sites_config).items() if key not in own_keys}
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
-        | {"sites.overlap equal to sites.every": cfg.sites.overlaps_whole_round}
+        | {"sites.overlap equal to sites.every": sites_config.overlaps_whole_round}
         | {
-            "run.seed": cfg.run.seed,
-            ROUNDS_SETTING: round_order(cfg.run, cfg.model, cfg.sites),
-            "run.dtype": cfg.run.dtype,
+            "run.seed": run.seed,
+            ROUNDS_SETTING: round_order(run, sizes, sites_config),
+            "run.dtype": run.dtype,
         }
-        | _optimizer_states(cfg.train)
-        | {f"lora.{key}": getattr(cfg.lora, key) for key in ("rank", "alpha", "targets")}
+        | _optimizer_states(train)
+        | {f"lora.{key}": getattr(lora, key) for key in ("rank", "alpha", "targets")}
         | model
     )
 
@@ -70,15 +81,15 @@ class SiteMeeting:
     """Connections of this rank to the meeting point; `links` connects it to its equals on the other sites.
 
     Args:
-        cfg: the recipe of the site.
+        sites: section of the recipe.
+        settings: the settings that all sites must share, by name: `equal_settings`, and the hash of the frozen weights,
+            which no round makes equal.
         rank: this rank in the site.
-        frozen: hash of the frozen weights, which no round makes equal; None: all weights are trained.
     """
 
-    def __init__(self, cfg: Config, rank: int, frozen: int | None = None) -> None:
-        sites = cfg.sites
+    def __init__(self, sites: SitesConfig, settings: dict[str, Any], rank: int) -> None:
         self._sites = sites
-        self._settings = equal_settings(cfg) | ({} if frozen is None else {"the hash of the frozen weights": frozen})
+        self._settings = settings
         self.number = sites.number
         self._rank = rank
         host, port = parse_address(sites.meet, "sites.meet")

@@ -7,7 +7,9 @@ from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, named_checkpoints, quick_validate
 from moefold.comm.groups import current_world
-from moefold.config.schema import Config
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.faults import FaultsConfig
+from moefold.config.run import RunConfig
 from moefold.data.sampler import Sampler
 from moefold.errors import RunError, format_list
 from moefold.metrics.writer import MISMATCH_FILE
@@ -30,7 +32,11 @@ class StepFault:
     samples: Sequence[int]
     """The samples of the batch, as sample numbers of the run, ascending."""
     result: StepResult
-    cfg: Config
+    run: RunConfig
+    checkpoint: CheckpointConfig
+    faults: FaultsConfig
+    samples_per_rank: int
+    """Samples of a batch that a data-parallel rank reads, padding included."""
     layout: Layout
     sampler: Sampler
 
@@ -52,26 +58,28 @@ class StepFault:
         batch = f"{among}samples {self.samples[0]} to {self.samples[-1]} of the run{which}"
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
-    def stop_error(self) -> RunError:
-        """Return why the run stops, which checkpoint is intact, and the way out; collective."""
+    def stop_error(self, advice: str) -> RunError:
+        """Return why the run stops, which checkpoint is intact, and the way out; collective.
+
+        Args:
+            advice: what to do about a mismatch, from `mismatch_advice`.
+        """
         decision = self.result.decision
         world = current_world()
         safe = world.all_gather_object(
-            _describe_intact_checkpoint(checkpoint_folder(self.cfg.run, self.cfg.checkpoint)) if world.is_rank0 else ""
+            _describe_intact_checkpoint(checkpoint_folder(self.run, self.checkpoint)) if world.is_rank0 else ""
         )[0]
         kept = f"nothing of the step was applied, and {safe}"
         if decision.reason == "mismatch":
-            from moefold.validate.mismatch import mismatch_advice
-
             worst = self.result.loss_metrics.get("mismatch_max", 0.0)
-            rollouts = Path(self.cfg.run.dir) / MISMATCH_FILE
+            rollouts = Path(self.run.dir) / MISMATCH_FILE
             return MismatchError(
                 f"step {self.step}: {decision.description} (the worst token: {worst:.3g}); {kept}; the rollouts are in "
-                f"{str(rollouts)!r}; {mismatch_advice(self.cfg)}"
+                f"{str(rollouts)!r}; {advice}"
             )
         key = f"faults.{decision.reason}"
-        others = "'skip' or 'rollback'" if 0 < self.cfg.checkpoint.every < self.cfg.run.steps else "'skip'"
-        action = getattr(self.cfg.faults, decision.reason)
+        others = "'skip' or 'rollback'" if 0 < self.checkpoint.every < self.run.steps else "'skip'"
+        action = getattr(self.faults, decision.reason)
         way_out = (
             f"set {key}={others} to go on without such a batch" if action == "stop" else "look at that data and rank"
         )
@@ -111,8 +119,7 @@ class StepFault:
             # Numbers beyond the batch are of padding.
             return [self.samples[i] for i in sorted(placed) if i < size]
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
-        count = self.cfg.num_micro_batches * self.cfg.train.micro_batch_size
-        indices = [i for i in range(size) if not replicas or i // count in replicas]
+        indices = [i for i in range(size) if not replicas or i // self.samples_per_rank in replicas]
         return [self.samples[i] for i in indices]
 
 

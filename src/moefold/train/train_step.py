@@ -176,7 +176,9 @@ class TrainingStep:
             self._owned = owned_experts.OwnedExperts(self.optimized, expert_names(cfg.model, cfg.lora), cfg.sites)
             self.optimized = self._owned.parameters
         self._clipped = {**self.parameters, **self.optimized}
-        self.optimizer = build_optimizer(self.optimized, cfg, model.groups.attn.stage, state_store)
+        self.optimizer = build_optimizer(
+            self.optimized, cfg.run, cfg.model, cfg.train, cfg.lora, model.groups.attn.stage, state_store
+        )
         self.outer: OuterOptimizer | None = None
         if cfg.sites.is_active:
             from moefold.train.outer_state import make_outer_optimizer
@@ -496,7 +498,7 @@ class TrainingStep:
         memory = torch.zeros(world.size, dtype=torch.float64, device=device)
         memory[world.rank] = peak_memory_gib(device.type)
         packer.add("memory", memory)
-        num_experts = self._cfg.model.num_router_choices
+        num_experts = self._num_choices
         router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
         for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
             packer.add(name, stats)
@@ -587,7 +589,7 @@ class TrainingStep:
 
         The columns are five scalars, then counts, thresholds and biases.
         """
-        num_experts = self._cfg.model.num_router_choices
+        num_experts = self._num_choices
         rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
         for number, layer in self.model.moe_layers().items():
             stats = layer.stats
@@ -604,6 +606,12 @@ class TrainingStep:
             rows[self._moe_numbers.index(number), : len(row)] = row
         return rows
 
+    @property
+    def _num_choices(self) -> int:
+        """Choices of a router; 0 in a model without one."""
+        routed = self._cfg.model.routed
+        return routed.num_choices if routed else 0
+
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
         for number, layer in self.model.moe_layers().items():
@@ -613,17 +621,17 @@ class TrainingStep:
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]
     ) -> tuple[MoELayerMetrics, ...]:
-        model = self._cfg.model
+        part = self._cfg.model.experts
         return tuple(
             MoELayerMetrics.from_totals(
                 number,
-                counts=counts[i][: model.num_experts],
-                zero_counts=counts[i][model.num_experts :],
+                counts=counts[i][: part.num_experts],
+                zero_counts=counts[i][part.num_experts :],
                 dropped=scalars[i][3],
                 entropy=scalars[i][4],
-                top_k=model.top_k,
+                top_k=part.top_k,
                 losses=(scalars[i][0], scalars[i][1]),
-                bias=biases[i][: model.num_experts] if model.expert_bias else (),
+                bias=biases[i][: part.num_experts] if part.expert_bias else (),
             )
             for i, number in enumerate(self._moe_numbers)
         )

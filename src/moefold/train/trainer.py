@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moefold.checkpoint.saver import open_saver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
+from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
@@ -76,7 +78,7 @@ class Trainer:
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
-        self._checkpointing = Checkpointing(cfg, groups, history)
+        self._checkpointing = Checkpointing(open_saver(cfg, groups), cfg.checkpoint, history)
         self._callbacks = _callbacks(cfg, groups, self._checkpointing)
         self._further_callbacks = tuple(callbacks)
 
@@ -202,8 +204,17 @@ class Trainer:
             RunError: the recipe stops the run.
         """
         action = result.decision.action
+        cfg = self._cfg
         step_fault = StepFault(
-            self._position.step + 1, samples, result, self._cfg, self._groups.layout, self._data_loader.train_sampler
+            step=self._position.step + 1,
+            samples=samples,
+            result=result,
+            run=cfg.run,
+            checkpoint=cfg.checkpoint,
+            faults=cfg.faults,
+            samples_per_rank=cfg.num_micro_batches * cfg.train.micro_batch_size,
+            layout=self._groups.layout,
+            sampler=self._data_loader.train_sampler,
         )
         if context.log is not None:
             context.log.log_step_fault(step_fault)
@@ -211,7 +222,10 @@ class Trainer:
             return True
         self._checkpointing.drain()
         if action == "stop":
-            raise step_fault.stop_error()
+            from moefold.validate.mismatch import mismatch_advice
+
+            advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
+            raise step_fault.stop_error(advice)
         found = self._checkpointing.roll_back(context, step_fault)
         for callback in self._each_callback():
             callback.on_rollback(context)
@@ -282,8 +296,10 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
     if cfg.sites.is_active:
         from moefold.train.callbacks.site_evaluation import SiteEvaluation
         from moefold.train.callbacks.sites import SiteRounds
+        from moefold.train.site_meeting import equal_settings
 
-        rounds = (SiteRounds(cfg),)
+        settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
+        rounds = (SiteRounds(cfg.run, cfg.model, cfg.sites, settings),)
         evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
     return (
         *kernels,
@@ -291,7 +307,7 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         *reference,
         *evaluations,
         RoutingTraceSaving(),
-        MetricsLogging(cfg, groups),
+        MetricsLogging(cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), groups.device),
         *rollouts,
         StragglerDetection(),
         *replicas,

@@ -9,9 +9,10 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 import re
 
 from moefold.config.bounds import range_problems
-from moefold.config.chosen import chosen_parts, part_problems, read_key
+from moefold.config.chosen import chosen_parts, read_key
 from moefold.config.find import kinds, unknown_kind
 from moefold.config.model import ModelConfig
+from moefold.config.rule import ask, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, part_keys
 from moefold.errors import ConfigError, raise_all
@@ -19,7 +20,7 @@ from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
-from moefold.validate.forward_only import validate_forward_only
+from moefold.validate.forward_only import FORWARD_ONLY_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES, layer_problems, validate_layer_pattern, validate_layers
@@ -29,7 +30,6 @@ from moefold.validate.regroup import REGROUP_RULES
 from moefold.validate.rl import RL_RULES
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.rollout_vllm import validate_vllm
-from moefold.validate.rule import ask
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
 from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
@@ -88,7 +88,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *ROLLOUT_RULES,
         *SITES_RULES,
         *REGROUP_RULES,
-        validate_forward_only,
+        *FORWARD_ONLY_RULES,
     )
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in ask(rule, cfg)]

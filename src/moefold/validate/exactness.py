@@ -121,10 +121,10 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
             f"model.attention_chunk_size={model.attention_chunk_size}: decoding reads pages of {PAGE_POSITIONS} "
             f"positions; choose {nearest_multiples(model.attention_chunk_size, PAGE_POSITIONS)}"
         )
-    if model.index_topk:
+    if model.selected_keys:
         yield (
-            f"model.index_topk={model.index_topk}: torch computes scores and sums over selected keys, which depend on "
-            "the number of tokens; choose 0"
+            f"model.index_topk={model.selected_keys}: torch computes scores and sums over selected keys, which depend "
+            "on the number of tokens; choose 0"
         )
     core = model.softmax_attention.core(model.hidden_size)
     head_dim = max(core.key_width, core.value_width) if isinstance(core, SoftmaxCore) else 0

@@ -2,53 +2,80 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 
 
-def validate_forward_only(cfg: Config) -> Iterator[str]:
-    """Refuse what needs a backward pass, and what would need a meaning of its own without one."""
-    optimizer = chosen_in(cfg.train, OptimizerPart)
-    if optimizer.needs_gradients:
+def _without_gradients(train: TrainConfig) -> str:
+    """Return the optimizer as a message names it; empty if it needs gradients."""
+    optimizer = chosen_in(train, OptimizerPart)
+    return "" if optimizer.needs_gradients else f"train.optimizer={optimizer.kind!r}"
+
+
+def validate_forward_passes(run: RunConfig, parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+    """Refuse what schedules backward passes."""
+    name, p = _without_gradients(train), parallel
+    if not name:
         return
-    name = f"train.optimizer={optimizer.kind!r}"
-    p = cfg.parallel
-    if cfg.train.gradient_delay:
+    if train.gradient_delay:
         yield f"train.gradient_delay=1 delays gradients, and {name} has none; set gradient_delay=0"
     if p.overlap_experts:
         yield (
             f"parallel.overlap_experts=true overlaps forward with backward passes, and {name} has only forward passes; "
             "set overlap_experts=false"
         )
-    if p.pp > 1 and chosen(cfg, SchedulePart).splits_backward:
+    if p.pp > 1 and chosen_in(p, SchedulePart).splits_backward:
         yield (
             f"parallel.schedule='{p.schedule}' splits the backward pass, and {name} has none; choose schedule='1f1b' "
             "or 'interleaved'"
         )
-    if cfg.run.uses_cuda_graphs:
+    if run.uses_cuda_graphs:
         yield (
-            f"run.cuda_graphs={cfg.run.cuda_graphs!r} records forward and backward passes, and {name} has no backward "
+            f"run.cuda_graphs={run.cuda_graphs!r} records forward and backward passes, and {name} has no backward "
             "pass; set cuda_graphs='none'"
         )
-    if cfg.model.index_topk:
+
+
+def validate_forward_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> Iterator[str]:
+    """Refuse what learns by a gradient of its own, and records of one forward pass."""
+    name = _without_gradients(train)
+    if not name:
+        return
+    if model.selected_keys:
         yield (
-            f"model.index_topk={cfg.model.index_topk} trains indexers by the gradient of a loss of their own, and "
+            f"model.index_topk={model.selected_keys} trains indexers by the gradient of a loss of their own, and "
             f"{name} has no gradients; set index_topk=0, or choose optimizer='adamw'"
         )
-    if cfg.moe.trace_every:
+    if moe.trace_every:
         yield (
-            f"moe.trace_every={cfg.moe.trace_every} stores one choice of experts for each token of a step, and {name} "
+            f"moe.trace_every={moe.trace_every} stores one choice of experts for each token of a step, and {name} "
             "makes two; set trace_every=0"
         )
-    if cfg.is_rl:
+
+
+def validate_forward_method(train: TrainConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
+    """Refuse methods that send or sample gradients."""
+    name = _without_gradients(train)
+    if not name:
+        return
+    if rl.is_on:
         yield (
-            f"rl.group_size={cfg.rl.group_size} updates by the gradient of sampled rewards, and {name} has no "
+            f"rl.group_size={rl.group_size} updates by the gradient of sampled rewards, and {name} has no "
             "gradients; choose optimizer='adamw'"
         )
-    if cfg.sites.is_active:
+    if sites.is_active:
         yield (
-            f"sites.method={cfg.sites.method!r} exchanges the weights of sites, and {name} has no exchange of bytes "
+            f"sites.method={sites.method!r} exchanges the weights of sites, and {name} has no exchange of bytes "
             "between them; leave [sites] out: data-parallel ranks already send two numbers a step"
         )
+
+
+FORWARD_ONLY_RULES = (validate_forward_passes, validate_forward_model, validate_forward_method)

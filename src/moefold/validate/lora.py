@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 
 from moefold.config.aliases import MATRIX_OF
-from moefold.config.chosen import chosen
+from moefold.config.chosen import DispatchSections, chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
 
 
@@ -46,34 +49,46 @@ def _listed(names: dict[str, None]) -> str:
     return ", ".join(name for name in names if "." not in name)
 
 
-def validate_adapter_training(cfg: Config) -> Iterator[str]:
+def _adapts_experts(model: ModelConfig, lora: LoraConfig) -> bool:
+    return bool(lora.rank) and any(weight.is_expert for weight in adapted_weights(model, lora).values())
+
+
+OTHER_TARGETS = "choose lora.targets without experts"
+
+
+def validate_adapted_dispatch(
+    model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, lora: LoraConfig
+) -> Iterator[str]:
+    """Refuse dispatchers that send the weights of experts."""
+    dispatcher = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    if dispatcher.moves_experts and _adapts_experts(model, lora):
+        yield (
+            f"parallel.dispatcher={dispatcher.kind!r} moves the weights of experts between ranks, and not "
+            f"their adapters; {OTHER_TARGETS}, or parallel.dispatcher='alltoall'"
+        )
+
+
+def validate_adapter_training(
+    run: RunConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig
+) -> Iterator[str]:
     """Refuse what adapters do not go with."""
-    lora = cfg.lora
     if not lora.rank:
         return
     name = f"lora.rank={lora.rank}"
-    has_experts = any(weight.is_expert for weight in adapted_weights(cfg.model, lora).values())
-    others = "choose lora.targets without experts"
-    if has_experts and cfg.train.quantizes_gemms:
+    if train.quantizes_gemms and _adapts_experts(model, lora):
         yield (
-            f"train.precision={cfg.train.precision!r} has no kernels for experts with adapters; {others}, or "
+            f"train.precision={train.precision!r} has no kernels for experts with adapters; {OTHER_TARGETS}, or "
             "train.precision='dtype'"
         )
-    dispatcher = chosen(cfg, DispatcherPart)
-    if has_experts and dispatcher.moves_experts:
-        yield (
-            f"parallel.dispatcher={dispatcher.kind!r} moves the weights of experts between ranks, and not "
-            f"their adapters; {others}, or parallel.dispatcher='alltoall'"
-        )
-    if cfg.run.uses_cuda_graphs:
-        yield f"run.cuda_graphs={cfg.run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
-    if cfg.trains_indexers_only:
+    if run.uses_cuda_graphs:
+        yield f"run.cuda_graphs={run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
+    if train.trains_indexers_only(model):
         yield f"train.indexer_stage='warmup' trains the indexers alone, and {name} adapters alone; choose one of them"
-    if cfg.model.upcycle_from:
+    if model.upcycle_from:
         yield (
-            f"model.upcycle_from={cfg.model.upcycle_from!r} makes weights that no folder has, and {name} needs a base; "
+            f"model.upcycle_from={model.upcycle_from!r} makes weights that no folder has, and {name} needs a base; "
             "run moefold upcycle, and name its result in checkpoint.init_from"
         )
 
 
-LORA_RULES = (validate_targets, validate_adapter_training)
+LORA_RULES = (validate_targets, validate_adapted_dispatch, validate_adapter_training)

@@ -2,11 +2,12 @@
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.wire import WirePart
-from moefold.config.model import has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
-from moefold.config.rl import RLConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.topology.rollout_mapping import has_rollout_mapping
 
 EXACT_LIMIT = 1e-6
@@ -37,12 +38,19 @@ def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bo
     return ROUNDING_LIMITS[run.dtype]
 
 
-def mismatch_advice(cfg: Config) -> str:
+def mismatch_advice(
+    run: RunConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    rl: RLConfig,
+    rollout: RolloutConfig,
+) -> str:
     """Return the likely causes of a larger mismatch, and the ways out."""
-    if cfg.rollout.uses_server:
+    if rollout.uses_server:
         causes = (
-            f"the server computes in another dtype than run.dtype={cfg.run.dtype!r}; its reload left stale weights or "
-            f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={cfg.rollout.folder!r} has "
+            f"the server computes in another dtype than run.dtype={run.dtype!r}; its reload left stale weights or "
+            f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={rollout.folder!r} has "
             "another RoPE, length, vocabulary or tokenizer than this run"
         )
         way_out = (
@@ -50,25 +58,27 @@ def mismatch_advice(cfg: Config) -> str:
             "export wrote of this model, or set rollout.engine='own'"
         )
     else:
-        causes, way_out = _own_engine(cfg)
-    if cfg.rl.staleness:
-        causes = f"training moved the weights that far since they sampled (train.lr={cfg.train.lr:g}); {causes}"
-        way_out = f"lower train.lr or rl.staleness={cfg.rl.staleness}, or {way_out}"
+        causes, way_out = _own_engine(run, model, parallel, rl, rollout)
+    if rl.staleness:
+        causes = f"training moved the weights that far since they sampled (train.lr={train.lr:g}); {causes}"
+        way_out = f"lower train.lr or rl.staleness={rl.staleness}, or {way_out}"
     return f"likely causes: {causes}; {way_out}; if it does no harm, raise rl.mismatch_limit"
 
 
-def _own_engine(cfg: Config) -> tuple[str, str]:
+def _own_engine(
+    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig
+) -> tuple[str, str]:
     """Return causes and ways out for sampling by the own engine, without what the recipe has already."""
     causes = ["kernels that compute wrongly on this machine"]
-    ways_out = [] if cfg.run.kernels == "plain" else ["set run.kernels='plain'"]
-    if cfg.run.dtype == "bfloat16":
+    ways_out = [] if run.kernels == "plain" else ["set run.kernels='plain'"]
+    if run.dtype == "bfloat16":
         causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
         ways_out.append("set run.dtype='float32'")
     # Rollouts of older weights keep no choices to replay.
-    if cfg.rl.replay != "on" and not cfg.rl.staleness and has_moe_layers(cfg.model):
+    if rl.replay != "on" and not rl.staleness and has_moe_layers(model):
         causes.append("training chooses other experts than sampling")
         ways_out.append("set rl.replay='on'")
-    if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
+    if has_rollout_mapping(parallel, rl, rollout):
         causes.append("stale weights in the copy that samples")
         ways_out.append("leave rollout.ranks, tp, pp, ep and etp out")
     return "; ".join(causes), ", or ".join(ways_out) or "report it with mismatch.jsonl"

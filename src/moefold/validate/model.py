@@ -3,21 +3,19 @@
 import re
 from collections.abc import Iterator
 
-from moefold.config.chosen import part_problems
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
-from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
+from moefold.config.patterns import PATTERNS, expand_layer_pattern
 from moefold.config.problem import Problem
+from moefold.config.rule import part_problems
 from moefold.config.schema import Config
 from moefold.validate.sparse import SPARSE_ATTENTION_RULES
 
 
 def validate_layer_pattern(model: ModelConfig) -> Iterator[str]:
     """Check the syntax of all layer patterns, and that they are no longer than the model."""
-    yield from _validate_pattern(model, "layer_pattern", LAYER_KINDS)
-    yield from _validate_pattern(model, "attention_pattern", ATTENTION_KINDS)
-    yield from _validate_pattern(model, "rope_pattern", ROPE_KINDS)
-    yield from _validate_pattern(model, "index_pattern", INDEX_KINDS)
+    for name, letters in PATTERNS.items():
+        yield from _validate_pattern(model, name, letters)
 
 
 def _validate_pattern(model: ModelConfig, key: str, kinds: str) -> Iterator[str]:

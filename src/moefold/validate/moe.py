@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router_score import RouterScorePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
@@ -19,16 +20,17 @@ from moefold.topology.layout import divisors
 
 def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check all routing settings of a model with MoE layers."""
-    if not has_moe_layers(model):
+    part = model.routed
+    if part is None:
         return
-    if model.top_k > model.num_experts:
+    if part.top_k > part.num_experts:
         yield (
-            f"model.top_k={model.top_k} must be at most model.num_experts={model.num_experts}; "
-            f"choose 1 to {model.num_experts}"
+            f"model.top_k={part.top_k} must be at most model.num_experts={part.num_experts}; "
+            f"choose 1 to {part.num_experts}"
         )
         return
-    yield from _validate_zero_experts(model)
-    yield from _validate_expert_groups(model, chosen(RoutingSections(model, moe), RouterScorePart))
+    yield from _validate_zero_experts(part, model.upcycle_from)
+    yield from _validate_expert_groups(part, chosen(RoutingSections(model, moe), RouterScorePart))
     yield from _validate_replay(moe)
 
 
@@ -43,7 +45,7 @@ def _validate_replay(moe: MoEConfig) -> Iterator[str]:
 
 def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check that the router gets a gradient: a single normalised choice always has weight 1."""
-    if model.top_k > 1 or not has_moe_layers(model):
+    if model.routed is None or model.routed.top_k > 1:
         return
     score = chosen(RoutingSections(model, moe), RouterScorePart)
     if not score.weights_sum_to_one:
@@ -55,30 +57,30 @@ def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str
     )
 
 
-def _validate_zero_experts(model: ModelConfig) -> Iterator[str]:
+def _validate_zero_experts(part: RoutedPart, upcycle_from: str) -> Iterator[str]:
     """Check what zero-computation experts do not go with, and their share."""
-    if model.zero_experts and model.num_groups > 1:
+    if part.zero_experts and part.num_groups > 1:
         yield (
-            f"model.zero_experts={model.zero_experts} does not go with model.num_groups={model.num_groups}, as "
+            f"model.zero_experts={part.zero_experts} does not go with model.num_groups={part.num_groups}, as "
             "zero-computation experts are in no group; leave num_groups and top_groups out, or zero_experts"
         )
-    if model.zero_experts and model.upcycle_from:
+    if part.zero_experts and upcycle_from:
         yield (
-            f"model.zero_experts={model.zero_experts} does not go with model.upcycle_from={model.upcycle_from!r}: each "
+            f"model.zero_experts={part.zero_experts} does not go with model.upcycle_from={upcycle_from!r}: each "
             "token would lose the part of the dense layer that it routes to them; leave one of them out"
         )
-    if model.active_experts > model.top_k:
+    if part.active_experts > part.top_k:
         yield (
-            f"model.active_experts={model.active_experts} must be at most model.top_k={model.top_k}, the choices of a "
-            f"token; choose a number up to {model.top_k}"
+            f"model.active_experts={part.active_experts} must be at most model.top_k={part.top_k}, the choices of a "
+            f"token; choose a number up to {part.top_k}"
         )
 
 
-def _validate_expert_groups(model: ModelConfig, score: RouterScorePart) -> Iterator[str]:
+def _validate_expert_groups(part: RoutedPart, score: RouterScorePart) -> Iterator[str]:
     """Check that groups divide the experts and that the top groups have enough of them."""
-    groups = model.num_groups
-    top = model.top_groups
-    experts = model.num_experts
+    groups = part.num_groups
+    top = part.top_groups
+    experts = part.num_experts
     if groups == 1 and top == 1:
         return
     if experts % groups:
@@ -90,10 +92,10 @@ def _validate_expert_groups(model: ModelConfig, score: RouterScorePart) -> Itera
     size = experts // groups
     if top > groups:
         yield f"model.top_groups={top} must be at most model.num_groups={groups}; choose 1 to {groups}"
-    elif top * size < model.top_k:
+    elif top * size < part.top_k:
         yield (
-            f"model.top_groups={top} groups of {size} experts are fewer than model.top_k={model.top_k} experts; "
-            f"choose top_groups of {-(-model.top_k // size)} or more, or top_k of {top * size} or less"
+            f"model.top_groups={top} groups of {size} experts are fewer than model.top_k={part.top_k} experts; "
+            f"choose top_groups of {-(-part.top_k // size)} or more, or top_k of {top * size} or less"
         )
     elif top == groups:
         yield (

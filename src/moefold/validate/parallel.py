@@ -12,11 +12,11 @@ from typing import Any
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
-from moefold.config.groups.attention import SoftmaxCore
+from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.limits import MAX_MICRO_BATCHES
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
@@ -70,7 +70,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
     batch = cfg.train.global_batch_size
     step = cfg.train.micro_batch_size * p.dp
-    if p.pp == 1 or (batch % step and not cfg.may_pad_batch):
+    if p.pp == 1 or (batch % step and not p.may_pad_batch):
         return
     count = cfg.num_micro_batches
     found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
@@ -102,7 +102,7 @@ def validate_rows(cfg: Config) -> Iterator[str]:
     if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
-        runtime_slots(cfg)
+        runtime_slots(cfg.model, cfg.parallel, cfg.train)
     except ConfigError as error:
         yield str(error)
 
@@ -188,12 +188,8 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
                 f"{nearest_multiples(groups, tp)}"
             )
     yield from _validate_tp_of_outside(model, tp)
-    if has_dense_layers(model):
-        yield from _validate_divides("tp", tp, "model.ffn_hidden_size", model.ffn_hidden_size)
-    if has_moe_layers(model):
-        yield from _validate_divides(
-            "tp", tp, "model.shared_expert_ffn_hidden_size", model.shared_expert_ffn_hidden_size
-        )
+    for key, size in dict.fromkeys(layer.ffn.tp_unit for layer in model.distinct_kinds):
+        yield from _validate_divides("tp", tp, key, size)
     # tp need not divide the vocabulary, but the last rank has some of its rows.
     _, rows = shard_rows(model.vocab_size, tp, tp - 1)
     if not rows:
@@ -224,10 +220,10 @@ def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
 
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     context = chosen(cfg, ContextPart)
-    if cp > 1 and cfg.model.index_topk and not (context.takes_selected_keys or context.is_planned):
+    if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
         yield (
             f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
-            f"model.index_topk={cfg.model.index_topk}, which selects among the keys of the whole sequence; choose "
+            f"model.index_topk={cfg.model.selected_keys}, which selects among the keys of the whole sequence; choose "
             "'allgather'"
         )
     if not context.shards_heads or cp == 1:
@@ -244,18 +240,18 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
 
 
 def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
-    if has_moe_layers(cfg.model):
-        yield from _validate_divides("ep", ep, "model.num_experts", cfg.model.num_experts)
+    if cfg.model.routed:
+        yield from _validate_divides("ep", ep, "model.num_experts", cfg.model.routed.num_experts)
     elif ep > 1:
         yield _missing_moe_layers_message("ep", ep, cfg.model)
 
 
 def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
-    if has_moe_layers(cfg.model):
-        yield from _validate_divides("etp", etp, "model.moe_ffn_hidden_size", cfg.model.moe_ffn_hidden_size)
-        if cfg.model.moe_bias:
-            key = "moe_hidden_size" if cfg.model.moe_hidden_size else "hidden_size"
-            yield from _validate_divides("etp", etp, f"model.{key}", cfg.model.expert_hidden_size)
+    if part := cfg.model.routed:
+        yield from _validate_divides("etp", etp, "model.moe_ffn_hidden_size", part.width)
+        if part.has_bias:
+            key = "moe_hidden_size" if part.token_width else "hidden_size"
+            yield from _validate_divides("etp", etp, f"model.{key}", part.token_size(cfg.model.hidden_size))
     elif etp > 1:
         yield _missing_moe_layers_message("etp", etp, cfg.model)
 
@@ -340,7 +336,8 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     step = lcm(cp * tp, 2 * cp if zigzag else 1)
     if seq_len % step == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
-        taps = cfg.model.linear_conv_kernel
+        cores = (layer.core for layer in cfg.model.layers)
+        taps = max((core.conv_kernel for core in cores if isinstance(core, RecurrentCore)), default=1)
         if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
             enough = step * -(-(taps - 1) * seq_len // segment // step)
             yield (
@@ -374,7 +371,7 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
     batch = cfg.train.global_batch_size
     micro = cfg.train.micro_batch_size
     step = micro * p.dp
-    if batch % step and cfg.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
+    if batch % step and p.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
         yield from _padding_refusals(cfg)
     elif batch % step:
         yield (
@@ -483,7 +480,7 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         for parts in ((), RECOMPUTED_WITH_COMM[:1]):
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
-    rows = runtime_slots(cfg)
+    rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     if found := find_deadlock(rows):
         yield (
             f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"

@@ -2,36 +2,45 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import chosen_in
+from moefold.config.data import DataConfig
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.drop_scope import DropScopePart
-from moefold.config.model import has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.schema import Config
+from moefold.config.rl import RLConfig
+
+WAY_OUT = "choose parallel.placement='samples'"
 
 
-def validate_placed_tokens(cfg: Config) -> Iterator[str]:
-    """Check that what needs whole samples, or the tokens of one micro-batch on one group of ranks, is off."""
-    if not chosen(cfg, ContextPart).moves_tokens:
+def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLConfig) -> Iterator[str]:
+    """Check that what reads whole samples is off."""
+    if not chosen_in(parallel, ContextPart).moves_tokens:
         return
-    name = f"parallel.placement={cfg.parallel.placement!r}"
-    way_out = "choose parallel.placement='samples'"
-    if cfg.is_rl:
+    name, way_out = f"parallel.placement={parallel.placement!r}", WAY_OUT
+    if rl.is_on:
         yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
-    elif cfg.data.kind in ("preference", "program"):
+    elif data.kind in ("preference", "program"):
         yield (
-            f"{name} splits samples between ranks, and data.kind={cfg.data.kind!r} has losses and columns of whole "
+            f"{name} splits samples between ranks, and data.kind={data.kind!r} has losses and columns of whole "
             f"samples; {way_out}"
         )
-    if cfg.model.has_linear_attention:
+
+
+def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[str]:
+    """Check that what needs contiguous tokens, or the tokens of one micro-batch on one group of ranks, is off."""
+    if not chosen_in(parallel, ContextPart).moves_tokens:
+        return
+    name, way_out = f"parallel.placement={parallel.placement!r}", WAY_OUT
+    if model.has_linear_attention:
         yield (
             f"{name} splits samples into parts of documents, and linear attention (model.attention_pattern) needs "
             f"contiguous segments of samples; {way_out}"
         )
-    if has_moe_layers(cfg.model):
-        yield from _validate_routing(cfg.parallel, cfg.moe, name, way_out)
+    if has_moe_layers(model):
+        yield from _validate_routing(parallel, moe, name, way_out)
 
 
 def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_out: str) -> Iterator[str]:
@@ -51,4 +60,4 @@ def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_o
         )
 
 
-PLACEMENT_RULES = (validate_placed_tokens,)
+PLACEMENT_RULES = (validate_placed_samples, validate_placed_tokens)

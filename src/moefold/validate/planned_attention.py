@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config
+from moefold.config.parallel import ParallelConfig
 from moefold.topology.layout import divisors
 
 
-def validate_attention_pool(cfg: Config) -> Iterator[str]:
+def validate_attention_pool(parallel: ParallelConfig) -> Iterator[str]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
-    p = cfg.parallel
+    p = parallel
     pool = p.attention_pool
     if not pool or not chosen_in(p, ContextPart).balances_hosts:
         return

@@ -2,43 +2,50 @@
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import chosen
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.chosen import DispatchSections, chosen
+from moefold.config.faults import FaultsConfig
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.schema import Config
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
 
 
-def validate_regroup(cfg: Config) -> Iterator[str]:
-    """Check that a job can go on without a lost rank."""
-    faults = cfg.faults
-    p = cfg.parallel
+def validate_regrouped_job(
+    faults: FaultsConfig, rl: RLConfig, rollout: RolloutConfig, sites: SitesConfig
+) -> Iterator[str]:
+    """Check that a job without a lost rank needs no other ranks than those that train alone."""
     if not faults.regroups:
         return
-    if cfg.is_rl or cfg.rollout.ranks:
+    if rl.is_on or rollout.ranks:
         yield (
             "faults.on_loss='regroup' does not rebuild the ranks that sample, of reinforcement learning; "
             "set faults.on_loss='stop'"
         )
-    if cfg.sites.is_active:
+    if sites.is_active:
         yield (
-            f"faults.on_loss='regroup' changes the mapping of one site, and sites.count={cfg.sites.count} needs equal "
+            f"faults.on_loss='regroup' changes the mapping of one site, and sites.count={sites.count} needs equal "
             "mappings; set faults.on_loss='stop': the other sites go on without a lost one"
         )
+
+
+def validate_regrouped_ranks(parallel: ParallelConfig, moe: MoEConfig, faults: FaultsConfig) -> Iterator[str]:
+    """Check that ranks may be lost, and that the others can be grouped again."""
+    p = parallel
+    if not faults.regroups:
+        return
     if p.dp == 1:
         yield (
             f"faults.on_loss='regroup' needs a second data-parallel replica, and parallel.world_size={p.world_size} "
             f"with tp={p.tp}, cp={p.cp}, pp={p.pp} is one; raise parallel.world_size, or set faults.on_loss='stop'"
         )
-    dispatcher = chosen(cfg, DispatcherPart)
+    dispatcher = chosen(DispatchSections(parallel, moe), DispatcherPart)
     if dispatcher.has_shared_buffers:
         yield (
             f"faults.on_loss='regroup' cannot rebuild the shared buffers of parallel.dispatcher={dispatcher.kind!r}; "
             "choose parallel.dispatcher='alltoall', or set faults.on_loss='stop'"
-        )
-    if not cfg.checkpoint.peer_every and not 0 < cfg.checkpoint.every < cfg.run.steps:
-        yield (
-            "faults.on_loss='regroup' needs a state to go back to, and "
-            f"checkpoint.every={cfg.checkpoint.every} saves none before the end of the run, run.steps={cfg.run.steps}; "
-            f"set checkpoint.peer_every=1, or checkpoint.every below {cfg.run.steps}"
         )
     if faults.min_ranks >= p.world_size:
         yield (
@@ -47,4 +54,14 @@ def validate_regroup(cfg: Config) -> Iterator[str]:
         )
 
 
-REGROUP_RULES = (validate_regroup,)
+def validate_state_after_loss(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> Iterator[str]:
+    """Check that a state is saved, from which the other ranks go on."""
+    if faults.regroups and not checkpoint.peer_every and not 0 < checkpoint.every < run.steps:
+        yield (
+            "faults.on_loss='regroup' needs a state to go back to, and "
+            f"checkpoint.every={checkpoint.every} saves none before the end of the run, run.steps={run.steps}; "
+            f"set checkpoint.peer_every=1, or checkpoint.every below {run.steps}"
+        )
+
+
+REGROUP_RULES = (validate_regrouped_job, validate_regrouped_ranks, validate_state_after_loss)

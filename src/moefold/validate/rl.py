@@ -16,7 +16,6 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.topology.layout import divisors
@@ -61,44 +60,50 @@ def validate_rl_batch(run: RunConfig, train: TrainConfig, checkpoint: Checkpoint
             )
 
 
-def validate_rl_objective(cfg: Config) -> Iterator[str]:
+def validate_rl_objective(rl: RLConfig) -> Iterator[str]:
     """Check that the objective corrects for the steps after the first on one round of rollouts."""
-    rl = cfg.rl
-    objective = chosen(cfg, ObjectivePart)
-    correction = chosen(cfg, CorrectionPart)
-    if cfg.is_rl and rl.updates > 1 and not objective.reads_sampler:
+    objective = chosen_in(rl, ObjectivePart)
+    correction = chosen_in(rl, CorrectionPart)
+    if rl.is_on and rl.updates > 1 and not objective.reads_sampler:
         yield (
             f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='{rl.objective}' "
             "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
         )
-    if cfg.is_rl and rl.updates == 1 and correction.corrects and objective.reads_sampler:
+    if rl.is_on and rl.updates == 1 and correction.corrects and objective.reads_sampler:
         yield (
             f"rl.objective='{rl.objective}' with rl.correction='{rl.correction}' compares with the weights at the "
             "start of a round, which are those that rl.updates=1 trains, so every ratio is 1; choose objective "
             "'policy', or updates above 1"
         )
-    if cfg.is_rl and rl.replay == "on" and counts_replayed_choices(cfg.model, cfg.moe, cfg.rl):
+
+
+def validate_replay(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> Iterator[str]:
+    """Check that replayed choices of experts are choices of the weights that are trained."""
+    if rl.is_on and rl.replay == "on" and counts_replayed_choices(model, moe, rl):
         yield (
             f"rl.replay='on' with rl.updates={rl.updates} would update the expert bias by choices of older weights "
-            f"(moe.bias_update_rate={cfg.moe.bias_update_rate:g}); set bias_update_rate=0, updates=1, or replay='off'"
+            f"(moe.bias_update_rate={moe.bias_update_rate:g}); set bias_update_rate=0, updates=1, or replay='off'"
         )
-    if cfg.is_rl and rl.replay == "on" and rl.staleness:
+    if rl.is_on and rl.replay == "on" and rl.staleness:
         yield (
             f"rl.replay='on' does not go with rl.staleness={rl.staleness}: rollouts that wait for training keep no "
             "expert choices; set replay='auto' (off here), or staleness=0"
         )
-    if cfg.is_rl and rl.length_penalty_from >= cfg.rollout.max_tokens:
+
+
+def validate_rollout_limits(train: TrainConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Check the tokens of a rollout and of a pass, and what counts evaluations."""
+    if rl.is_on and rl.length_penalty_from >= rollout.max_tokens:
         yield (
             f"rl.length_penalty_from={rl.length_penalty_from} must be below rollout.max_tokens="
-            f"{cfg.rollout.max_tokens}, where the reward has fallen by 1; choose 0 (none) to "
-            f"{cfg.rollout.max_tokens - 1}"
+            f"{rollout.max_tokens}, where the reward has fallen by 1; choose 0 (none) to {rollout.max_tokens - 1}"
         )
-    if cfg.is_rl and cfg.rollout.pass_tokens < cfg.rollout.slots:
+    if rl.is_on and rollout.pass_tokens < rollout.slots:
         yield (
-            f"rollout.pass_tokens={cfg.rollout.pass_tokens} must be at least rollout.slots={cfg.rollout.slots}: each "
+            f"rollout.pass_tokens={rollout.pass_tokens} must be at least rollout.slots={rollout.slots}: each "
             "rollout adds one token to a pass; choose fewer slots or more tokens"
         )
-    if cfg.is_rl and rl.reset_patience and not cfg.train.eval_every:
+    if rl.is_on and rl.reset_patience and not train.eval_every:
         yield (
             f"rl.reset_patience={rl.reset_patience} counts evaluations, and train.eval_every=0 makes none; set "
             "eval_every, or reset_patience=0"
@@ -220,6 +225,8 @@ RL_RULES = (
     validate_rl_data,
     validate_rl_batch,
     validate_rl_objective,
+    validate_replay,
+    validate_rollout_limits,
     validate_staleness,
     validate_rl_model,
     validate_reward,

@@ -12,14 +12,15 @@ KEY = "model.moe_shortcut=true"
 
 def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Check that each MoE layer has a shared expert, and a dense layer after it on its pipeline stage."""
-    if not model.moe_shortcut:
+    part = model.routed
+    if part is None or not part.is_shortcut:
         return
     if model.layers[0].residual.norms_output:
         yield (
             f"{KEY} does not go with model.norm_placement={model.layers[0].residual.kind!r}: the routed output would "
             "be added without a norm; set norm_placement='pre'"
         )
-    if not model.shared_expert_ffn_hidden_size:
+    if not part.shared_width:
         yield (
             f"{KEY} adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means none; set "
             "shared_expert_ffn_hidden_size"
@@ -37,7 +38,7 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline_layout: str) -> Iterator[str]:
     """Yield the errors of pipeline stages that end with an MoE layer, with this layout instead of the recipe's."""
-    if not model.moe_shortcut:
+    if not model.has_shortcut:
         return
     is_routed = [layer.ffn.is_routed for layer in model.layers]
     num_stages = parallel.pp * parallel.virtual_stages

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 
+from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.faults import FaultsConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim
+from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
 from moefold.config.sites import NUM_SIMILAR, SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names, training_weights
 from moefold.remote_path import is_remote
 from moefold.topology.fragments import recipe_fragments, shortest_gap
@@ -142,48 +145,54 @@ def validate_site_shards(parallel: ParallelConfig, sites: SitesConfig) -> Iterat
         )
 
 
-def validate_site_training(cfg: Config) -> Iterator[str]:
-    """Check settings that sites cannot take."""
-    sites = cfg.sites
+def validate_site_training(
+    parallel: ParallelConfig, moe: MoEConfig, faults: FaultsConfig, sites: SitesConfig
+) -> Iterator[str]:
+    """Check settings of ranks that sites cannot take."""
     if sites.count == 1:
         return
-    if cfg.parallel.elastic:
+    if parallel.elastic:
         yield (
             "parallel.elastic=true changes the shards of a site, which must be equal on all sites; set "
             "parallel.elastic=false"
         )
-    if cfg.is_rl:
-        yield (
-            f"rl.group_size={cfg.rl.group_size} samples prompts by the state of one job, and sites.count="
-            f"{sites.count} divides samples between jobs; set sites.count=1"
-        )
-    if chosen_in(cfg.align, AlignmentPart).has_reference:
-        yield (
-            f"align.method='{cfg.align.method}' stores the log-probabilities of the reference by the order of one "
-            f"job's samples, and sites.count={sites.count} divides them; set sites.count=1"
-        )
     for key in ("nonfinite", "spike"):
-        if getattr(cfg.faults, key) == "rollback":
+        if getattr(faults, key) == "rollback":
             yield (
                 f"faults.{key}='rollback' goes back to weights of an earlier round than the other sites have; "
                 "choose 'skip' or 'stop'"
             )
-    if cfg.moe.trace_every or cfg.moe.replay:
+    if moe.trace_every or moe.replay:
         yield (
             "moe.trace_every and moe.replay store the routing of one job's samples; set sites.count=1, or leave them "
             "out"
         )
 
 
-def validate_owned_experts(cfg: Config) -> Iterator[str]:
-    """Check that every rank has experts of each site, and the settings of the merging of experts."""
-    sites = cfg.sites
+def validate_site_method(align: AlignConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
+    """Check that no method keeps the order of all samples in one job."""
+    if sites.count == 1:
+        return
+    if rl.is_on:
+        yield (
+            f"rl.group_size={rl.group_size} samples prompts by the state of one job, and sites.count="
+            f"{sites.count} divides samples between jobs; set sites.count=1"
+        )
+    if chosen_in(align, AlignmentPart).has_reference:
+        yield (
+            f"align.method='{align.method}' stores the log-probabilities of the reference by the order of one "
+            f"job's samples, and sites.count={sites.count} divides them; set sites.count=1"
+        )
+
+
+def validate_owned_experts(model: ModelConfig, train: TrainConfig, sites: SitesConfig) -> Iterator[str]:
+    """Check that experts of each site learn, from the outer weights of their routers."""
     if not sites.owns_experts:
         return
-    if not has_moe_layers(cfg.model):
+    if not has_moe_layers(model):
         yield 'sites.experts="own" needs MoE layers, and the model has none; choose sites.experts="average"'
         return
-    if cfg.trains_indexers_only:
+    if train.trains_indexers_only(model):
         yield (
             'sites.experts="own" divides the training of experts, and train.indexer_stage="warmup" freezes them; '
             'choose sites.experts="average"'
@@ -199,19 +208,31 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
             "sites.moments='average' needs moments of the same experts on all sites, and sites.experts=\"own\" has "
             "moments of each site's own; choose moments='keep' or 'reset'"
         )
-    for rows, where in sorted(set(_expert_rows(cfg.model, cfg.parallel, cfg.lora))):
+
+
+def validate_expert_rows(
+    model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig, sites: SitesConfig
+) -> Iterator[str]:
+    """Check that every rank has experts of each site."""
+    if not sites.owns_experts or not has_moe_layers(model):
+        return
+    for rows, where in sorted(set(_expert_rows(model, parallel, lora))):
         if rows % sites.count:
             yield (
                 f"sites.count={sites.count} must divide the {rows} experts {where}, so that each rank has experts of "
                 'every site; choose another sites.count, model.num_experts or parallel.ep, or sites.experts="average"'
             )
             break
-    if not sites.merge_experts:
+
+
+def validate_merged_experts(model: ModelConfig, lora: LoraConfig, sites: SitesConfig) -> Iterator[str]:
+    """Check the settings of the merging of experts."""
+    if not sites.owns_experts or not has_moe_layers(model) or not sites.merge_experts:
         return
-    if cfg.model.num_experts <= NUM_SIMILAR:
+    if model.experts.num_experts <= NUM_SIMILAR:
         yield (
             f"sites.merge_experts={sites.merge_experts:g} merges each expert with the {NUM_SIMILAR} most similar ones, "
-            f"and model.num_experts={cfg.model.num_experts}; set sites.merge_experts=0"
+            f"and model.num_experts={model.experts.num_experts}; set sites.merge_experts=0"
         )
     if sites.merge_every % sites.every:
         above = -(-sites.merge_every // sites.every) * sites.every
@@ -224,8 +245,8 @@ def validate_owned_experts(cfg: Config) -> Iterator[str]:
             f"sites.overlap={sites.overlap}: sites.merge_experts changes the weights of a round, which training goes "
             "on from; set overlap=0 or merge_experts=0"
         )
-    if cfg.lora.rank:
-        yield f"lora.rank={cfg.lora.rank} freezes the experts that sites.merge_experts would merge; set merge_experts=0"
+    if lora.rank:
+        yield f"lora.rank={lora.rank} freezes the experts that sites.merge_experts would merge; set merge_experts=0"
 
 
 def _expert_rows(model: ModelConfig, p: ParallelConfig, lora: LoraConfig) -> Iterator[tuple[int, str]]:
@@ -248,7 +269,10 @@ SITES_RULES = (
     validate_codes_and_moments,
     validate_site_shards,
     validate_site_training,
+    validate_site_method,
     validate_owned_experts,
+    validate_expert_rows,
+    validate_merged_experts,
 )
 
 UNUSED_SITES_KEYS = (

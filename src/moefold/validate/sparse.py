@@ -16,19 +16,21 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     """Check the sizes of the indexer, and refuse what selects nothing."""
-    if not model.index_topk:
+    indexer = next((layer.attention.selector for layer in model.layers if layer.attention.selector), None)
+    if indexer is None:
         return
-    top_k = model.index_topk
+    top_k = indexer.topk
     rotated = model.rope.rotary_dim
-    if model.has_rope and model.index_head_dim < rotated:
+    if model.has_rope and indexer.head_dim < rotated:
         yield (
-            f"model.index_head_dim={model.index_head_dim} must be at least {rotated}, the dims of a head that have "
+            f"model.index_head_dim={indexer.head_dim} must be at least {rotated}, the dims of a head that have "
             f"RoPE; choose {rotated} or more"
         )
-    if any(layer.window for layer in model.layers) and 0 < model.sliding_window <= top_k:
+    window = max(layer.window for layer in model.layers)
+    if 0 < window <= top_k:
         yield (
-            f"model.index_topk={top_k} selects all keys of model.sliding_window={model.sliding_window}; choose less "
-            f"than {model.sliding_window}, or a model.attention_pattern without W"
+            f"model.index_topk={top_k} selects all keys of model.sliding_window={window}; choose less "
+            f"than {window}, or a model.attention_pattern without W"
         )
 
 
@@ -95,7 +97,7 @@ def selection_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipelin
 
 def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
     """Check that a sample of training has as many tokens as a query selects."""
-    top_k = model.index_topk
+    top_k = model.selected_keys
     if top_k > train.seq_len:
         yield (
             f"model.index_topk={top_k} must be at most train.seq_len={train.seq_len}, as no token sees more keys; "

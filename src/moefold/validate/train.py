@@ -4,15 +4,17 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
+from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
-from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.model import ModelConfig, has_dense_layers
+from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.rl import RLConfig
+from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
@@ -24,14 +26,20 @@ PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
 """Kinds of data whose documents form one stream, which `data.packing` cuts into samples."""
 
 
-def validate_learning_rate(cfg: Config) -> Iterator[str]:
-    """Check that min_lr is at most lr and that the schedule fits into the run."""
-    train = cfg.train
-    steps = cfg.run.steps
+def validate_learning_rate(
+    train: TrainConfig, data: DataConfig, align: AlignConfig, lora: LoraConfig, rl: RLConfig
+) -> Iterator[str]:
+    """Check that min_lr is at most lr."""
     if train.min_lr > train.lr:
-        method = describe_method(method_settings(cfg))
-        default = f", the default of {method}" if train.lr == default_learning_rate(cfg) else ""
+        settings = method_settings(train, data, align, lora, rl)
+        is_default = train.lr == default_learning_rate(settings)
+        default = f", the default of {describe_method(settings)}" if is_default else ""
         yield f"train.min_lr={train.min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}"
+
+
+def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:
+    """Check that the warm-up fits into the run."""
+    steps = run.steps
     if train.warmup_steps > steps:
         yield f"train.warmup_steps={train.warmup_steps} must be at most run.steps={steps}; choose 0 to {steps}"
 
@@ -121,24 +129,28 @@ def validate_resume(checkpoint: CheckpointConfig) -> Iterator[str]:
         yield "checkpoint.resume='' must be 'auto', 'never' or the path of a checkpoint"
 
 
-def validate_local_paths(cfg: Config) -> Iterator[str]:
-    """Check that what a run writes all the time, or maps into memory, is on this machine or a mounted disk."""
-    folders = {
-        "run.dir": (cfg.run.dir, "name a local folder, and the remote one by checkpoint.dir"),
-        "train.offload_dir": (cfg.train.offload_dir, "name a folder of a local disk"),
-        "moe.replay": (cfg.moe.replay, "copy the run there and name the folder"),
-        "parallel.schedule_csv": (cfg.parallel.schedule_csv, "copy the file here"),
-        "rollout.folder": (cfg.rollout.folder, "name a local folder"),
-    }
-    for key, (folder, way_out) in folders.items():
-        if is_remote(folder):
-            yield f"{key}={folder!r} must be a path of this machine, not a URL; {way_out}"
-    for key, folder in (("checkpoint.dir", cfg.checkpoint.dir), ("checkpoint.resume", cfg.checkpoint.resume)):
+def validate_local_paths(run: RunConfig, train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Check that what a run writes all the time is on this machine or a mounted disk."""
+    yield from _remote_path("run.dir", run.dir, "name a local folder, and the remote one by checkpoint.dir")
+    yield from _remote_path("train.offload_dir", train.offload_dir, "name a folder of a local disk")
+    for key, folder in (("checkpoint.dir", checkpoint.dir), ("checkpoint.resume", checkpoint.resume)):
         if folder.startswith(HUB_SCHEME):
             yield (
                 f"{key}={folder!r} must be a folder: checkpoints of a run are not kept on the hub; name a local folder "
                 "or one of a store such as s3://"
             )
+
+
+def validate_local_files(parallel: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Check that what a run maps into memory is on this machine or a mounted disk."""
+    yield from _remote_path("moe.replay", moe.replay, "copy the run there and name the folder")
+    yield from _remote_path("parallel.schedule_csv", parallel.schedule_csv, "copy the file here")
+    yield from _remote_path("rollout.folder", rollout.folder, "name a local folder")
+
+
+def _remote_path(key: str, path: str, way_out: str) -> Iterator[str]:
+    if is_remote(path):
+        yield f"{key}={path!r} must be a path of this machine, not a URL; {way_out}"
 
 
 def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
@@ -150,10 +162,10 @@ def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iter
             f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
             "leave one of them out"
         )
-    if dense and model.num_groups > 1:
+    if dense and model.routed and model.routed.num_groups > 1:
         yield (
             f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.num_groups="
-            f"{model.num_groups} would choose between their members; set model.num_groups=1"
+            f"{model.routed.num_groups} would choose between their members; set model.num_groups=1"
         )
 
 
@@ -192,6 +204,7 @@ def validate_gradient_delay(run: RunConfig, train: TrainConfig, rl: RLConfig, si
 
 TRAIN_RULES = (
     validate_learning_rate,
+    validate_warmup,
     validate_keep_best,
     validate_gradient_delay,
     validate_loss_chunk,
@@ -202,6 +215,7 @@ TRAIN_RULES = (
     validate_resume,
     validate_init_from,
     validate_local_paths,
+    validate_local_files,
 )
 
 
@@ -315,7 +329,7 @@ def validate_compile(run: RunConfig) -> Iterator[str]:
 def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
     has_head_norms = any(layer.attention.fuses_head_norms for layer in model.layers)
-    has_shared_expert = has_moe_layers(model) and model.shared_expert_ffn_hidden_size > 0
+    has_shared_expert = model.routed is not None and model.routed.shared_width > 0
     return has_head_norms or has_shared_expert or has_dense_layers(model)
 
 

@@ -10,6 +10,7 @@ from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, chosen_parts, layer_readers, read_key, readers
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part
+from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
@@ -24,7 +25,7 @@ from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
-from moefold.validate.unused_rule import UnusedKeyRule, format_value, why_unread
+from moefold.validate.unused_rule import UnusedKeyRule, why_unread
 
 UNUSED_KEY_RULES = (
     *LAYER_RULES,
@@ -181,6 +182,12 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     )
 
 
+def model_key_has_effect(key: str, model: ModelConfig) -> bool:
+    """Return whether a recipe of a model may set a key of [model], with the defaults of the other sections."""
+    cfg = Config(model=model)
+    return not _has_layers(model) or key not in idle_keys(cfg) or not _is_set(cfg, key)
+
+
 def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
     """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy."""
     found: dict[str, tuple[str, str]] = {}
@@ -242,5 +249,5 @@ def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:
 
 
 def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:
-    text = format_value(read_key(cfg, name))
+    text = shown_value(read_key(cfg, name))
     return f"{name}={text} has no effect: {reason}; {remedy}, or leave {name.partition('.')[2]} out"

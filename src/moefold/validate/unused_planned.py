@@ -9,7 +9,6 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of
-from moefold.validate.cuda_graphs import has_documents
 from moefold.validate.unused_rule import UnusedKeyRule, why_unread
 
 
@@ -17,15 +16,20 @@ def _is_planned(parallel: ParallelConfig) -> bool:
     return chosen_in(parallel, ContextPart).is_planned
 
 
+PLANNED_KEYS = (
+    "parallel.placement parallel.attention_hosts parallel.attention_block parallel.attention_tolerance "
+    "parallel.attention_pool"
+)
+
 PLANNED_ATTENTION_RULES = (
     UnusedKeyRule(
-        "parallel.placement parallel.attention_hosts",
-        lambda cfg: _is_planned(cfg.parallel) and not has_documents(cfg),
+        PLANNED_KEYS,
+        lambda cfg: _is_planned(cfg.parallel) and not cfg.data.may_have_documents,
         "every sample is one document, so the ranks have equal attention work",
         "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
     ),
     UnusedKeyRule(
-        "parallel.placement parallel.attention_hosts",
+        PLANNED_KEYS,
         lambda cfg: (
             _is_planned(cfg.parallel)
             and cfg.parallel.cp == 1

@@ -6,6 +6,7 @@ from typing import Any
 
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import read_key
+from moefold.config.part_table import shown_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, join_with_or
 
@@ -36,16 +37,11 @@ def why_unread(cfg: Config, name: str) -> tuple[str, str] | None:
     """
     for mark in read_conditions().get(name, ()):
         conditions = mark.conditions.split()
-        values = {condition: read_key(cfg, _parse(condition)[0]) for condition in conditions}
+        values = {name: read_key(cfg, _parse(name)[0]) for name in (*conditions, *mark.also.split())}
         if not any(_holds(condition, value) for condition, value in values.items()):
-            found = " and ".join(f"{_parse(condition)[0]}={format_value(value)}" for condition, value in values.items())
+            found = " and ".join(f"{_parse(condition)[0]}={shown_value(value)}" for condition, value in values.items())
             return f"nothing reads it with {found}", f"set {join_with_or(list(map(_way_out, conditions)))}"
     return None
-
-
-def format_value(value: Any) -> str:
-    """Format the value of a key for a message: true and false as a recipe has them, strings in quotes."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _parse(condition: str) -> tuple[str, list[str], bool]:
@@ -59,7 +55,7 @@ def _holds(condition: str, value: Any) -> bool:
     key, words, must_equal = _parse(condition)
     if not words:
         return bool(value != default_of(*key.split(".")))
-    return (format_value(value).strip("'") in words) is must_equal
+    return (shown_value(value).strip("'") in words) is must_equal
 
 
 def _way_out(condition: str) -> str:
@@ -67,7 +63,7 @@ def _way_out(condition: str) -> str:
     key, words, must_equal = _parse(condition)
     default = default_of(*key.split("."))
     if isinstance(default, bool) and not words:
-        words = [format_value(not default)]
+        words = [shown_value(not default)]
     elif not words or not must_equal:
         others = [choice for choice in choices_of(*key.split(".")) if choice not in (words or [default])]
         words = others if len(others) <= MOST_CHOICES else []

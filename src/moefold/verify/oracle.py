@@ -143,9 +143,11 @@ class Oracle:
         self._weights = AdaptedWeights(self.weights, cfg.lora)
         self._index_losses: list[Tensor] = []
         self._indexers: dict[int, OracleIndexer] = {}
-        self.router = OracleRouter(cfg, chunks or [range(cfg.train.seq_len)])
+        self.router = OracleRouter(
+            cfg.run, cfg.model, cfg.moe, cfg.num_micro_batches, chunks or [range(cfg.train.seq_len)]
+        )
         needs_gradients = chosen_in(cfg.train, OptimizerPart).needs_gradients
-        self._optimizer = OracleOptimizer(cfg) if needs_gradients else None
+        self._optimizer = OracleOptimizer(cfg.run, cfg.train) if needs_gradients else None
         self._round_dispatched = formula_of(chosen(cfg, WirePart))
         self._steps = 0
 
@@ -434,7 +436,9 @@ class Oracle:
 
         weights = ModuleWeights(self._weights, name)
         score_factor = rope_formula(model).score_factor
-        heads: SoftmaxHeads = formula(SoftmaxInput(weights, x, rotate, self._head_norm, score_factor))
+        heads: SoftmaxHeads = formula(
+            SoftmaxInput(weights, x, rotate, self._head_norm, score_factor, positions.double())
+        )
         query = heads.queries
         if part.has_temperature and not part.has_rope:
             query = query * nope_temperature(model, positions)[:, :, None, None]
@@ -482,7 +486,7 @@ class Oracle:
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]
         rope_positions = positions if model.all_layers[layer].attention.has_rope else None
-        index = OracleIndexer(self.cfg, self._weights, f"{name}.indexer", rope_positions)
+        index = OracleIndexer(self.cfg.model, self.cfg.train, self._weights, f"{name}.indexer", rope_positions)
         index.score(x.detach(), source.detach(), masked)
         self._indexers[layer] = index
         return index

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.verify.no_formula import unknown_kind
 from moefold.verify.oracle_attention import apply_rope
@@ -28,14 +27,23 @@ class OracleIndexer:
     """Selection of the keys of one layer for one micro-batch, and the KL divergence that trains it.
 
     Args:
-        cfg: sizes and stage.
+        model: for the sizes.
+        train: for the stage.
         weights: by name.
         name: of the indexer.
         positions: of the tokens in their documents, [B, S]; None: a layer without RoPE.
     """
 
-    def __init__(self, cfg: Config, weights: Mapping[str, Tensor], name: str, positions: Tensor | None) -> None:
-        self._cfg = cfg
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        weights: Mapping[str, Tensor],
+        name: str,
+        positions: Tensor | None,
+    ) -> None:
+        self._model = model
+        self._train = train
         self._weights = weights
         self._name = name
         self._positions = positions
@@ -48,7 +56,7 @@ class OracleIndexer:
             source: input of the queries of the indexer, [B, S, ...].
             masked: keys that a query does not see, [B, S, S] or [S, S].
         """
-        model = self._cfg.model
+        model = self._model
         key = x @ self._weights[f"{self._name}.wk"].T
         centered = key - key.mean(-1, keepdim=True)
         key = centered / (centered.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -62,7 +70,7 @@ class OracleIndexer:
             dots = query @ key.mT / math.sqrt(model.index_head_dim)
             self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
         self.masked = masked.expand(self.scores.shape).clone()
-        if not is_warmup(self._cfg.model, self._cfg.train):
+        if not is_warmup(self._model, self._train):
             self._select()
 
     def _select(self) -> None:
@@ -70,7 +78,7 @@ class OracleIndexer:
         for sample, queries in enumerate(self.scores.tolist()):
             for t, scores in enumerate(queries):
                 visible = [s for s in range(len(scores)) if not self.masked[sample, t, s]]
-                best = sorted(visible, key=lambda s: (-scores[s], s))[: self._cfg.model.index_topk]
+                best = sorted(visible, key=lambda s: (-scores[s], s))[: self._model.index_topk]
                 self.masked[sample, t] = True
                 self.masked[sample, t, best] = False
 
@@ -88,7 +96,7 @@ class OracleIndexer:
 
     def _rotate(self, z: Tensor) -> Tensor:
         """Apply RoPE to the first dims of [B, S, D]."""
-        model = self._cfg.model
+        model = self._model
         interleaved = model.index_rope_interleaved
         if self._positions is None:
             return z

@@ -8,7 +8,8 @@ from torch import Tensor
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.schema import Config
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.verify.no_formula import formula_of, unknown_kind
 from moefold.verify.oracle_schedule import oracle_rate
 
@@ -19,9 +20,10 @@ class OracleOptimizer:
     The settings are read here and at the start of a step, so that they count as read in a first step without an update.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
-        self._update = formula_of(chosen_in(cfg.train, OptimizerPart))
+    def __init__(self, run: RunConfig, train: TrainConfig) -> None:
+        self._run = run
+        self._train = train
+        self._update = formula_of(chosen_in(train, OptimizerPart))
         self._states: dict[str, dict[str, Tensor]] = {}
         self._steps = 0
         self._moment_updates = 0
@@ -44,10 +46,10 @@ class OracleOptimizer:
             norm: the global gradient norm, used for clipping.
             specs: shapes and groups of the weights.
         """
-        train = self.cfg.train
+        train = self._train
         correction = train.delay_correction
         self._steps += 1
-        rate = oracle_rate(train, self.cfg.run.steps, self._steps)
+        rate = oracle_rate(train, self._run.steps, self._steps)
         clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
         clipped = {name: gradient * clip for name, gradient in gradients.items()}
         match train.gradient_delay:

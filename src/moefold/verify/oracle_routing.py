@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.balance_scope import BalanceScopePart
 from moefold.config.groups.choice import ChoiceFormula, ChoicePart
 from moefold.config.groups.drop import DropPart, QueueEntry
 from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.groups.router_score import RouterScorePart, ScoreFormula
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.run import RunConfig
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.verify.no_formula import formula_of
 
@@ -67,32 +69,43 @@ class OracleRouter:
     """Reference router; owns the expert biases and the counts of the last global batch.
 
     Args:
-        cfg: the recipe.
+        run, model, moe: sections of the recipe.
+        num_micro_batches: of a data-parallel rank and step.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
     """
 
-    def __init__(self, cfg: Config, chunks: Sequence[Sequence[int]]) -> None:
-        self._cfg = cfg
+    def __init__(
+        self,
+        run: RunConfig,
+        model: ModelConfig,
+        moe: MoEConfig,
+        num_micro_batches: int,
+        chunks: Sequence[Sequence[int]],
+    ) -> None:
+        self._run = run
+        self._model = model
+        self._moe = moe
+        self._num_micro_batches = num_micro_batches
         self._chunks = chunks
-        self._layer_numbers = cfg.model.moe_layer_numbers
-        zeros = torch.zeros(cfg.model.num_router_choices, dtype=torch.float32)
-        names = [bias_name(i) for i in self._layer_numbers] if cfg.model.expert_bias else []
+        self._layer_numbers = model.moe_layer_numbers
+        zeros = torch.zeros(model.num_router_choices, dtype=torch.float32)
+        names = [bias_name(i) for i in self._layer_numbers] if model.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
-        self._score: ScoreFormula = formula_of(chosen(cfg, RouterScorePart))
-        self._choice: ChoiceFormula = formula_of(chosen(cfg, ChoicePart))
-        self._in_kept_order = formula_of(chosen(cfg, DropPart))
-        self._drop_scopes = formula_of(chosen(cfg, DropScopePart))
-        scope = chosen(cfg, BalanceScopePart)
+        self._score: ScoreFormula = formula_of(chosen(RoutingSections(model, moe), RouterScorePart))
+        self._choice: ChoiceFormula = formula_of(chosen_in(moe, ChoicePart))
+        self._in_kept_order = formula_of(chosen_in(moe, DropPart))
+        self._drop_scopes = formula_of(chosen_in(moe, DropScopePart))
+        scope = chosen_in(moe, BalanceScopePart)
         self._balanced_pairs = formula_of(scope)
         uses_last_counts = self.aux_coefficient > 0 and scope.keeps_counts
-        empty = torch.zeros(cfg.model.num_router_choices, dtype=torch.int64)
+        empty = torch.zeros(model.num_router_choices, dtype=torch.int64)
         self.last_counts = {last_counts_name(i): empty.clone() for i in self._layer_numbers} if uses_last_counts else {}
 
     @property
     def aux_coefficient(self) -> float:
         """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
         # Read for every choice, so that it counts as read.
-        coefficient = self._cfg.moe.aux_loss
+        coefficient = self._moe.aux_loss
         return coefficient if self._choice.has_aux_loss else 0.0
 
     def buffers(self) -> dict[str, Tensor]:
@@ -101,8 +114,8 @@ class OracleRouter:
 
     def route(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, context: RoutingContext) -> RoutedBatch:
         """Route x [B, S, H] with the router weight [E, H] and the optional logit bias [E]."""
-        model = self._cfg.model
-        moe = self._cfg.moe
+        model = self._model
+        moe = self._moe
         if moe.input_jitter and context.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, context) - 1))
         logits = x @ weight.T if bias is None else x @ weight.T + bias
@@ -136,12 +149,12 @@ class OracleRouter:
         """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
         if self._score.noise_width is None or not context.is_training:
             return None
-        width = self._score.noise_width(self._cfg.model.top_k, logits.shape[-1])
+        width = self._score.noise_width(self._model.top_k, logits.shape[-1])
         return self._noise(layer, torch.Size((*logits.shape[:2], width)), context, stream=SAMPLING_STREAM)
 
     def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
         """Read the choices of a micro-batch from the routing trace, [B, S, K]."""
-        folder = Path(self._cfg.moe.replay)
+        folder = Path(self._moe.replay)
         folder = folder / "routing" if (folder / "routing").is_dir() else folder
         choices = np.load(folder / f"step-{context.step:06d}.npy")[self._layer_numbers.index(layer)]
         return torch.from_numpy(choices[context.first_sample :][:batch_size].astype(np.int64))
@@ -150,18 +163,16 @@ class OracleRouter:
         """Return the load-balancing loss of one layer, averaged over the micro-batches of a global batch."""
         if not self.aux_coefficient:
             return torch.zeros((), dtype=torch.float64)
-        pairs = self._balanced_pairs(
-            batches, self.last_counts.get(last_counts_name(layer)), self._cfg.num_micro_batches
-        )
+        pairs = self._balanced_pairs(batches, self.last_counts.get(last_counts_name(layer)), self._num_micro_batches)
         # Each token of the global batch weighs the same; padding weighs nothing.
         num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
         shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in pairs]
-        return self._cfg.model.num_router_choices * torch.stack(shares).sum() / num_tokens
+        return self._model.num_router_choices * torch.stack(shares).sum() / num_tokens
 
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """Return the step's metrics of one layer."""
         all_counts = [float(c) for c in torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)]
-        num_experts = self._cfg.model.num_experts
+        num_experts = self._model.num_experts
         counts = all_counts[:num_experts]
         mean = sum(counts) / len(counts)
         deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))
@@ -189,13 +200,13 @@ class OracleRouter:
         name = bias_name(layer)
         if name not in self.biases:
             return
-        rate = self._cfg.moe.bias_update_rate
+        rate = self._moe.bias_update_rate
         if self._choice.has_thresholds:
             num_tokens = [int(batch.is_token.sum()) for batch in batches]
             thresholds = [count * batch.thresholds for count, batch in zip(num_tokens, batches, strict=True)]
             self.biases[name] = -(torch.stack(thresholds).sum(0) / sum(num_tokens)).float()
             return
-        model = self._cfg.model
+        model = self._model
         target = counts.mean()
         if model.active_experts:
             target = counts.sum() * (model.active_experts / (model.top_k * model.num_experts))
@@ -215,7 +226,7 @@ class OracleRouter:
 
     def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
         """Return the chosen experts of one token, best first."""
-        model = self._cfg.model
+        model = self._model
         if self._choice.forced is not None:
             return self._choice.forced(s * values.shape[0] + b, model.top_k, model.num_router_choices)
         value = values[b, s].tolist()
@@ -223,7 +234,7 @@ class OracleRouter:
 
     def _allowed_experts(self, value: list[float]) -> list[int]:
         """Return the experts of the best groups, by the scores of one token."""
-        model = self._cfg.model
+        model = self._model
         experts = list(range(len(value)))
         num_chosen = model.top_groups
         if model.num_groups == 1:
@@ -240,8 +251,8 @@ class OracleRouter:
         self, experts: Tensor, weights: Tensor, context: RoutingContext
     ) -> Iterator[tuple[int, int, int]]:
         """Yield (sample, position, choice) of each dropped choice."""
-        moe = self._cfg.moe
-        model = self._cfg.model
+        moe = self._moe
+        model = self._model
         factor = moe.capacity_factor
         if not context.is_training and moe.eval_capacity_factor >= 0:
             factor = moe.eval_capacity_factor
@@ -266,7 +277,7 @@ class OracleRouter:
 
     def _noise(self, layer: int, shape: torch.Size, context: RoutingContext, stream: int = 0) -> Tensor:
         """Return uniform noise in [0, 1) for each feature of each token, by SplitMix64."""
-        name = f"{self._cfg.run.seed}:layers.{layer}.ffn.router.jitter"
+        name = f"{self._run.seed}:layers.{layer}.ffn.router.jitter"
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         golden = 0x9E3779B97F4A7C15
         seed = (int.from_bytes(digest, "little") >> 1) ^ stream

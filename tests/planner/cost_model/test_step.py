@@ -9,9 +9,10 @@ from moefold.config.model import ModelConfig
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
+from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
 from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
-from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from tests.clock import processor_s
@@ -260,3 +261,83 @@ def test_context_parallelism_scans_the_segments_of_linear_attention_twice():
     costs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True))
     alone, shared = (dict(costs.mixer(model.layers[0], 1, cp, cp).recompute)["core_attention"] for cp in (1, 2))
     assert shared == pytest.approx((1 + 2 * SCAN_SHARE) * alone)
+
+
+def test_the_host_delays_short_layers_and_hides_behind_long_ones():
+    """Launches of a host that takes as long as the device add little; without it, a layer of few tokens is shorter."""
+    device = load_device("h100")
+    idle_host = replace(device, host_launch_s=1e-9)
+    work = replace(WORK, capacity_factor=1.0, global_batch_size=64)
+    shares = []
+    for seq_len in (256, 32768):
+        cost_models = [
+            CostModel(load_model_spec("qwen3-30b-a3b"), gpu, replace(work, seq_len=seq_len))
+            for gpu in (device, idle_host)
+        ]
+        layers = [cost_model.layer_time(0, ParallelMapping(dp=8, ep=8)) for cost_model in cost_models]
+        shares.append((layers[0].forward_s + layers[0].backward_s) / (layers[1].forward_s + layers[1].backward_s))
+    assert shares[0] > 2
+    assert 1 <= shares[1] < 1.02
+
+
+def test_a_layer_never_takes_less_than_its_host_or_its_device():
+    cost_model = pricer("qwen3-30b-a3b")
+    mapping = ParallelMapping(dp=8, ep=8)
+    layer = cost_model.layer_time(0, mapping)
+    mixer = cost_model.mixer_time(0, mapping)
+    ffn = cost_model.layer_costs.feed_forward(0, 1, 1, 1, 8, 1, mapping.dispatcher)
+    host_s = (mixer.forward_kernels + ffn.forward_kernels) * cost_model.device.host_launch_s
+    device_s = sum(work.seconds for work in (*mixer.forward, *ffn.forward))
+    wait_s = cost_model.device.sync_s
+    assert max(host_s, device_s) + wait_s <= layer.forward_s <= host_s + device_s + 2 * wait_s
+
+
+def test_recomputed_experts_launch_and_wait_again():
+    launches = [
+        pricer("qwen3-30b-a3b")
+        .layer_time(0, ParallelMapping(dp=8, ep=8, recompute=parts))
+        .parts[TIME_PARTS.index("launch")]
+        for parts in ((), ("norms",), ("moe",))
+    ]
+    assert launches[0] > launches[1] * 0.99
+    assert launches[2] > launches[0]
+
+
+def test_the_busiest_of_more_ranks_is_busier_and_one_rank_has_its_mean():
+    work = replace(WORK, expert_spread=EXPERT_SPREAD)
+    loads = [work.imbalance_at(ep, 128) for ep in (1, 2, 8, 32, 128)]
+    assert loads[0] == 1
+    assert loads == sorted(loads)
+    assert work.imbalance_at(8, 128) == pytest.approx(1.61, abs=0.01)
+    assert replace(work, capacity_factor=1.1).imbalance_at(32, 128) == 1.1
+    assert replace(WORK, imbalance=1.5).imbalance_at(1, 128) == 1
+    assert replace(WORK, imbalance=1.5).imbalance_at(8, 128) == 1.5
+
+
+def test_zero_3_exposes_a_part_of_its_gathers_and_the_first_of_a_pass():
+    cost_model = pricer()
+    mapping = ParallelMapping(dp=128, ep=8, edp=16, zero=3)
+    comm = cost_model.data_parallel_cost(mapping)
+    hidden = cost_model.data_parallel.exposed_s(mapping, comm, 1e3, 1e3, 2)
+    bare = cost_model.data_parallel.exposed_s(mapping, comm, 0.0, 0.0, 2)
+    moved = 2 * (2 * comm.all_gathers_s + comm.gradients_s)
+    copies = 2 * (2 * comm.gather_copies_s + comm.reduce_copies_s)
+    assert EXPOSED_ZERO3_FRACTION * moved < hidden - copies < 0.2 * moved
+    assert bare - copies >= moved
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "cp", "natural", "forced"), [(16384, 1, 237, 295), (32768, 2, 277, 335), (65536, 4, 320, 368)]
+)
+def test_natural_routing_slows_a_step_as_published_pairs_say(seq_len, cp, natural, forced):
+    """published/README.md: TFLOP/s of Qwen3-235B on 256 H100; the mapping is the one of the rows of 64K."""
+    mapping = ParallelMapping(
+        tp=4, cp=cp, pp=8, vpp=4, dp=8 // cp, ep=8, edp=4, recompute=("norms", "moe"),
+        dispatcher=find_part("dispatcher", "deepep")(),
+    )  # fmt: skip
+    work = TrainingWorkload(seq_len=seq_len, global_batch_size=2**25 // seq_len, is_megatron=True)
+    even, uneven = (
+        seconds(mapping, model="qwen3-235b-a22b", work=replace(work, expert_spread=spread))
+        for spread in (0.0, EXPERT_SPREAD)
+    )
+    assert uneven / even == pytest.approx(forced / natural, abs=0.03)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moefold.config.parallel import ParallelConfig
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
@@ -26,7 +27,6 @@ from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.validate.config import RULES, check_config
 from moefold.validate.memory import OFFLOAD_PARTS
-from moefold.validate.rule import ask
 from tests.planner.recipes import RECIPES, SMALL, on_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")

@@ -34,7 +34,7 @@ def test_the_slots_equal_the_runtime(pp, schedule, chunks):
         cfg = config(schedule, pp, chunks, count)
         if not list(validate_micro_batch_count(cfg)):
             compared += 1
-            assert slot_rows(schedule, pp, chunks, count) == runtime_slots(cfg), count
+            assert slot_rows(schedule, pp, chunks, count) == runtime_slots(cfg.model, cfg.parallel, cfg.train), count
     assert compared > pp
 
 
@@ -42,7 +42,8 @@ def test_the_slots_of_a_file_equal_the_runtime(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     mine = slot_rows(CsvSchedule(path=str(path)), 2, 1, 2)
-    assert mine == runtime_slots(config("csv", 2, 1, 2, str(path)))
+    cfg = config("csv", 2, 1, 2, str(path))
+    assert mine == runtime_slots(cfg.model, cfg.parallel, cfg.train)
 
 
 def test_interleaved_is_1f1b_with_several_stages_and_one_rank_does_one_micro_batch_after_the_other():

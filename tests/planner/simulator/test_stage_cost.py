@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from moefold.cost.hardware import load_device
+from moefold.cost.stages import plan_stages
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.simulator.simulate import chunks_from_config, simulate_mapping, stage_segments
+from moefold.planner.simulator.simulate import chunks_of_stages, simulate_mapping, stage_segments
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, Timeline, intersection_s, merge_spans
 from moefold.recipe import load_config
 
@@ -90,7 +91,7 @@ def test_the_stages_of_a_recipe_stand_where_its_layout_has_them(tmp_path):
     words += ["parallel.world_size=4", "parallel.pp=4", "parallel.pipeline_layout=E|tt|t*3|tmL"]
     cfg = load_config(None, [*words, "train.global_batch_size=8"])
     shape = model_spec_from_config(cfg.model)
-    chunks = chunks_from_config(cfg, shape)
+    chunks = chunks_of_stages(plan_stages(cfg), shape)
     dense, moe = shape.layers[0], shape.layers[1]
     counts = [(chunk.kind_counts[dense], chunk.kind_counts[moe]) for chunk in chunks]
     assert counts == [(0, 0), (1, 1), (1, 2), (0, 2)]

@@ -27,6 +27,8 @@ class SoftmaxInput(NamedTuple):
     """RMSNorm over the last dim with the recipe's epsilon, given numbers, and a weight if it has one."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
+    positions: Any
+    """Of the tokens in their documents, [B, S]."""
 
 
 class SoftmaxHeads(NamedTuple):
@@ -221,6 +223,11 @@ class AttentionPart(Part):
         return False
 
     @property
+    def has_sinks(self) -> bool:
+        """Return whether the softmax of each head has a logit more, which no key has."""
+        return False
+
+    @property
     def selector(self) -> IndexerPart | None:
         """Source of the keys that a query attends to; None: it attends to all."""
         return None
@@ -314,7 +321,7 @@ class OutputGate:
     def params(self, heads: int, value_width: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the projection; of one row a head, Muon has nothing to gain."""
         rows = self.rows(heads, value_width)
-        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, always_adamw=self.per_head)
+        yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, never_as_matrix=self.per_head)
 
 
 @dataclass(frozen=True, kw_only=True)

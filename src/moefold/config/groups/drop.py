@@ -38,18 +38,18 @@ class DropPart(Part):
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a capacity that leaves tokens without an expert or drops nothing, and padding without a capacity."""
-        model, moe = recipe.model, recipe.moe
-        if not model.moe_layer_numbers or model.top_k > model.num_experts:
+        part, moe = recipe.model.routed, recipe.moe
+        if part is None or part.top_k > part.num_experts:
             return
         for key in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(moe, key)
-            enough = model.num_router_choices / model.top_k
-            if factor > 0 and factor * model.top_k < 1:
+            enough = part.num_choices / part.top_k
+            if factor > 0 and factor * part.top_k < 1:
                 rule = (
-                    f"with model.top_k={model.top_k} gives all experts together a capacity below the number of tokens, "
+                    f"with model.top_k={part.top_k} gives all experts together a capacity below the number of tokens, "
                     "so some would reach no expert"
                 )
-                minimum = math.ceil(100 / model.top_k) / 100
+                minimum = math.ceil(100 / part.top_k) / 100
                 yield Problem(f"moe.{key}", factor, rule, f"choose {minimum} or more, or 0.0 (dropless)")
             elif factor >= enough and not moe.pad_to_capacity:
                 rule = "lets every expert take every token, and so drops nothing"

@@ -65,6 +65,11 @@ class FeedForwardPart(Part):
         """Parts of `train.recompute` that it has."""
         return frozenset()
 
+    @property
+    def tp_unit(self) -> tuple[str, int]:
+        """Recipe key whose value tensor parallelism divides, and that value."""
+        raise NotImplementedError
+
     def saved(self, sizes: Any) -> Counter[str]:
         """Return the bytes saved for backward by part of the model, without the input.
 
@@ -96,8 +101,11 @@ class RoutedPart(FeedForwardPart):
 
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset(
-        ("top_k", "zero_experts", "active_experts", "expert_bias", "scaling_factor", "num_groups", "top_groups")
-    ) | {"is_shortcut"}
+        {
+            *("top_k", "zero_experts", "active_experts", "expert_bias", "scaling_factor", "num_groups", "top_groups"),
+            "is_shortcut",
+        }
+    )
     num_experts: Annotated[int, FlatKey("model.num_experts")]
     top_k: Annotated[int, FlatKey("model.top_k")]
     zero_experts: Annotated[int, FlatKey("model.zero_experts")]
@@ -132,6 +140,11 @@ class RoutedPart(FeedForwardPart):
     def mean_active(self) -> float:
         """Expected number of experts with computation of a token."""
         return self.active_experts or self.top_k * self.num_experts / self.num_choices
+
+    @property
+    def tp_unit(self) -> tuple[str, int]:
+        """The width of the shared expert; see base class."""
+        return "model.shared_expert_ffn_hidden_size", self.shared_width
 
     def token_size(self, hidden: int) -> int:
         """Return the width of the tokens that are dispatched, the input and output of an expert.

@@ -163,8 +163,8 @@ class DeltaRulePart(LinearAttentionPart):
         widths = {"q": self.key_width, "k": self.key_width, "v": self.value_width}
         for name, width in widths.items():
             yield ParamSpec(f"w{name}", (width, hidden), "attention", tp_dim=0)
-        yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, never_as_matrix=True)
         yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1)
         for name, width in widths.items():
-            yield ParamSpec(f"conv_{name}", (width, self.conv_kernel), "attention", tp_dim=0, always_adamw=True)
+            yield ParamSpec(f"conv_{name}", (width, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
         yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)

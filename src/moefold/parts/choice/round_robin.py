@@ -11,7 +11,7 @@ from moefold.config.routing import assign_in_turn, no_bias_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class RoundRobin(ChoicePart):
         """Return the next experts of each token."""
         return assign_in_turn(inputs.tokens.global_index(), inputs.top_k, inputs.logits_TE.shape[1])
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read."""
-        return no_bias_problems(recipe.model, self.kind, "reads no score")
+        return no_bias_problems(model, self.kind, "reads no score")
 
     def formula(self) -> ChoiceFormula:
         """Return the experts of a token by counting."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
-from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
@@ -14,7 +13,7 @@ from moefold.config.routing import assign_in_turn, no_bias_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +34,22 @@ class Skewed(ChoicePart):
         ids_TK[:, 0].masked_fill_(((index_T + 1) * self.share).floor() > (index_T * self.share).floor(), 0)
         return ids_TK
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield settings of scores, which it does not read, and too few experts."""
-        yield from no_bias_problems(recipe.model, self.kind, "reads no score")
-        model = recipe.model
-        if not has_moe_layers(model) or model.top_k < model.num_experts:
+        yield from no_bias_problems(model, self.kind, "reads no score")
+        part = model.routed
+        if part is None or part.top_k < part.num_experts:
             return
-        if model.num_experts == 1:
+        if part.num_experts == 1:
             rule = "needs more experts than expert 0, and model.num_experts=1"
             yield Problem(self.key, self.kind, rule, "choose 2 or more")
             return
         yield Problem(
             self.key,
             self.kind,
-            f"assigns all other experts to the remaining tokens, so model.top_k={model.top_k} must be below "
-            f"model.num_experts={model.num_experts}",
-            f"choose top_k of at most {model.num_experts - 1}",
+            f"assigns all other experts to the remaining tokens, so model.top_k={part.top_k} must be below "
+            f"model.num_experts={part.num_experts}",
+            f"choose top_k of at most {part.num_experts - 1}",
         )
 
     def formula(self) -> ChoiceFormula:

@@ -9,7 +9,10 @@ from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
+    from moefold.config.parallel import ParallelConfig
+    from moefold.config.rl import RLConfig
+    from moefold.config.train import TrainConfig
 
 BALANCED = "balanced"
 
@@ -41,12 +44,13 @@ class PlannedContext(ContextPart):
         """Return whether hosts or documents are balanced over all ranks of a round; see base class."""
         return BALANCED in (self.hosts, self.placement)
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(
+        self, model: "ModelConfig", parallel: "ParallelConfig", train: "TrainConfig", rl: "RLConfig"
+    ) -> Iterator[Problem]:
         """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""
-        model = recipe.model
-        if model.index_topk:
+        if model.selected_keys:
             rule = (
-                f"does not go with model.index_topk={model.index_topk}, which selects among the keys of the whole "
+                f"does not go with model.index_topk={model.selected_keys}, which selects among the keys of the whole "
                 "sequence"
             )
             way_out = "choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
@@ -57,12 +61,12 @@ class PlannedContext(ContextPart):
                 "of kind C, which divide them into chunks"
             )
             yield Problem(self.key, self.kind, rule, "choose parallel.context='ring'")
-        if self.balances_hosts and recipe.is_rl:
+        if self.balances_hosts and rl.is_on:
             rule = "needs the documents of all ranks, and rollouts are packed on each rank alone"
             yield Problem("parallel.attention_hosts", self.hosts, rule, "choose parallel.attention_hosts='home'")
         # The default goes with shorter samples too.
-        longest = max(recipe.train.seq_len, type(recipe.parallel)().attention_block)
+        longest = max(train.seq_len, type(parallel)().attention_block)
         if (self.balances_hosts or self.placement == "documents") and self.block > longest:
-            seq_len = recipe.train.seq_len
+            seq_len = train.seq_len
             rule = f"must be at most train.seq_len={seq_len}, as no document of a sample is longer"
             yield Problem("parallel.attention_block", self.block, rule, f"choose {seq_len} or less")

@@ -8,17 +8,19 @@ from moefold.config.groups.drop_scope import DropScopePart, Positions
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
+    from moefold.config.moe import MoEConfig
+    from moefold.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropOverMicroBatch(DropScopePart):
     """All tokens of a micro-batch together."""
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", parallel: "ParallelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield padding to a capacity that ranks share."""
-        p = recipe.parallel
-        if recipe.moe.pad_to_capacity and p.cp * p.tp > 1 and recipe.model.moe_layer_numbers:
+        p = parallel
+        if moe.pad_to_capacity and p.cp * p.tp > 1 and model.moe_layer_numbers:
             rule = (
                 f"with moe.drop_scope={self.kind!r} would pad to cp*tp={p.cp * p.tp} times the rows: the ranks share "
                 "one capacity, and each would need a buffer for all of it"

@@ -15,6 +15,6 @@ class LightningIndexerPart(IndexerPart):
         """Yield the parameters of `LightningIndexer`; see base class."""
         yield ParamSpec("wq", (self.heads * self.head_dim, source), "attention")
         yield ParamSpec("wk", (self.head_dim, hidden), "attention")
-        yield ParamSpec("weights_proj", (self.heads, hidden), "attention", always_adamw=True)
+        yield ParamSpec("weights_proj", (self.heads, hidden), "attention", never_as_matrix=True)
         yield ParamSpec("key_norm.weight", (self.head_dim,), "norms")
         yield ParamSpec("key_norm.bias", (self.head_dim,), "norms")

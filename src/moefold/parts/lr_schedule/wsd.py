@@ -9,7 +9,8 @@ from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
+    from moefold.config.run import RunConfig
+    from moefold.config.train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,10 @@ class WarmupStableDecay(LrSchedulePart):
         end = self.rate(peak, first, steps, steps)
         return f"the decay of wsd begins after step {begin:,} and ends at {end:.3g} in step {steps:,}"
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, run: "RunConfig", train: "TrainConfig") -> Iterator[Problem]:
         """Yield that warm-up and decay are longer than the run."""
-        warmup = recipe.train.warmup_steps
-        steps = recipe.run.steps
+        warmup = train.warmup_steps
+        steps = run.steps
         if warmup <= steps < warmup + self.decay_steps:
             yield Problem(
                 "train.decay_steps",

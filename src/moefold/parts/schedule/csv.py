@@ -23,7 +23,7 @@ from moefold.config.schedule_rows import interleaved_bubble_s, interleaved_row
 from moefold.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
+    from moefold.config.parallel import ParallelConfig
 
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -42,12 +42,12 @@ class CsvSchedule(SchedulePart):
     virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (1, None)
     splits_backward: ClassVar[bool] = True
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, parallel: "ParallelConfig") -> Iterator[Problem]:
         """Yield that no file is named, or that there are no ranks for its rows."""
         if not self.path:
             rule = "needs parallel.schedule_csv, the path of its file"
             yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")
-        if recipe.parallel.pp == 1:
+        if parallel.pp == 1:
             rule = "needs parallel.pp of 2 or more, and it is 1"
             yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
 

@@ -23,7 +23,7 @@ class ChunkSpan(SpanPart):
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a chunk of no token, and an indexer."""
-        key, pattern, topk = "model.attention_pattern", recipe.model.attention_pattern, recipe.model.index_topk
+        key, pattern, topk = "model.attention_pattern", recipe.model.attention_pattern, recipe.model.selected_keys
         if not self.tokens:
             yield Problem(
                 key,

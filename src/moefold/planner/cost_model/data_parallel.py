@@ -161,6 +161,15 @@ def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -
 HIDDEN_DP_FRACTION = 0.9
 """Part of the gradient reductions and parameter all-gathers that the last backward and the first forward can hide."""
 
+EXPOSED_ZERO3_FRACTION = 0.1141
+"""Part of the ZeRO-3 all-gathers and reduce-scatters of each micro-batch that compute does not hide even where there is
+enough of it: they share multiprocessors, memory and NVLink or network cards with the kernels and the expert all-to-all,
+and a prefetch of one layer does not hide a layer whose gather is longer than the one before."""
+
+COPY_BYTES = (4, 8)
+"""Memory traffic of FSDP2 for each gathered parameter (copied out of the flat buffer) and each reduced gradient (cast
+and copied into one); Megatron's buffers need no copies."""
+
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32, or in float64 where that is the compute type."""
 
@@ -179,6 +188,10 @@ class DataParallelCost(NamedTuple):
     gradients_s: float
     """Reduction of all gradients."""
     optimizer_s: float
+    gather_copies_s: float = 0.0
+    """Copies around an all-gather of all parameters, which no other kernel hides."""
+    reduce_copies_s: float = 0.0
+    """Copies around a reduction of all gradients."""
 
 
 class DataParallelCostModel:
@@ -267,7 +280,11 @@ class DataParallelCostModel:
         elif "optimizer" in mapping.offload:
             # In each direction, concurrently (docs/memory.md).
             optimizer = max(optimizer, owned * self._moment_bytes / device.host_bytes_per_s)
-        return DataParallelCost(all_gathers, gradients, optimizer)
+        copies = [0.0, 0.0]
+        if mapping.zero == 3 and not self.workload.is_megatron:
+            moved = dense * (dense_group.size > 1) + experts * (expert_group.size > 1)
+            copies = [self.gemm.memory_bound_s(moved * size) for size in COPY_BYTES]
+        return DataParallelCost(all_gathers, gradients, optimizer, *copies)
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
@@ -326,9 +343,15 @@ class DataParallelCostModel:
         if not self.workload.overlaps_dp_comm:
             forwards = all_gathers
             backwards = (all_gathers if mapping.zero == 3 else 0.0) + gradients
+        elif mapping.zero == 3:
+            # The first all-gather of a pass and the last reduction have nothing to run under.
+            layers = max(1.0, len(self.model_spec.layers) / mapping.pp)
+            forwards = all_gathers / layers + _exposed_zero3_s(all_gathers, forward_s) + comm.gather_copies_s
+            backwards = gradients / layers + _exposed_zero3_s(gradients + all_gathers, backward_s)
+            backwards = backwards + comm.gather_copies_s + comm.reduce_copies_s
         else:
             forwards = _exposed_comm_s(all_gathers, forward_s)
-            backwards = _exposed_comm_s(gradients + (all_gathers if mapping.zero == 3 else 0.0), backward_s)
+            backwards = _exposed_comm_s(gradients, backward_s)
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards
@@ -343,6 +366,11 @@ def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec],
 def _moment_bytes(states: Sequence[StateSpec]) -> int:
     """Return the bytes of the states of each number of a weight, with float32 master weights."""
     return sum(ITEM_BYTES[state.dtype or "float32"] for state in states if not state.is_count)
+
+
+def _exposed_zero3_s(comm: float, compute: Any) -> Any:
+    """Return the exposed seconds of the collectives of one micro-batch under ZeRO-3."""
+    return elementwise_max(EXPOSED_ZERO3_FRACTION * comm, comm - (1 - EXPOSED_ZERO3_FRACTION) * compute)
 
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:

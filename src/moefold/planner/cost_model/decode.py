@@ -101,14 +101,15 @@ class DecodeCost:
         comm_s = (2 if layer.ffn.is_routed else 4) * all_gather_s(self._device, tp_group, hidden_bytes)
         if experts:
             tokens = rows * degrees.dp / degrees.edp
-            local = model.num_experts // degrees.ep
-            touched = local * (1.0 - (1.0 - model.mean_active_experts / model.num_experts) ** tokens)
-            copies = tokens * model.mean_active_experts / degrees.ep
+            part = model.experts
+            local = part.num_experts // degrees.ep
+            touched = local * (1.0 - (1.0 - part.mean_active / part.num_experts) ** tokens)
+            copies = tokens * part.mean_active / degrees.ep
             num_bytes += touched / local * experts * self._itemsize
             flops += 2.0 * experts / local * copies
             ep_group = RankGroup(degrees.ep, degrees.etp)
-            copy_bytes = model.expert_hidden_size * self._itemsize
-            sent = tokens * model.mean_active_experts / (degrees.ep * degrees.etp) * copy_bytes
+            copy_bytes = part.token_size(model.hidden_size) * self._itemsize
+            sent = tokens * part.mean_active / (degrees.ep * degrees.etp) * copy_bytes
             comm_s += 2 * all_to_all_s(self._device, ep_group, sent)
             comm_s += 2 * all_gather_s(self._device, RankGroup(degrees.etp, 1), copies * copy_bytes)
         return self._local_s(num_bytes, flops, LAUNCHES_PER_BLOCK) + comm_s

@@ -17,7 +17,7 @@ WGRAD_ACCUMULATION_BYTES = 8
 """Memory traffic of a weight gradient that is added to a float32 sum: read and written, 4 bytes each."""
 
 
-UNFILLED_WAVE_FRACTION = 0.351
+UNFILLED_WAVE_FRACTION = 1.0
 """Part of the last waves of separate kernels that the next kernel, on another stream, does not fill."""
 
 

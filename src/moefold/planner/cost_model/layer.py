@@ -30,6 +30,13 @@ KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_e
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
 Megatron-like layer (arXiv:2603.07685 sec. on CUDA graphs: a MoE layer launches many more than a dense one)."""
 
+TRACED_KERNEL_COUNTS = {"mixer": (13, 20), "dense": (8, 14), "moe": (36, 55), "shared_experts": (6, 10)}
+"""Launches of moefold's own layer, as tests/gpu_static/traces.json records them: 91 of an MoE layer with all-to-all on
+8 ranks, 124 with attention. Grouped GEMMs and Triton kernels compute all experts at once."""
+
+DROP_KERNELS = (20, 34)
+"""Further launches of moefold's layers that drop tokens, from the same traces."""
+
 FULL_SPEED_HEAD_SIZE = 128
 """Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
 6)."""
@@ -37,23 +44,33 @@ FULL_SPEED_HEAD_SIZE = 128
 MIN_ATTENTION_LENGTH = 256.0
 """Shorter sequences are as fast for each FLOP as sequences of this length."""
 
-RING_KERNELS = 9.28
+RING_KERNELS = 28.91
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
+
+HIDDEN_RING_FRACTION = 0.6672
+"""Part of the attention core under which ring sends between nodes are hidden."""
 
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
 STATE_BYTES = 4
 """Bytes of a number of the states of linear attention."""
 
-ROUTER_BYTES = 62.7
+ROUTER_BYTES = 60.36
 """Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
+
+UNFUSED_PERMUTE_PASSES = 1.561
+"""Memory traffic of a permutation of separate kernels over the traffic of a fused one."""
+
+UNFUSED_CLAMP_FACTOR = 4.021
+"""Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026: GPT-OSS-120B
+on 64 B200 was measured at 8,213 tokens/s in the container 25.11 and at 13,722 in the next one."""
 
 EXPERT_KERNELS = (2, 4)
 """GEMMs of one expert, forward and backward; each is a kernel without grouped GEMM."""
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
-RECURRENCE_BYTES = 128.0
+RECURRENCE_BYTES = 122.8
 """Forward memory traffic of a recurrence for each token and row of the output projection: convolution, chunk states,
 scan and gate, each a memory-bound kernel."""
 
@@ -102,6 +119,8 @@ class BlockTime:
     """Part of the backward pass: weight gradients, on which no other rank waits."""
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
+    expert_kernels: tuple[float, float] = (0.0, 0.0)
+    """Launches of single experts' kernels, forward and backward."""
     host_syncs: float = 0.0
     """Number of forward device-to-host syncs; the host launches nothing ahead during one."""
     recompute: tuple[tuple[str, float], ...] = ()
@@ -181,6 +200,10 @@ class LayerCostModel:
                 self._feed_forwards[key] = _dense_block(self, layer.width, layer.num_matrices, tp, cp, mbs)
         return self._feed_forwards[key]
 
+    def kernel_counts(self, block: str) -> tuple[float, float]:
+        """Return the launches of a block, forward and backward: of a Megatron-like layer, or traced in moefold's."""
+        return (KERNEL_COUNTS if self.workload.is_megatron else TRACED_KERNEL_COUNTS)[block]
+
     def tokens(self, cp: int, mbs: int) -> float:
         """Return the tokens of a micro-batch on the ranks of one tp group."""
         return mbs * self.workload.seq_len / cp
@@ -239,13 +262,13 @@ class _MixerCost:
             CostItem("cp_comm", ring_back, "cp"),
             CostItem("tp_comm", gather, "tp"),
         )
-        forward_kernels, backward_kernels = KERNEL_COUNTS["mixer"]
+        forward_kernels, backward_kernels = costs.kernel_counts("mixer")
         core_again = 0.0 if self._recomputes_core else core
         recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core_again)]
         if mixer.latent_rank:
             up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
             recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
-        return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, 0.0, tuple(recompute))
+        return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, recompute=tuple(recompute))
 
     @property
     def _recomputes_core(self) -> bool:
@@ -361,6 +384,9 @@ class _MixerCost:
         merge = cp * self.layer_costs.gemm.memory_bound_s(12 * self.tokens * core.heads * core.value_width / self.tp)
         # The keys of sparse attention are gathered before any is selected.
         overlap = 0.0 if core.selected else (cp - 1) / cp
+        if link is not device.links[0]:
+            # Sends between nodes share the cards with those of other ranks, and kernels with the copies.
+            overlap *= HIDDEN_RING_FRACTION
         hidden = core_forward_s * overlap, core_backward_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
@@ -416,7 +442,7 @@ def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp:
         ("norms", gemm.memory_bound_s(2 * tokens / tp * hidden * gemm.value_bytes)),
         ("dense_mlp", forward_s + 2 * gather),
     )
-    return BlockTime(forward, backward, weights, *KERNEL_COUNTS["dense"], 0.0, recompute)
+    return BlockTime(forward, backward, weights, *layer_costs.kernel_counts("dense"), recompute=recompute)
 
 
 @lru_cache(maxsize=16384)
@@ -472,7 +498,7 @@ class _MoECost:
         layer = self.layer
         gemm = self.layer_costs.gemm
         hidden = costs.model_spec.hidden_size
-        load = costs.workload.imbalance_at(self.ep)
+        load = costs.workload.imbalance_at(self.ep, layer.num_experts)
         routed_tokens = self.routed_tokens * load * self.etp
         local_experts = max(1, layer.num_experts // self.ep)
         experts, experts_back, weights = swiglu_mlp_s(
@@ -482,7 +508,7 @@ class _MoECost:
             max(1, layer.width // self.etp),
             layer.num_matrices,
             local_experts,
-            layer.activation_passes,
+            self._activation_passes,
         )
         dispatch = self._ep_comm(routed_tokens, costs.workload.dispatch_bytes)
         comm = self._ep_comm(routed_tokens, gemm.value_bytes)
@@ -498,7 +524,7 @@ class _MoECost:
         forward += [*reversed(comm), CostItem("permute", permute)]
         backward = [CostItem("permute", permute), *comm, CostItem("experts", experts_back + weights), *reversed(comm)]
         backward += [CostItem("permute", permute), CostItem("router", 2 * router + 1.6 * passes)]
-        forward_kernels, backward_kernels = self._kernel_counts(local_experts)
+        forward_kernels, backward_kernels = self._kernel_counts()
         inner = layer.num_matrices * max(1, layer.width // self.etp)
         recompute = [("norms", gemm.memory_bound_s(2 * self.local_tokens * hidden * gemm.value_bytes))]
         activation = gemm.memory_bound_s(routed_tokens * inner * gemm.value_bytes)
@@ -512,14 +538,27 @@ class _MoECost:
             forward += shared_forward
             backward += shared_backward
             weights += shared_weights
-            forward_kernels = forward_kernels + KERNEL_COUNTS["shared_experts"][0]
-            backward_kernels = backward_kernels + KERNEL_COUNTS["shared_experts"][1]
+            forward_kernels = forward_kernels + costs.kernel_counts("shared_experts")[0]
+            backward_kernels = backward_kernels + costs.kernel_counts("shared_experts")[1]
             recompute.append(("shared_experts", sum(work.seconds for work in shared_forward)))
         recompute.append(("moe", sum(work.seconds for work in forward)))
         syncs = 0.0 if costs.workload.capacity_factor else 1.0
         return BlockTime(
-            tuple(forward), tuple(backward), weights, forward_kernels, backward_kernels, syncs, tuple(recompute)
+            tuple(forward),
+            tuple(backward),
+            weights,
+            forward_kernels,
+            backward_kernels,
+            self._expert_kernel_counts(local_experts),
+            syncs,
+            tuple(recompute),
         )
+
+    @property
+    def _activation_passes(self) -> float:
+        """Memory passes of the experts' activation; a clamped one with biases took more before it was fused."""
+        passes = self.layer.activation_passes
+        return passes * UNFUSED_CLAMP_FACTOR if passes > 1 and self.layer_costs.workload.unfused_clamp else passes
 
     @property
     def _fuses_experts(self) -> bool:
@@ -529,17 +568,22 @@ class _MoECost:
             and self.layer_costs.gemm.fuses_grouped_gemm
         )
 
-    def _kernel_counts(self, local_experts: int) -> tuple[float, float]:
-        """Return the kernel launches, forward and backward.
-
-        With bfloat16 or fused experts, all experts share a kernel.
-        """
-        forward_kernels, backward_kernels = KERNEL_COUNTS["moe"]
+    def _kernel_counts(self) -> tuple[float, float]:
+        """Return the kernel launches without those of single experts, forward and backward."""
+        forward_kernels, backward_kernels = self.layer_costs.kernel_counts("moe")
         if self._fuses_experts:
             return forward_kernels / 2, backward_kernels / 2
+        if self.layer_costs.workload.capacity_factor and not self.layer_costs.workload.is_megatron:
+            return forward_kernels + DROP_KERNELS[0], backward_kernels + DROP_KERNELS[1]
+        return forward_kernels, backward_kernels
+
+    def _expert_kernel_counts(self, local_experts: int) -> tuple[float, float]:
+        """Return the launches of single experts' kernels; moefold and fused experts have one for all of them."""
+        if self._fuses_experts or not self.layer_costs.workload.is_megatron:
+            return 0.0, 0.0
         cast = self.layer_costs.gemm.quantize_bytes > 0
         per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
-        return forward_kernels + local_experts * per_expert[0], backward_kernels + local_experts * per_expert[1]
+        return local_experts * per_expert[0], local_experts * per_expert[1]
 
     def _router_s(self) -> float:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.
@@ -570,9 +614,15 @@ class _MoECost:
             )
         is_sorted = local_experts == 1 or self.ep * self.etp == 1
         sorting = 0.0 if is_sorted else 2 * routed_tokens
-        return gemm.memory_bound_s(
+        passes = UNFUSED_PERMUTE_PASSES if self._permutes_unfused else 1.0
+        return passes * gemm.memory_bound_s(
             (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * gemm.value_bytes
         )
+
+    @property
+    def _permutes_unfused(self) -> bool:
+        """Return whether separate kernels permute; DeepEP, HybridEP and moefold have fused ones."""
+        return self.layer_costs.workload.is_megatron and self.dispatcher.kind == "alltoall"
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, ...]:
         """Return the dispatch collectives of one direction, of rows of `value_bytes` a number."""
@@ -584,7 +634,7 @@ class _MoECost:
         """Return the time of a collective; ranks of ep wait for the busiest of them."""
         costs = self.layer_costs
         group, imbalance = {
-            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.imbalance_at(self.ep)),
+            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.imbalance_at(self.ep, self.layer.num_experts)),
             "etp": (RankGroup(self.etp, 1), 1.0),
         }[transfer.axis]
         layer = self.layer

@@ -41,7 +41,7 @@ COMPUTE_PARTS = (*LAYER_PARTS, "head", "recompute", "launch", "offload")
 TIME_PARTS = (*COMPUTE_PARTS, *COMM_PARTS, "bubble", "optimizer")
 """Parts of a step; every second belongs to one of them."""
 
-HIDDEN_ALL_TO_ALL_FRACTION = 0.708
+HIDDEN_ALL_TO_ALL_FRACTION = 0.5806
 """Part of the expert all-to-all that overlap can hide if there is enough compute; the first and last all-to-all have no
 compute to run under. arXiv:2603.07685: from 20-60 % of a step to under 5 % of it."""
 
@@ -51,6 +51,20 @@ HIDDEN_TP_FRACTION = 0.7
 HIDDEN_P2P_FRACTION = 0.8
 """Part of the p2p sends between stages that interleaved schedules hide under other chunks."""
 
+
+EXPERT_LAUNCH_SHARE = 0.2268
+"""Host time of the launch of one expert's GEMM over the time of another kernel: a C++ loop over several streams
+launches them, and their gaps overlap."""
+
+CHUNK_S = 0.0001028
+"""Host work of the schedule for each pass of a micro-batch through a chunk, which the device waits for: sends and
+receives are posted, and the next chunk is called."""
+
+CONCURRENCY = 4
+"""Exponent of the norm that joins the seconds of host and device; infinite: they never wait for each other."""
+
+GRAPH_GAP_SHARE = 0.4706
+"""Gap between two kernels of a CUDA graph over `Device.kernel_gap_s`."""
 
 EXPOSED_OFFLOAD_FRACTION = 0.05
 """Part of activation offload that stays exposed where there is enough compute to hide it: copies are launched, and use
@@ -185,7 +199,9 @@ class CostModel:
         data_parallel = self.data_parallel_cost(mapping)
         dp_comm = self.data_parallel.exposed_s(mapping, data_parallel, forward, backward, n)
         seconds = dict(zip(TIME_PARTS, (part * n for part in parts), strict=True))
-        seconds["pp_comm"] += sends
+        posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
+        seconds["launch"] += posted
+        seconds["pp_comm"] += sends - posted
         seconds["dp_comm"] += dp_comm
         seconds["bubble"] += bubble
         seconds["optimizer"] += data_parallel.optimizer_s + STEP_OVERHEAD_S
@@ -245,7 +261,9 @@ class CostModel:
         backward_s = self._add_direction(feed_forward.backward + mixer.backward, mapping, seconds)
         recompute_s = float(_recompute_s(mixer, feed_forward, (mapping.recompute,))[0])
         seconds["recompute"] += recompute_s
-        launch_s = self._launch_gaps_s(mixer, feed_forward, (sum(forward_s), sum(backward_s) + recompute_s))
+        launch_s = self._launch_gaps_s(
+            mixer, feed_forward, (sum(forward_s), sum(backward_s) + recompute_s), (mapping.recompute,)
+        )
         seconds["launch"] += sum(launch_s)
         offload_s = [
             self.exposed_offload_s(offloaded_bytes, busy)
@@ -333,7 +351,8 @@ class CostModel:
         busy_backward_s = (
             backward_s + _recompute_s(mixer, feed_forward, strategies.recompute_sets)[strategies.recompute_set_indices]
         )
-        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, busy_backward_s))
+        sets = tuple(strategies.recompute_sets[i] for i in strategies.recompute_set_indices)
+        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, busy_backward_s), sets)
         offloaded = self._offloaded_bytes(kind, mapping, strategies)
         forward = np.full(len(strategies), forward_s) + launch_s[0]
         backward = busy_backward_s + launch_s[1]
@@ -375,20 +394,41 @@ class CostModel:
         seconds["ep_comm"] += all_to_all
         return compute, all_to_all
 
-    def _launch_gaps_s(self, mixer: BlockTime, feed_forward: BlockTime, busy: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the launch gaps of a layer, forward and backward: gaps between kernels, or late host launches."""
+    def _launch_gaps_s(
+        self,
+        mixer: BlockTime,
+        feed_forward: BlockTime,
+        busy: tuple[Any, Any],
+        recompute_sets: tuple[tuple[str, ...], ...] = ((),),
+    ) -> tuple[Any, Any]:
+        """Return what a layer takes longer than its kernels, forward and backward: [recompute sets] or a number.
+
+        Host and device run concurrently, so a layer takes the longer of the host's launches and of its kernels with
+        the gaps between them; after a wait of the host the device idles until the next kernel. A layer that is
+        recomputed launches, and waits, once more.
+        """
         graphs = self.workload.cuda_graphs
         device = self.device
-        if graphs == "full":
-            return 0.0, 0.0
-        mixer_fraction = 0.0 if graphs == "partial" else 1.0
-        forward_kernels = mixer_fraction * mixer.forward_kernels + feed_forward.forward_kernels
-        backward_kernels = mixer_fraction * mixer.backward_kernels + feed_forward.backward_kernels
+        ffn = (
+            feed_forward.forward_kernels + EXPERT_LAUNCH_SHARE * feed_forward.expert_kernels[0],
+            feed_forward.backward_kernels + EXPERT_LAUNCH_SHARE * feed_forward.expert_kernels[1],
+        )
+        attention = mixer.forward_kernels, mixer.backward_kernels
+        # Gaps by kernel, in units of `kernel_gap_s`, and launches of the host.
+        gap = 1.0 if graphs == "none" else GRAPH_GAP_SHARE, GRAPH_GAP_SHARE if graphs == "full" else 1.0
+        launched = float(graphs == "none"), float(graphs != "full")
+        syncs = feed_forward.host_syncs * device.sync_s * launched[1]
+        again_moe, again_rest = _recomputed_launches_of(recompute_sets)
+        counts = (attention[0], ffn[0]), (attention[1] + again_rest * attention[0], ffn[1] + again_moe * ffn[0])
         waits = [
-            elementwise_max(launched * device.kernel_gap_s, launched * device.host_launch_s - seconds)
-            for launched, seconds in zip((forward_kernels, backward_kernels), busy, strict=True)
+            _concurrent_s(
+                seconds + (gap[0] * one[0] + gap[1] * one[1]) * device.kernel_gap_s,
+                (launched[0] * one[0] + launched[1] * one[1]) * device.host_launch_s,
+            )
+            - seconds
+            for one, seconds in zip(counts, busy, strict=True)
         ]
-        return waits[0] + feed_forward.host_syncs * device.sync_s, waits[1]
+        return waits[0] + syncs, waits[1] + again_moe * syncs
 
     def head_and_loss_s(self, tp: int, cp: int, mbs: int) -> tuple[float, float]:
         """Return the seconds of output head and loss of one micro-batch, forward and backward, on the last stage."""
@@ -486,7 +526,7 @@ class CostModel:
             return 0.0 * vpp, 0.0 * vpp
         send_s = self._p2p_s(mapping)
         exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
-        return 2 * num_micro_batches * vpp * send_s * exposed_fraction, vpp * send_s
+        return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_S), vpp * send_s
 
     def data_parallel_cost(self, mapping: ParallelMapping) -> DataParallelCost:
         """Return the seconds of the data-parallel collectives and of the optimizer update."""
@@ -515,6 +555,31 @@ def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[st
     for part, part_s in (*mixer.recompute, *feed_forward.recompute):
         seconds += part_s * shares[part]
     return seconds + sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
+
+
+def _concurrent_s(device_s: Any, host_s: Any) -> Any:
+    """Return the seconds of a layer whose host and device run concurrently, and wait for each other inside it.
+
+    The longer of both for segments of one kind; segments differ, so a layer takes a little more: the p-norm.
+    """
+    return (device_s**CONCURRENCY + host_s**CONCURRENCY) ** (1 / CONCURRENCY)
+
+
+@lru_cache(maxsize=256)
+def _recomputed_launches_of(sets: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
+    """Return `_recomputed_launches` of each set, as two arrays; of a single set two numbers, which are faster."""
+    if len(sets) == 1:
+        return _recomputed_launches(sets[0])
+    moe, rest = np.array([_recomputed_launches(parts) for parts in sets]).T
+    return moe, rest
+
+
+@lru_cache(maxsize=1024)
+def _recomputed_launches(parts: tuple[str, ...]) -> tuple[float, float]:
+    """Return which part of the launches of the experts' block and of the rest of a layer a recomputation repeats."""
+    if "layer" in parts:
+        return 1.0, 1.0
+    return float("moe" in parts), 0.0
 
 
 @lru_cache(maxsize=256)

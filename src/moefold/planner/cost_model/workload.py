@@ -5,6 +5,7 @@ executes the same schedules.
 """
 
 from dataclasses import dataclass, field
+from math import log, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,9 @@ PRECISIONS = ("bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4")
 """Precisions of the GEMMs. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
 128 x 128 of a weight, mxfp8 one for 32 values, nvfp4 one for 16 values of 4 bits."""
 
-NATURAL_IMBALANCE = 1.26
-"""Routed tokens of the busiest expert-parallel rank over the mean, under a router that was trained with a balancing
-loss.
-Fitted on Qwen3-235B with natural routing and forced balance (published/README.md, 16K to 128K tokens)."""
+EXPERT_SPREAD = 1.2
+"""Coefficient of variation of the routed tokens of an expert, of one micro-batch and layer, in training. From the four
+pairs of natural routing and forced balance in published/README.md, Qwen3-235B on 8 ranks, 16K to 128K tokens."""
 
 CudaGraphs = Literal["none", "partial", "full"]
 
@@ -65,7 +65,9 @@ class TrainingWorkload:
     """0: dropless. Otherwise the maximum of an expert's routed tokens over its even share."""
     imbalance: float = 1.0
     """Routed tokens of the busiest expert-parallel rank over the mean: 1 for forced balance, otherwise
-    NATURAL_IMBALANCE."""
+    as `--imbalance` says."""
+    expert_spread: float = 0.0
+    """Coefficient of variation of an expert's load, from which `imbalance_at` follows; 0: `imbalance` says it."""
     wire: WirePart = field(default_factory=lambda: chosen_in(MoEConfig(), WirePart))
     """Number format of the dispatched tokens. Results and gradients are sent in the compute type."""
     cuda_graphs: CudaGraphs = "none"
@@ -74,6 +76,8 @@ class TrainingWorkload:
     fused_experts: bool = False
     """True if grouped GEMMs of mxfp8 fuse quantisation, SwiGLU and permutation (CuTe DSL kernels of 2026 on Blackwell),
     instead of separate memory-bound passes. Other activations and precisions have no such kernels."""
+    unfused_clamp: bool = False
+    """True if separate kernels compute a clamped activation with biases, as Megatron-Core did up to 2025."""
     counts_causal_attention: bool = False
     """The FLOP count of the MFU takes half of the attention core, as the causal mask leaves, instead of all of it. The
     time is the time of a causal kernel either way."""
@@ -114,9 +118,16 @@ class TrainingWorkload:
         """Routed tokens that the busiest expert-parallel rank computes, over the mean."""
         return min(self.imbalance, self.capacity_factor) if self.capacity_factor else self.imbalance
 
-    def imbalance_at(self, ep: int) -> float:
-        """Return the routed tokens that the busiest of `ep` ranks computes, over the mean: at most all of them."""
-        return min(self.effective_imbalance, float(ep))
+    def imbalance_at(self, ep: int, num_experts: int) -> float:
+        """Return the routed tokens that the busiest of `ep` ranks computes, over the mean: at most all of them.
+
+        With `expert_spread`, the load of a rank is the mean of its experts', so it spreads less the more it has; the
+        maximum of ep normal numbers lies about sqrt(2 ln ep) standard deviations above their mean.
+        """
+        if not self.expert_spread:
+            return min(self.effective_imbalance, float(ep))
+        found = 1.0 + self.expert_spread * sqrt(2.0 * log(ep) * ep / max(ep, num_experts)) if ep > 1 else 1.0
+        return min(found, self.capacity_factor) if self.capacity_factor else found
 
     @property
     def value_bytes(self) -> int:
@@ -194,7 +205,8 @@ class RecordedRouting:
         self._trace = RoutingTrace(folder, "--trace")
         shape = self._trace.shape
         theirs = (shape.num_routed_experts, shape.zero_experts, shape.top_k)
-        ours = (model.num_experts, model.zero_experts, model.top_k)
+        part = model.routed
+        ours = (part.num_experts, part.zero_experts, part.top_k) if part else (0, 0, 0)
         if theirs != ours:
             raise ConfigError(
                 f"--trace={str(folder)!r} was traced with model.num_experts={theirs[0]}, zero_experts={theirs[1]} and "
@@ -203,7 +215,7 @@ class RecordedRouting:
         if not self._trace.steps:
             raise ConfigError(f"--trace={str(folder)!r} holds no step; run with moe.trace_every at least once")
         self.num_steps = len(self._trace.steps)
-        self._num_experts = model.num_experts
+        self._num_experts = ours[0]
         self._imbalance_by_ep: dict[int, float] = {}
 
     def imbalance(self, ep: int) -> float:

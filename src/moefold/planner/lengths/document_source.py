@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moefold.config.schema import Config
+from moefold.config.data import DataConfig
+from moefold.config.rl import RLConfig
 from moefold.errors import ConfigError
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.planner.lengths.samples import DocumentSamples, RecordedSamples, SampleLengths, StreamedSamples
-from moefold.validate.cuda_graphs import has_documents
 
 if TYPE_CHECKING:
     from moefold.data.sample import Sample
@@ -31,21 +31,21 @@ def open_document_samples(name: str, seq_len: int) -> DocumentSamples:
     return StreamedSamples(load_distribution(name))
 
 
-def check_documents(cfg: Config, name: str) -> None:
+def check_documents(data: DataConfig, rl: RLConfig, name: str) -> None:
     """Check that the samples of a recipe hold documents, so that their lengths count.
 
     Raises:
         ConfigError: they do not, or they are rollouts.
     """
-    if cfg.is_rl:
+    if rl.is_on:
         raise ConfigError(
             f"--lengths {name!r} has no effect on reinforcement learning, whose samples are rollouts; set "
             "--prompt-tokens and --new-tokens instead"
         )
-    if not has_documents(cfg):
+    if not data.may_have_documents:
         raise ConfigError(
             f"--lengths {name!r} has no effect on a recipe without documents, in which a sample is one document "
-            f"(data.kind={cfg.data.kind!r}, data.document_end=-1); set data.document_end or data.document_index, or "
+            f"(data.kind={data.kind!r}, data.document_end=-1); set data.document_end or data.document_index, or "
             "leave --lengths out"
         )
 
@@ -72,7 +72,7 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     if not tree:
         raise ConfigError(f"--lengths {str(folder)!r} holds no run: {path} is missing; name the run.dir of a run")
     cfg = parse_run_config(tree, path)
-    check_documents(cfg, str(folder))
+    check_documents(cfg.data, cfg.rl, str(folder))
     if cfg.train.seq_len != seq_len:
         raise ConfigError(
             f"--lengths {str(folder)!r} is a run with samples of {cfg.train.seq_len} tokens, and --seq-len is {seq_len}"

@@ -19,6 +19,7 @@ from moefold.config.groups.drop import DropPart
 from moefold.config.groups.drop_scope import DropScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
+from moefold.config.rule import Rule, ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
@@ -37,7 +38,6 @@ from moefold.validate.parallel import (
     validate_sequence_length,
 )
 from moefold.validate.planned_attention import validate_attention_pool
-from moefold.validate.rule import Rule, ask
 from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
 from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
@@ -131,7 +131,7 @@ def _validate_stage_count(cfg: Config) -> Iterator[str]:
 
 def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     """Check the part of a group, as `check_config` does."""
-    return map(str, chosen(cfg, group).check(cfg))
+    return map(str, ask(chosen(cfg, group).check, cfg))
 
 
 def _validate_dispatch_kernels(cfg: Config) -> Iterator[str]:

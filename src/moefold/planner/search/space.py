@@ -530,7 +530,10 @@ def _derived_degree_reason(constraints: MappingConstraints, restriction: Restric
 
 
 def _validation_errors(cfg: Config) -> list[str]:
-    """Return the errors of the runtime's checks."""
+    """Return the errors of the runtime's checks, with stages that the planner writes where the recipe has none."""
+    p = cfg.parallel
+    if p.pp > 1 and not p.pipeline_layout:
+        cfg = replace(cfg, parallel=replace(p, pipeline_layout="auto"))
     try:
         check_config(cfg)
     except ConfigError as error:

@@ -18,9 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from moefold.config.part import Part
 from moefold.config.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock
-from moefold.config.schema import Config
 from moefold.cost.memory_columns import ModelChunk
-from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
@@ -28,6 +26,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
 from moefold.planner.stages import placed_ranks
+from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
 
 
@@ -300,14 +299,10 @@ def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[Cos
     ]
 
 
-def chunks_from_config(cfg: Config, model_spec: ModelSpec) -> tuple[ModelChunk, ...]:
-    """Return the chunks of a recipe, by its `parallel.pipeline_layout`.
-
-    Raises:
-        ConfigError: the schedule's CSV file cannot be read.
-    """
+def chunks_of_stages(stage_plan: StagePlan, model_spec: ModelSpec) -> tuple[ModelChunk, ...]:
+    """Return the chunks of the stages of a recipe."""
     found = []
-    for stage in plan_stages(cfg).stages:
+    for stage in stage_plan.stages:
         counts = list(model_spec.count_kinds(stage.parts.layers))
         # An MTP layer is like the last layer.
         counts[model_spec.layers[-1]] += stage.parts.num_mtp_layers

@@ -16,11 +16,9 @@ from moefold.checkpoint.save_load import (
     load_checkpoint,
     resolve_resume,
 )
-from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
+from moefold.checkpoint.saver import CheckpointSaver
 from moefold.comm.collectives import is_collective_error
-from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change, schedule_settings
@@ -62,26 +60,25 @@ class Checkpointing(Callback):
     training on this rank.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
-        """Open the saver; collective if it saves in the background.
+    def __init__(
+        self, saver: CheckpointSaver, checkpoint: CheckpointConfig, history: SaveHistory | None = None
+    ) -> None:
+        """Take over the snapshots of this process.
 
         Args:
-            cfg: the recipe.
-            groups: the process groups of this rank.
+            saver: of `open_saver`.
+            checkpoint: section of the recipe.
             history: checkpoints of the run that this process knows; None for a new one.
         """
         self._history = history or SaveHistory()
-        self.saver = CheckpointSaver(cfg)
-        if cfg.checkpoint.async_save:
-            group = groups.create_background_group().handle
-            self.saver = BackgroundSaver(cfg, group, is_on_gpu=groups.device.type == "cuda")
+        self.saver = saver
         self.total_save_s = 0.0
         self.init_message = ""
         self.checkpoint_dp: int | None = None
         self.resume_messages: tuple[str, ...] = ()
         self._adapters: AdapterWeights | None = None
         self._eval_loss: float | None = None
-        if cfg.checkpoint.peer_every and self._history.snapshots is None:
+        if checkpoint.peer_every and self._history.snapshots is None:
             from moefold.checkpoint.peer_snapshot import PeerSnapshots
 
             self._history.snapshots = PeerSnapshots()
@@ -101,8 +98,8 @@ class Checkpointing(Callback):
         if run.cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            self._adapters = AdapterWeights.open(run.cfg, run.groups, resume.path)
-            self.init_message = self._adapters.load_base(run.training.model, is_first_rank=run.is_first_rank)
+            self._adapters = AdapterWeights.open(run.cfg.lora, run.cfg.checkpoint, run.groups, resume.path)
+            self.init_message = _load_base(run, self._adapters.base)
         if resume.path is not None:
             self._load(run, resume.path)
             run.is_resumed = True
@@ -145,8 +142,8 @@ class Checkpointing(Callback):
         if run.cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            self._adapters = AdapterWeights.of_settings(run.cfg, taken.lora)
-            self._adapters.load_base(run.training.model, is_first_rank=run.is_first_rank)
+            self._adapters = AdapterWeights.of_settings(taken.lora)
+            _load_base(run, self._adapters.base)
         groups = run.groups
         state = checkpoint_state(*self._stored(run), run.training.optimizer)
         self.snapshots.restore(step, state, groups.world, groups.device)
@@ -315,12 +312,27 @@ class Checkpointing(Callback):
 
 def _load_initial_weights(run: TrainingContext) -> str:
     """Load the weights that the recipe names, if any; collective. Returns a description."""
-    if not (run.cfg.checkpoint.init_from or run.cfg.model.upcycle_from):
-        return ""
+    return _load_weights(run) if run.cfg.checkpoint.init_from or run.cfg.model.upcycle_from else ""
+
+
+def _load_weights(run: TrainingContext, folder: Path | None = None) -> str:
     # The readers of Hugging Face folders are a tenth of the trainer's modules.
     from moefold.convert.init_from import load_initial_weights
 
-    return load_initial_weights(run.cfg, run.training.model, is_first_rank=run.is_first_rank)
+    return load_initial_weights(
+        run.cfg.run,
+        run.cfg.model,
+        run.cfg.data,
+        run.cfg.checkpoint,
+        run.training.model,
+        is_first_rank=run.is_first_rank,
+        folder=folder,
+    )
+
+
+def _load_base(run: TrainingContext, base: Path | None) -> str:
+    """Load the base weights of adapters, None: the random weights of the seed; collective. Returns a description."""
+    return "" if base is None else _load_weights(run, base)
 
 
 def _resume_messages(run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from moefold.comm.groups import ParallelGroups, current_world
-from moefold.config.schema import Config
-from moefold.cost.flops import peak_bf16_tflops, step_flops_per_token
+from moefold.comm.groups import current_world
+from moefold.config.metrics import MetricsConfig
+from moefold.config.run import RunConfig
+from moefold.cost.flops import peak_bf16_tflops
 from moefold.data.routing_trace import TRACE_FOLDER
 from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
 from moefold.metrics.step_metrics import StepMetrics
@@ -16,14 +17,18 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingCon
 
 
 class MetricsLogging(Callback):
-    """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0."""
+    """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0.
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        self._flops_per_token = step_flops_per_token(cfg.model, cfg.train, cfg.lora)
-        # The known device peaks are for bfloat16.
-        self._peak_tflops = cfg.metrics.peak_tflops or (
-            _device_peak_tflops(groups.device) if cfg.run.dtype == "bfloat16" else None
-        )
+    Args:
+        run: for the dtype: the known peaks of devices are for bfloat16.
+        metrics: for the peak that a recipe gives.
+        flops_per_token: FLOPs of a step for each token of the batch.
+        device: device of the rank.
+    """
+
+    def __init__(self, run: RunConfig, metrics: MetricsConfig, flops_per_token: float, device: torch.device) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_tflops = metrics.peak_tflops or (_device_peak_tflops(device) if run.dtype == "bfloat16" else None)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""

@@ -138,7 +138,9 @@ def _epoch(sampler: Sampler, run: TrainingContext) -> Iterator[Batch]:
     """Yield this rank's shards of batches that cover each sample of an epoch."""
     if not len(sampler):
         return
-    sharder = BatchSharder(sampler, run.cfg, run.groups, run.training.model.positions)
+    sharder = BatchSharder(
+        sampler, run.cfg.run, run.cfg.model, run.cfg.parallel, run.cfg.train, run.groups, run.training.model.positions
+    )
     for first in range(0, len(sampler), run.cfg.train.global_batch_size):
         run.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
         yield sharder.batch(first)

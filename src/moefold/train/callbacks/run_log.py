@@ -106,7 +106,7 @@ class RunLog:
         """Log one step."""
         counts = self._counts
         if counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
-            of_experts = expert_counts[:, : self._cfg.model.num_experts]
+            of_experts = expert_counts[:, : self._cfg.model.experts.num_experts]
             self.outputs.attempt(COUNTS_FILE, lambda: counts.write(metrics.step, of_experts))
         self._writer.write(metrics)
         self._progress.update(metrics)
@@ -218,9 +218,10 @@ class RunLog:
             self.outputs.attempt(TRACE_FOLDER, lambda: truncate_trace(self._dir, resume_step))
             self._counts = None
             if cfg.metrics.expert_counts_every and shape.layers:
+                count = cfg.model.experts.num_experts
                 self._counts = self.outputs.attempt(
                     COUNTS_FILE,
-                    lambda: ExpertCountsWriter(self._dir, shape.layers, cfg.model.num_experts, resume_step=resume_step),
+                    lambda: ExpertCountsWriter(self._dir, shape.layers, count, resume_step=resume_step),
                 )
             if self._counts is not None:
                 stack.callback(self._close, COUNTS_FILE, self._counts)

@@ -14,8 +14,9 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged, SiteRound
-from moefold.config.model import has_moe_layers
-from moefold.config.schema import Config
+from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.run import RunConfig
+from moefold.config.sites import SitesConfig
 from moefold.errors import SIGNAL_STATUS, RunError
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
@@ -66,11 +67,18 @@ class _Flight:
 
 
 class SiteRounds(Callback):
-    """Callback that takes the outer step of a round; a round that is skipped changes nothing."""
+    """Callback that takes the outer step of a round; a round that is skipped changes nothing.
 
-    def __init__(self, cfg: Config) -> None:
-        self._cfg = cfg
-        self._sites = cfg.sites
+    Args:
+        run, model, sites: sections of the recipe.
+        settings: the settings that all sites must share, from `equal_settings`.
+    """
+
+    def __init__(self, run: RunConfig, model: ModelConfig, sites: SitesConfig, settings: dict[str, Any]) -> None:
+        self._run = run
+        self._model = model
+        self._sites = sites
+        self._settings = settings
         self._meeting: SiteMeeting | None = None
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
@@ -92,7 +100,8 @@ class SiteRounds(Callback):
             return
         outer = _outer_of(run)
         frozen = [p.data for p in run.training.parameters.values() if not p.requires_grad]
-        self._meeting = SiteMeeting(self._cfg, run.groups.rank, self._digest(run, frozen) if frozen else None)
+        frozen_hash = {"the hash of the frozen weights": self._digest(run, frozen)} if frozen else {}
+        self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, run.groups.rank)
         hello = self._position(run.position.step, outer)
         digest = self._digest(run, list(outer.weights.values()))
         # A pending round is counted, and not yet in the outer weights.
@@ -108,9 +117,9 @@ class SiteRounds(Callback):
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Apply the round that is due, and begin one; collective."""
-        is_last = step.number == self._cfg.run.steps
+        is_last = step.number == self._run.steps
         outer = _outer_of(run)
-        fragments = fragments_due(self._cfg.run, self._cfg.model, self._cfg.sites, step.number)
+        fragments = fragments_due(self._run, self._model, self._sites, step.number)
         due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
         if due and (step.number >= due or is_last):
             run.groups.recorder.set_phase("waiting for the exchange with the other sites")
@@ -125,7 +134,7 @@ class SiteRounds(Callback):
         overlap = 0 if is_last else self._sites.overlap
         if not self._begin(run, step.number, fragments, overlap):
             self._join(run)
-            step.is_last = run.position.step == self._cfg.run.steps
+            step.is_last = run.position.step == self._run.steps
             self._begin_joined(run)
         elif not overlap or self._flight is None:
             self._decide(run)
@@ -151,7 +160,7 @@ class SiteRounds(Callback):
         """Return where this site is after a step, for the meeting point."""
         return {
             "step": step,
-            "round": rounds_until(self._cfg.run, self._cfg.model, self._cfg.sites, step),
+            "round": rounds_until(self._run, self._model, self._sites, step),
             "version": outer.num_rounds,
         }
 
@@ -203,8 +212,8 @@ class SiteRounds(Callback):
         Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
         """
         step = run.position.step
-        fragments = fragments_due(self._cfg.run, self._cfg.model, self._cfg.sites, step)
-        if self._sites.overlaps_whole_round and fragments and step < self._cfg.run.steps and run.status == 0:
+        fragments = fragments_due(self._run, self._model, self._sites, step)
+        if self._sites.overlaps_whole_round and fragments and step < self._run.steps and run.status == 0:
             self._begin(run, step, fragments, self._sites.overlap)
 
     def _give(self, run: TrainingContext) -> None:
@@ -245,7 +254,7 @@ class SiteRounds(Callback):
             return True
         in_pairs = self._sites.in_pairs
         # Before the other sites wait for this one.
-        probe = self._probe.read(run) if is_probed(self._cfg.run, self._cfg.model, self._cfg.sites, step) else None
+        probe = self._probe.read(run) if is_probed(self._run, self._model, self._sites, step) else None
         question = self._position(step, outer) | {
             "do": "round",
             "tokens": self._weight(run, fragments),
@@ -254,7 +263,7 @@ class SiteRounds(Callback):
             "digest": 0 if in_pairs else self._digest(run, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
-            "last": step + overlap >= self._cfg.run.steps,
+            "last": step + overlap >= self._run.steps,
             "merges": self._is_merge(step),
         }
         answer = self._meeting.ask(question)
@@ -318,7 +327,7 @@ class SiteRounds(Callback):
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
-            index = rounds_until(self._cfg.run, self._cfg.model, self._cfg.sites, flight.step)
+            index = rounds_until(self._run, self._model, self._sites, flight.step)
             vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
             if not vote.get("apply"):
                 if self._meeting.links is not None:
@@ -351,7 +360,7 @@ class SiteRounds(Callback):
             "wait_s": waited_s,
             "round_s": time.perf_counter() - flight.began_s,
         }
-        if is_probed(self._cfg.run, self._cfg.model, self._cfg.sites, flight.step):
+        if is_probed(self._run, self._model, self._sites, flight.step):
             own = flight.members.index(self._sites.number)
             counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
             equal, compared = _sum_of_ranks(run, [float(count) for count in counts])
@@ -372,7 +381,7 @@ class SiteRounds(Callback):
             reshard_parameters(run.training.model.stages)
             # A checkpoint has g of a round that is not applied yet, and not what this site sent.
             knows_own = "members" in self._record
-            if knows_own and has_moe_layers(self._cfg.model) and not self._is_merge(pending.step):
+            if knows_own and has_moe_layers(self._model) and not self._is_merge(pending.step):
                 squares = _sum_of_ranks(run, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
             norms = self._step(run, pending, is_overlapped=is_overlapped)
@@ -413,13 +422,13 @@ class SiteRounds(Callback):
 
     def _is_merge(self, step: int) -> bool:
         """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
-        return self._sites.in_pairs and step == self._cfg.run.steps
+        return self._sites.in_pairs and step == self._run.steps
 
     def _merge_experts(self, run: TrainingContext, step: int) -> None:
         """Merge similar experts after the round of a step, if it is due; collective."""
-        if fragments := merged_fragments(self._cfg.run, self._cfg.model, self._cfg.sites, step):
+        if fragments := merged_fragments(self._run, self._model, self._sites, step):
             groups = run.groups
-            share = merge_share(self._cfg.sites, step)
+            share = merge_share(self._sites, step)
             ExpertMerging(groups.moe.ep, groups.moe.edp, groups.attn.stage).run(_outer_of(run), fragments, share)
             self._record["merged"] = share
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import Group
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.host.processes import block_signals, signal_on_parent_death
 from moefold.launch.local_job import claim_folder, remove_stale_folders
 from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
@@ -162,10 +162,10 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
     """Return the results in rank order; after a failure the other ranks get `FAILURE_GRACE_S` to report theirs.
 
     Raises:
-        WorkerError: a rank raised, died or hung.
+        WorkerError: a rank raised, died or hung; its cause is the first error whose text is a message to the user.
     """
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    failures: dict[int, tuple[str, Exception | None]] = {}
     deadline = time.monotonic() + timeout_s
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     while waiting and time.monotonic() < deadline:
@@ -176,7 +176,7 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
                 is_success, value = pickle.loads(ready.recv_bytes())
             except EOFError:
                 is_success = False
-                value = f"the process of rank {rank} died"
+                value = (f"the process of rank {rank} died", None)
             if is_success is None:
                 on_progress(value)
                 continue
@@ -187,7 +187,9 @@ def _collect(connections: list[Connection], timeout_s: float, on_progress: Calla
                 failures[rank] = value
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
     if failures or waiting:
-        raise WorkerError(_report(failures, sorted(waiting.values()), timeout_s))
+        texts = {rank: text for rank, (text, _) in failures.items()}
+        explained = next((error for _, error in failures.values() if error is not None), None)
+        raise WorkerError(_report(texts, sorted(waiting.values()), timeout_s)) from explained
     return [results[rank] for rank in range(len(connections))]
 
 
@@ -227,8 +229,8 @@ def _worker_main(
         )
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
-    except BaseException:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
-        result = (False, traceback.format_exc())
+    except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
+        result = (False, (traceback.format_exc(), error if type(error) in (ConfigError, RunError) else None))
     # Plain pickle: torch's reducers would share memory with this process, which ends here.
     with suppress(BrokenPipeError):
         # The parent may have been interrupted.

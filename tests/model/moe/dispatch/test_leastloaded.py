@@ -164,11 +164,25 @@ def _assert_equal(ranks: Sequence[dict[str, Any]], layout: Layout, reference: li
             torch.testing.assert_close(total, value, rtol=1e-12, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.fixture(scope="module")
+def run_cases(pool):
+    """What each rank finds in all cases under a layout; each layout is run once."""
+    found = {}
+
+    def run(sizes: dict[str, Any]) -> Any:
+        name = str(sizes)
+        if name not in found:
+            found[name] = pool.run(sizes["world_size"], _run_cases, sizes)
+        return found[name]
+
+    return run
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_equal_to_one_rank_and_to_the_all_to_all(pool, sizes):
+def test_equal_to_one_rank_and_to_the_all_to_all(run_cases, sizes):
     layout = fold(**sizes)
-    ranks = pool.run(layout.world_size, _run_cases, sizes)
+    ranks = run_cases(sizes)
     for name, case in CASES.items():
         reference = _reference(case, layout)
         for dispatcher in ("leastloaded", "alltoall"):
@@ -183,8 +197,8 @@ def test_equal_to_one_rank_and_to_the_all_to_all(pool, sizes):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", ["30 %", "50 %", "80 %", "95 %", "all to one", "all to the last, top 2", "dropping"])
-def test_no_rank_holds_many_more_rows_than_the_mean(pool, name):
-    ranks = pool.run(4, _run_cases, {"world_size": 4, "tp": 2, "cp": 2, "ep": 4})
+def test_no_rank_holds_many_more_rows_than_the_mean(run_cases, name):
+    ranks = run_cases({"world_size": 4, "tp": 2, "cp": 2, "ep": 4})
     rows = [rank[name, "leastloaded"]["rows"] for rank in ranks]
     plain = [rank[name, "alltoall"]["rows"] for rank in ranks]
     assert sum(rows) == sum(plain)
@@ -239,11 +253,16 @@ def _travel(sizes: dict[str, Any], name: str) -> tuple[bool, bool, bool]:
     return chosen, came_home, is_needed
 
 
+def _travel_in(sizes: dict[str, Any], names: tuple[str, ...]) -> dict[str, tuple[bool, bool, bool]]:
+    return {name: _travel(sizes, name) for name in names}
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["80 %", "top 2"])
-def test_each_token_meets_its_experts_and_returns_to_its_owner(pool, sizes, name):
-    assert pool.run(sizes["world_size"], _travel, sizes, name) == [(True, True, True)] * sizes["world_size"]
+def test_each_token_meets_its_experts_and_returns_to_its_owner(pool, sizes):
+    """In the cases with one expert for a token, and with two."""
+    expected = {"80 %": (True, True, True), "top 2": (True, True, True)}
+    assert pool.run(sizes["world_size"], _travel_in, sizes, tuple(expected)) == [expected] * sizes["world_size"]
 
 
 def _counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:

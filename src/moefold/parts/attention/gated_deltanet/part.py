@@ -26,7 +26,7 @@ class GatedDeltaNetPart(DeltaRulePart):
         heads = self.num_value_heads
         yield from self.delta_params(hidden)
         yield ParamSpec("wg", (self.value_width, hidden), "attention", tp_dim=0)
-        yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, never_as_matrix=True)
         yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0, in_exponent=True)
         yield norm_param("norm", self.value_head_dim)
 

@@ -58,6 +58,11 @@ class GqaPart(SoftmaxAttentionPart):
         """See base class."""
         return round(self.head_dim * self.rope_fraction)
 
+    @property
+    def has_sinks(self) -> bool:
+        """See base class."""
+        return self.sinks
+
     def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads, qk_norm=qk_norm)
@@ -116,7 +121,7 @@ class GqaPart(SoftmaxAttentionPart):
             )
 
     def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:
-        if norm.after_rope and norm.has_weight and recipe.model.rope_interleaved:
+        if norm.after_rope and norm.has_weight and recipe.model.rope.interleaved:
             yield Problem(
                 "model.qk_norm_after_rope",
                 True,

@@ -33,7 +33,7 @@ class ShortConvolutionPart(AttentionPart):
         """Yield the parameters of `ShortConvolution`; see base class."""
         for name in ("wb", "wc", "wv"):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
-        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, always_adamw=True)
+        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
         yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
         if self.has_bias:
             for name in ("bb", "bc", "bv", "conv_bias"):

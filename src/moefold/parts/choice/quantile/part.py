@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart, Tokens
-from moefold.config.model import has_moe_layers
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +32,12 @@ class Quantile(ChoicePart):
             return inputs.best(inputs.ranking_TE)
         return inputs.best(inputs.scores_TE - inputs.thresholds_E)
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield that there is no bias for the thresholds, or nothing to balance."""
-        model = recipe.model
-        if not has_moe_layers(model):
+        part = model.routed
+        if part is None:
             return
-        if not model.expert_bias:
+        if not part.expert_bias:
             yield Problem(
                 self.key,
                 self.kind,
@@ -46,12 +45,12 @@ class Quantile(ChoicePart):
                 "model.expert_bias=false",
                 "set model.expert_bias=true",
             )
-        if model.top_k == model.num_router_choices:
+        if part.top_k == part.num_choices:
             yield Problem(
                 self.key,
                 self.kind,
-                f"has nothing to balance: model.top_k={model.top_k} is every expert",
-                f"choose top_k of at most {model.num_experts - 1}, or choice='topk'",
+                f"has nothing to balance: model.top_k={part.top_k} is every expert",
+                f"choose top_k of at most {part.num_experts - 1}, or choice='topk'",
             )
 
     def formula(self) -> ChoiceFormula:

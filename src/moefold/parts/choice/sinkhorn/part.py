@@ -13,7 +13,7 @@ from moefold.config.routing import no_bias_problems
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Sinkhorn(ChoicePart):
         offsets_E = sinkhorn_offsets(inputs.logits_TE, self.iterations, tokens.group, tokens.is_token())
         return inputs.largest(inputs.logits_TE + offsets_E)
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield what would balance the experts too."""
-        return no_bias_problems(recipe.model, self.kind, "balances the experts by itself")
+        return no_bias_problems(model, self.kind, "balances the experts by itself")
 
     def formula(self) -> ChoiceFormula:
         """Return the choice by a matrix whose rows and columns are scaled."""

@@ -33,21 +33,24 @@ class DeepEP(DispatcherPart):
     def unsupported(self, recipe: Any) -> Iterator[str]:
         """Yield what the kernels cannot do."""
         p = recipe.parallel
-        model = recipe.model
-        width_key = "moe_hidden_size" if model.moe_hidden_size else "hidden_size"
-        width = f"model.{width_key}={model.expert_hidden_size}"
+        part = recipe.model.routed
+        if part is None:
+            return
+        size = part.token_size(recipe.model.hidden_size)
+        width_key = "moe_hidden_size" if part.token_width else "hidden_size"
+        width = f"model.{width_key}={size}"
         if p.etp > 1:
             yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"
         if recipe.moe.pad_to_capacity:
             yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
         if recipe.run.dtype != "bfloat16":
             yield f"deep_ep supports only bfloat16, and run.dtype={recipe.run.dtype!r}"
-        if model.expert_hidden_size * 2 % ALIGNMENT_BYTES:
+        if size * 2 % ALIGNMENT_BYTES:
             yield (
                 f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is no multiple of "
                 f"{ALIGNMENT_BYTES // 2}"
             )
-        if chosen(recipe, WirePart).rounds and model.expert_hidden_size % FP8_BLOCK:
+        if chosen(recipe, WirePart).rounds and size % FP8_BLOCK:
             yield (
                 f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
                 f"{recipe.moe.dispatch_precision!r} {width} is no multiple of that"

@@ -60,7 +60,7 @@ class LeastLoaded(DispatcherPart):
             )
         ranks = p.ep * p.etp
         tokens = recipe.train.seq_len * recipe.train.micro_batch_size * ranks // (p.cp * p.tp)
-        largest = min(tokens, ceil(self.capacity * tokens * recipe.model.top_k / p.ep))
+        largest = min(tokens, ceil(self.capacity * tokens * recipe.model.experts.top_k / p.ep))
         if self.min_tokens > largest:
             yield Problem(
                 "moe.llep_min_tokens",

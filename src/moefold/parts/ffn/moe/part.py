@@ -51,7 +51,7 @@ class MoePart(RoutedPart):
         experts = self.num_experts
         width = self.token_width or hidden
         if self.shared_width and self.shared_gate:
-            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", always_adamw=True)
+            yield ParamSpec("shared_gate", (1, hidden), "shared_experts", never_as_matrix=True)
         yield ParamSpec("router.weight", (self.num_choices, hidden), "router")
         if self.router_bias:
             yield ParamSpec("router.bias", (self.num_choices,), "router")
@@ -97,7 +97,7 @@ class MoePart(RoutedPart):
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = 2 * sizes.cfg.model.expert_hidden_size + 3 * self.width // sizes.cfg.parallel.etp
+            width = 2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.width // sizes.cfg.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
@@ -115,7 +115,7 @@ class MoePart(RoutedPart):
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
         inner = 3 * self.width // sizes.cfg.parallel.etp
-        width = inner + sizes.cfg.model.expert_hidden_size * sizes.experts.applies_probs
+        width = inner + self.token_size(sizes.cfg.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:

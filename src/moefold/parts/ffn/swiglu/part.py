@@ -33,6 +33,11 @@ class SwiGluPart(FeedForwardPart):
         return swiglu_params("dense_mlp", hidden, self.width)
 
     @property
+    def tp_unit(self) -> tuple[str, int]:
+        """The inner width; see base class."""
+        return "model.ffn_hidden_size", self.width
+
+    @property
     def recompute_parts(self) -> frozenset[str]:
         """The whole network."""
         return frozenset({"dense_mlp"})

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from moefold.config.schema import Config
     from moefold.optim.build import OptimizerRun
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,7 +59,7 @@ class AdamW(OptimizerPart):
         """Return the bytes that an update moves for each number of a weight."""
         return BF16_MOMENTS_BYTES_PER_PARAM if self.has_bf16_moments else BYTES_PER_PARAM
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
         """Yield decays that a bfloat16 moment is too coarse for."""
         yield from self._imprecise_decays({"train.beta1": self.beta1, "train.beta2": self.beta2})
 

@@ -25,7 +25,7 @@ def update(
     step: int,
 ) -> Tensor:
     """Return the scaled, orthogonalised momentum of each matrix plus its decay; or what AdamW (`others`) says."""
-    if not spec.is_matrix or spec.always_adamw or spec.part not in part.groups:
+    if not spec.is_matrix or spec.never_as_matrix or spec.part not in part.groups:
         return others(spec, weight, gradient, state, step)
     momentum = state.setdefault("momentum", torch.zeros_like(weight))
     momentum.mul_(part.momentum).add_(gradient)

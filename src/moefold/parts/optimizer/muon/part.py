@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from moefold.config.model import ModelConfig
-    from moefold.config.schema import Config
     from moefold.optim.build import OptimizerRun
 
 MOMENTUM = "momentum"
@@ -45,7 +44,7 @@ class Muon(AdamW):
 
     def gathers(self, weight: ParamSpec) -> bool:
         """Return whether Muon updates a weight, instead of AdamW."""
-        return weight.uses_muon and weight.part in self.groups
+        return weight.updates_as_matrix and weight.part in self.groups
 
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
         """Return the momentum of a matrix, or the states of AdamW."""
@@ -64,9 +63,9 @@ class Muon(AdamW):
         gemms = (small, small, large), (small, small, small), (small, large, small)
         return MatrixWork(self.ns_steps, gemms, KERNELS_PER_MATRIX, OWNER_BYTES_PER_PARAM)
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield groups that are unknown, named twice or not in the model, and decays as AdamW does."""
-        yield from super().check(recipe)
+        yield from super().check()
         yield from self._imprecise_decays({"train.muon_momentum": self.momentum})
         key = "train.muon_groups"
         names = ", ".join(map(repr, MUON_GROUPS))
@@ -78,7 +77,7 @@ class Muon(AdamW):
             elif (count := self.groups.count(group)) > 1:
                 yield Problem(key, None, f"names {group!r} {count} times", "name it once")
         # The default, all groups, means those that the model has.
-        lacking = {} if set(self.groups) == set(MUON_GROUPS) else _lacking_groups(recipe.model)
+        lacking = {} if set(self.groups) == set(MUON_GROUPS) else _lacking_groups(model)
         for group in (group for group in lacking if group in self.groups):
             yield Problem(
                 key,
@@ -107,7 +106,7 @@ def _lacking_groups(model: "ModelConfig") -> dict[str, str]:
         lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
     if not has_moe_layers(model):
         lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
-    elif not model.shared_expert_ffn_hidden_size and not model.moe_hidden_size:
+    elif not model.experts.shared_width and not model.experts.token_width:
         lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
     if not model.mtp_layers:
         lacking["mtp"] = "model.mtp_layers=0"

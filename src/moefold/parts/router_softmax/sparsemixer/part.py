@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
 from moefold.config.groups.router_softmax import RouterSoftmaxPart
-from moefold.config.model import has_moe_layers
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
@@ -17,7 +16,8 @@ from moefold.config.small_sizes import SmallSizes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.schema import Config
+    from moefold.config.model import ModelConfig
+    from moefold.config.moe import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +57,15 @@ class SparseMixer(RouterSoftmaxPart):
         """Return the bytes of a softmax and two masks for each choice."""
         return top_k * num_choices * (value_bytes + 2)
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield what else would decide over the choices than the logits."""
-        model = recipe.model
-        if not has_moe_layers(model) or not chosen(recipe, RouterScorePart).chooses:
+        part = model.routed
+        if part is None or not chosen(RoutingSections(model, moe), RouterScorePart).chooses:
             return
         others = {
-            f"moe.choice={recipe.moe.choice!r}": (not chosen(recipe, ChoicePart).scores_decide, "choice='topk'"),
-            "model.expert_bias=true": (model.expert_bias, "expert_bias=false"),
-            f"model.num_groups={model.num_groups}": (model.num_groups > 1, "num_groups=1"),
+            f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
+            "model.expert_bias=true": (part.expert_bias, "expert_bias=false"),
+            f"model.num_groups={part.num_groups}": (part.num_groups > 1, "num_groups=1"),
             f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
         }
         for name, (is_set, way_out) in others.items():

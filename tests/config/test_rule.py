@@ -3,14 +3,28 @@ from typing import get_type_hints
 
 import pytest
 
+from moefold.config.find import built_in_kinds, find_part, groups
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.planner.search.constraints import MAPPING_RULES
 from moefold.validate.config import RULES
 from moefold.validate.moe import TRAINING_ONLY_RULES
-from moefold.validate.rule import ask
 
 EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *(rule.validate for rule in MAPPING_RULES)]
 SECTIONS = get_type_hints(Config) | {"cfg": Config}
+CHECKS = [find_part(group.group, kind).check for group in groups() for kind in built_in_kinds(group.group)]
+
+
+def test_the_check_of_a_part_names_the_sections_that_it_reads():
+    whole = {"self": None, "recipe": None, "args": None, "kwargs": None}
+    names = {name for check in CHECKS for name in inspect.signature(check).parameters}
+    assert names <= SECTIONS.keys() | whole.keys()
+
+
+def test_a_part_is_asked_with_its_sections():
+    part = find_part("schedule", "csv")(path="")
+    assert list(ask(part.check, Config())) == list(part.check(ParallelConfig())) != []
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: getattr(rule, "func", rule).__name__)
