@@ -379,6 +379,8 @@ class Restriction:
     overlap."""
     method: str = FOLDED
     """A key of `METHODS`."""
+    offload: bool = False
+    """True if offload of activations and moments is searched; a fixed or the recipe's own offload is searched too."""
 
     def allows_fold(self, degrees: Degrees) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
