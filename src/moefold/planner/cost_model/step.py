@@ -362,7 +362,7 @@ class CostModel:
 
     def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Return the bytes that one layer offloads to the host under each memory strategy, [strategies]."""
-        if self.workload.is_megatron:
+        if self.workload.is_megatron or not strategies.offloads:
             # Published steps do not give the dtypes that they offload; their offload is assumed hidden.
             return np.zeros(len(strategies))
         return self.activation_memory.offloaded_bytes(mapping, strategies)[:, kind]

@@ -12,14 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.unit_memory import ITEM_BYTES
-from moefold.data.routing_trace import RoutingTrace
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.attention_load import AttentionLoads
 
@@ -211,6 +210,9 @@ class RecordedRouting:
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
+        # Lazy import: few plans have a trace.
+        from moefold.data.routing_trace import RoutingTrace
+
         self._trace = RoutingTrace(folder, "--trace")
         shape = self._trace.shape
         theirs = (shape.num_routed_experts, shape.zero_experts, shape.top_k)
