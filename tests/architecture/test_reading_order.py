@@ -10,7 +10,7 @@ MOST_LINES = 10_000
 
 def test_the_reading_order_is_a_weekend_of_files_that_exist():
     section = PAGE.read_text().split("## Reading order\n")[1].split("\n## ")[0]
-    files = [name for name in re.findall(r"`([\w/]+\.py)`", section)]
+    files = re.findall(r"`([\w/]+\.py)`", section)
     assert len(files) > 30
     assert sorted(set(files)) == sorted(files)
     assert sum(len((rules.SOURCE / name).read_text().splitlines()) for name in files) <= MOST_LINES
