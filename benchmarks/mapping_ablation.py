@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from moefold.cost.hardware import load_device
+from moefold.planner.colours import FAINT, INK, PALETTE
 from moefold.planner.cost_model.layer import LayerCostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.model_spec import ModelSpec, model_spec_from_config
-from moefold.planner.svg_chart import FAINT, INK, PALETTE
 from moefold.recipe import load_config
 
 MODELS = {"mixtral-8x22b": "Mixtral-8x22B", "mixtral-8x22b-g8t8": "Mixtral-8x22B-G8T8, 64 experts, top 8"}

@@ -44,7 +44,7 @@ OTHER_LETTERS = {
     "planner/simulator/round_export.py": "M",
     "planner/simulator/simulate.py": "FW",
     "planner/simulator/timeline.py": "F",
-    "planner/svg_chart.py": "F",
+    "planner/colours.py": "F",
     "topology/collective_order.py": "FRW",
     "topology/message_plan.py": "FW",
     "config/pipeline_action.py": "FW",

@@ -6,6 +6,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib.image import imread
 
+from moefold.cli.drawn_view import DrawnView
 from moefold.cli.layout_picture import save_picture
 from moefold.cli.layout_table import compact_count, describe_changes, unfolded_experts
 from moefold.config.model import ModelConfig
@@ -14,7 +15,6 @@ from moefold.config.schema import Config
 from moefold.cost.stage_partition import stage_cost
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
-from moefold.planner.svg_chart import DrawnView
 from moefold.topology.layout import View, fold
 
 SVG = "{http://www.w3.org/2000/svg}"

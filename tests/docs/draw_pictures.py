@@ -1,9 +1,11 @@
 """Draw the pictures of README.md and of the pages that show commands: `python -m tests.docs.draw_pictures [FOLDER]`.
 
-Trains the quickstart in FOLDER (default build/pictures) if it is not there: some minutes on a few cores. Reports and
-views of the board need Chromium.
+Trains the quickstart in FOLDER (default build/pictures) if it is not there: some minutes on a few cores. Views of
+the board need Chromium.
 """
 
+import base64
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,6 @@ from PIL import Image
 from tests.board.chromium import Page, open_page
 from tests.board.draw_pictures import open_view, page_keys
 from tests.board.test_browser import served as board_served
-from tests.docs.browser import served
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 STAGE = ("world_size=4", "tp=2", "cp=2", "ep=4")
@@ -38,16 +39,12 @@ def draw_run(folder: Path) -> None:
     moefold("inspect", run, "--force", "--picture", IMAGES / "expert-load.png")
 
 
-def draw_report(page: Page, address: str, folder: Path) -> None:
-    """Write plan-report.png and plan-memory.png from the report of a plan."""
+def draw_report(folder: Path) -> None:
+    """Write plan-memory.png, the first picture of the report of a plan, from its page."""
     moefold("plan", *PLAN, "--force", "--report", folder / "plan.html")
-    page.open(f"{address}/plan.html", 1180, 700)
-    page.screenshot(IMAGES / "plan-report.png")
-    page.open(f"{address}/plan.html", 1180, 540)
-    page.evaluate(
-        "[...document.querySelectorAll('h2')].find((one) => one.innerText.startsWith('Memory of')).scrollIntoView()"
-    )
-    page.screenshot(IMAGES / "plan-memory.png")
+    picture = re.search(r'alt="memory by part" src="data:image/png;base64,([^"]+)"', (folder / "plan.html").read_text())
+    assert picture is not None
+    (IMAGES / "plan-memory.png").write_bytes(base64.b64decode(picture[1]))
 
 
 def draw_ranks(page: Page, folder: Path) -> None:
@@ -69,10 +66,10 @@ def main(argv: list[str]) -> None:
     moefold("layout", *STAGE, "--force", "--picture", IMAGES / "folding.png")
     moefold("layout", "recipes/quickstart.toml", "--force", "--picture", IMAGES / "layout.png")
     draw_run(folder)
-    with tempfile.TemporaryDirectory() as profile, open_page(Path(profile)) as page, served(folder) as server:
-        draw_report(page, server.address, folder)
+    draw_report(folder)
+    with tempfile.TemporaryDirectory() as profile, open_page(Path(profile)) as page:
         draw_ranks(page, folder)
-    for name in ("folding", "layout", "expert-load", "plan-report", "plan-memory", "board-ranks"):
+    for name in ("folding", "layout", "expert-load", "plan-memory", "board-ranks"):
         reduce_colors(IMAGES / f"{name}.png")
 
 

@@ -76,7 +76,7 @@ def test_each_fold_gets_its_fastest_strategy():
     assert best.attention is not None
     assert best.attention.is_planned
     assert [p.mapping for p in planner.top_plans(4)] == [p.mapping for p in planner.plans[:4]]
-    assert planner.num_faster(best.time.total_s) == 0
+    assert len(planner.faster_folds(best.time.total_s)) == 0
     parallel = planner.config_for(best).parallel
     assert AttentionStrategy.from_config(parallel) == best.attention
     assert (parallel.tp, parallel.cp) == (best.mapping.tp, best.mapping.cp)
@@ -95,7 +95,7 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     assert joint.top_plans(3) == ranking[:3]
     count = len({plan.time.total_s for plan in ranking}) // 2
     limit = ranking[count].time.total_s
-    assert joint.num_faster(limit) == sum(plan.time.total_s < limit for plan in ranking)
+    assert len(joint.faster_folds(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1)
     assert DocumentPlanner(few).top_plans(1) == ranking[:1]
     assert 0 < few.workload.attention.num_planned < asked.workload.attention.num_planned / 2

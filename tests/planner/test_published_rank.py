@@ -24,8 +24,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restriction
-from moefold.planner.search.pipeline_search import MicroBatchChoice, build_mapping
-from moefold.planner.search.search import Search
+from moefold.planner.search.search import MicroBatchChoice, Search, build_mapping
 from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
 from moefold.planner.validation import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.validate.config import check_config
@@ -94,7 +93,7 @@ def some_mappings(space: MappingSpace, count: int) -> Iterator[ParallelMapping]:
         numbers = [len(alike) * len(zeros) for *_, alike, zeros in groups]
         ((size, dispatcher, overlap, alike, zeros),) = chance.choices(groups, numbers)
         pipeline, zero = chance.choice(alike), chance.choice(zeros)
-        base = MicroBatchChoice(0.0, size, dispatcher, overlap, (pipeline,))
+        base = MicroBatchChoice(size, dispatcher, overlap, (pipeline,))
         m = build_mapping(fold, base, pipeline, zero, chance.choice(space.optimizer_placements))
         recompute, offload = chance.choice(space.strategies)
         yield replace(m, recompute=recompute, offload=(*offload, *m.offload))
@@ -110,7 +109,7 @@ def test_a_published_mapping_is_among_the_best_tenth(name):
     (best,) = search.top_plans(1)
     fitting = [m for m in some_mappings(search.space, SAMPLE) if search.memory_model.estimate(m).fits]
     ahead = sum(search.cost_model.step_time(m).total_s < seconds for m in fitting) / len(fitting)
-    place = f"{1 + search.num_faster(seconds)} of {len(search.space.folds)}"
+    place = f"{1 + len(search.faster_folds(seconds))} of {len(search.space.folds)}"
     print(f"\n| {name} | {seconds:.3f} | {best.time.total_s:.3f} | {place} | {ahead:.1%} of {len(fitting)} |")
     assert best.time.total_s <= seconds * (1 + 1e-9)
     assert len(fitting) > LEAST_SAMPLE

@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError
-from moefold.planner.svg_chart import FAINT, INK, PALETTE
+from moefold.planner.colours import FAINT, INK, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from moefold.cli.drawn_view import DrawnView
 from moefold.cli.layout_table import (
     compact_count,
     describe_changes,
@@ -20,7 +21,6 @@ from moefold.config.model import ModelConfig
 from moefold.cost.stage_partition import StageCost
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
-from moefold.planner.svg_chart import DrawnView
 from moefold.topology.layout import Layout, View
 from moefold.topology.pipeline_layout import Stage, StagePlan
 

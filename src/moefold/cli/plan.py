@@ -14,9 +14,10 @@ from moefold.cli.plan_sites import add_site_options, reject_site_options
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
+from moefold.planner.families import FAMILIES, best_of_families, choose_family
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.memory.budget import RESERVE_FRACTION
-from moefold.planner.query import result_as_dict
+from moefold.planner.query import families_as_dict, result_as_dict
 from moefold.planner.rollout import plan_rollouts, rollouts_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
@@ -45,8 +46,6 @@ examples:
 """
 )
 EXIT_NOT_FEASIBLE = 1
-DEFAULT_TABLE_ROWS = 10
-"""Rows of the table without --top."""
 
 
 def run(argv: list[str]) -> int:
@@ -77,34 +76,41 @@ def run(argv: list[str]) -> int:
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
         if args.json and args.top is None:
             planner.rank_all()
-        elif planner.num_folds:
-            # One search serves every output that shows some of the best mappings.
-            planner.top_plans(max(args.top or DEFAULT_TABLE_ROWS, DEFAULT_TABLE_ROWS))
-        best = planner.best()
+        families = best_of_families(planner)
+        chosen = choose_family(families, args.take)
+        if chosen is None:
+            # Without any family nothing fits, and this error proposes what to change.
+            planner.best()
+            raise ConfigError(f"--take {args.take}: no such mapping is legal and fits; leave it out for the others")
+    best = chosen.plan
     write_outputs(planner, best, args, argv)
     lengths = rollout_lengths(request.base_config.train, request.base_config.rl, request.base_config.rollout, args)
     rollouts = [] if lengths is None else plan_rollouts(planner, lengths)
     if args.json:
-        found = result_as_dict(planner, args.top)
+        found = result_as_dict(planner, args.top) | families_as_dict(families)
         print(json.dumps(found if lengths is None else found | {"rollouts": rollouts_as_dict(rollouts, lengths)}))
     else:
         from moefold.cli.plan_outputs import print_footer
         from moefold.cli.plan_rollouts import print_rollouts
         from moefold.cli.plan_sites import print_site_plan
-        from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
+        from moefold.cli.plan_table import print_breakdown, print_families, print_ranking, print_request
         from moefold.cli.screen import open_console
 
         console = open_console()
         print_request(console, request)
-        shown = planner.top_plans(DEFAULT_TABLE_ROWS if args.top is None else args.top)
-        print_ranking(console, shown, wide=args.wide)
+        print_families(console, families, chosen)
+        shown = [one.plan for one in sorted(families, key=lambda one: one is not chosen)]
+        if args.top is not None:
+            shown = planner.top_plans(args.top)
+        if args.top is not None or args.wide:
+            print_ranking(console, shown, wide=args.wide)
         if args.breakdown:
             print_breakdown(console, shown)
         if planner.site_plan is not None:
             print_site_plan(console, planner.site_plan)
         if lengths is not None:
             print_rollouts(console, rollouts, lengths)
-        print_footer(console, planner, shown, args, argv, time.perf_counter() - started)
+        print_footer(console, planner, (best, *shown), args, argv, time.perf_counter() - started)
     return 0
 
 
@@ -124,6 +130,8 @@ def _check_output(args: argparse.Namespace) -> None:
                 f"--{name}-tokens has no effect on --explain and --compare-folding, which price no rollouts; leave it "
                 "out"
             )
+    if is_other_answer and args.take is not None:
+        raise ConfigError(f"--take {args.take} chooses a family of a plan; leave it out, or use --fix")
     if is_other_answer:
         option = "--explain" if args.explain is not None else "--compare-folding"
         reject_site_options(args, option, "prices no rounds between sites")
@@ -134,7 +142,7 @@ def _check_output(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="moefold plan",
-        description="Rank all legal mappings of a model on some GPUs by predicted step time.",
+        description="Find the best mappings of a model on some GPUs by predicted step time: folded, coupled, ZeRO-3.",
         epilog=EPILOG,
     )
     add = parser.add_argument
@@ -158,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a part of the search, see below (default folding: all of it)",
     )
+    help_ = "the family to write and draw (default: of those within the error the nearest to a measurement)"
+    add("--take", choices=tuple(FAMILIES), help=help_)
+    add("--offload", action="store_true", help="search offload to host memory too, whose cost is unmeasured")
     add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
     add("--explain", nargs="+", metavar="AXIS=VALUE", help="explain one mapping, and why it cannot run or fit")
     add("--trace", type=Path, metavar="RUN_DIR", help="plan for the recorded routing of a run (moe.trace_every)")
@@ -169,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         "--top",
         type=int,
         metavar="N",
-        help=f"rows of the table ({DEFAULT_TABLE_ROWS}), or mappings of --json (all folds, slower)",
+        help="rank the best N folds too, or mappings of --json (all folds, slower)",
     )
     help_ = "mean prompt of reinforcement learning (default: the longest that fits into train.seq_len)"
     add("--prompt-tokens", type=int, metavar="N", help=help_)
@@ -177,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--wide", action="store_true", help="all columns of the table")
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
-    add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of the best mapping")
+    add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of mapping #1")
     add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
     help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"
     add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)

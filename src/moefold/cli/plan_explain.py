@@ -84,7 +84,7 @@ def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespac
     best = everything.top_plans(1)[0]
     fits = plan.memory.fits
     return {
-        "rank": 1 + everything.num_faster(plan.time.total_s * (1 - TIE_TOLERANCE)) if fits else None,
+        "rank": 1 + len(everything.faster_folds(plan.time.total_s * (1 - TIE_TOLERANCE))) if fits else None,
         "num_folds": everything.num_folds,
         "best": format_mapping(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,

@@ -20,6 +20,7 @@ from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.model_spec import train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
@@ -183,8 +184,7 @@ def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         num_gpus=q.num_gpus,
         workload=planner.cost_model_for(best).workload,
         model_spec=q.model_spec,
-        plans=planner.top_plans(MAX_SHOWN_PLANS),
-        replan=lambda count: _best_plan(planner, count),
+        plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
         noise=_noise(planner.config_for(best).parallel, args),
         reserve_gib=q.reserve_gib,
         source=ReportSource(
@@ -205,13 +205,6 @@ def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespac
         return ""
     cfg, comments = _trainable_config(planner, best, args)
     return render_recipe(cfg, _header_comments(planner, best, args, argv), comments)
-
-
-def _best_plan(planner: Planner, num_gpus: int) -> PlannedMapping | None:
-    try:
-        return planner.with_num_gpus(num_gpus).best()
-    except ConfigError:
-        return None
 
 
 RECIPE_PATH = Path("planned.toml")
@@ -243,11 +236,11 @@ def print_footer(
     console.print()
     print_prose(console, "#1", format_mapping(shown[0]))
     print_documents(console, planner, shown[0])
+    gap = f"outside it, none can be more than {planner.gap:.0%} faster" if planner.gap else "nothing outside it can win"
     print_prose(
         console,
         "searched",
-        f"{planner.space.count():,} legal mappings in {planner.num_folds:,} folds (tp cp pp ep etp), in "
-        f"{seconds:.1f} s; the best of each fold is ranked.",
+        f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; {gap}.",
     )
     print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)
@@ -280,7 +273,19 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
             assumptions.append(
                 f"{part.kind} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
             )
-    return [*assumptions, f"MFU counts {w.flop_description}, against the bfloat16 peak"]
+    if q.restriction.offload:
+        assumptions.append("offload is hidden almost completely, which nobody has measured (--offload)")
+    return [*assumptions, f"{describe_flops(q)}; MFU is against the bfloat16 peak"]
+
+
+def describe_flops(request: PlanRequest) -> str:
+    """Describe the convention of the FLOP count, and the factor to the other one."""
+    w = request.workload
+    full, half = (train_flops(request.model_spec, w.seq_len, causal=causal) for causal in (False, True))
+    words = f"TFLOP/s count {w.flop_description}"
+    if w.counts_causal_attention:
+        return f"{words}; arXiv:2504.14960 counts all of it: x {full / half:.2f} here"
+    return f"{words}, as arXiv:2504.14960; Megatron-Bridge counts half: x {half / full:.2f} here"
 
 
 def describe_margin(request: PlanRequest) -> str:

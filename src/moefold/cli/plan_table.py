@@ -5,14 +5,21 @@ from typing import Any
 
 from rich.console import Console
 
-from moefold.cli.screen import Column, print_columns
+from moefold.cli.screen import Column, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
 from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
-from moefold.planner.mapping import ParallelMapping, format_compact_degrees, format_seconds
+from moefold.planner.families import FAMILIES, FamilyBest
+from moefold.planner.mapping import (
+    ParallelMapping,
+    describe_strategy,
+    format_compact_degrees,
+    format_rate,
+    format_seconds,
+)
 from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
@@ -37,6 +44,45 @@ def print_request(console: Console, request: PlanRequest) -> None:
     if q.assumed:
         assumed = " ".join(f"{option} {value}" for option, value in q.assumed.items())
         console.print(f"assumed: {assumed}; give yours")
+
+
+def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest) -> None:
+    """Print the best mapping of each family, and how far each is from a measured one."""
+    distinct = [one for i, one in enumerate(families) if one.plan.mapping not in [o.plan.mapping for o in families[:i]]]
+    times = [one.plan.time for one in distinct]
+    marks = ["#1" if one.plan.mapping == chosen.plan.mapping else "=" if one.is_tie else "" for one in distinct]
+    names = [
+        " and ".join(FAMILIES[other.name].title for other in families if other.plan.mapping == one.plan.mapping)
+        for one in distinct
+    ]
+    console.print()
+    print_columns(
+        console,
+        [
+            Column(name="", cells=marks),
+            Column(name="family", cells=names, wraps=True),
+            Column(name="mapping", cells=[format_compact_degrees(one.plan.mapping) for one in distinct], wraps=True),
+            _numbers("step, s", [format_seconds(time.total_s) for time in times]),
+            _numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
+            _numbers("tokens/s", [format_rate(time.tokens_per_s_per_gpu) for time in times]),
+            _numbers("GiB", [f"{one.plan.memory.total / GIB:.0f}" for one in distinct]),
+        ],
+        num_keys=2,
+    )
+    console.print()
+    for one in distinct:
+        print_prose(console, one.name, _describe_distance(one))
+
+
+def _describe_distance(one: FamilyBest) -> str:
+    """Describe how far a mapping is from a measured one."""
+    near = one.nearest
+    count = len(near.differences)
+    axes = f"{count} {'axis' if count == 1 else 'axes'} from " if count else "measured: "
+    unmeasured = "".join(f"; unmeasured: {what}" for what in one.unmeasured)
+    strategy = describe_strategy(one.plan.mapping)
+    changes = f": {', '.join(near.differences)}" if count else ""
+    return f"{strategy + '; ' if strategy else ''}{axes}{near.case}{changes}{unmeasured}"
 
 
 def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bool) -> None:

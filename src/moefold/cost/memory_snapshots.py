@@ -114,7 +114,9 @@ def find_peak_candidates(
     stages_by_rank: Sequence[Sequence[int]],
     columns: MemoryColumns,
 ) -> MemorySnapshots:
-    """Find a cheap lower bound of the peak: the snapshots of the first and last rank with most layers in flight.
+    """Find a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
+
+    These are the first and the last rank, and the first of the ranks with the most layers.
 
     In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation. Messages are not
     counted: they take the rows of all ranks.
@@ -128,7 +130,8 @@ def find_peak_candidates(
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
     held = []
     found = []
-    for rank in (0, len(stages_by_rank) - 1):
+    sizes = [sum(len(chunks[stage].kinds) for stage in stages) for stages in stages_by_rank]
+    for rank in (0, sizes.index(max(sizes)), len(stages_by_rank) - 1):
         rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages_by_rank[rank])
         # Most layers in flight; among these the most other activations.
         layers = rows[:, : columns.num_kinds].sum(axis=1)

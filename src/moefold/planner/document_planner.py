@@ -1,23 +1,17 @@
 """Planner for samples of documents: prices every fold under each way to share attention. Torch-free."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from heapq import heappop, heappush
-from itertools import chain
-from math import inf
 
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.strategy import AttentionStrategy
-from moefold.planner.mapping import ParallelMapping
-from moefold.planner.planner import Planner, PlanRequest
-from moefold.planner.search.search import PlannedMapping
-
-TIE_TOLERANCE = 1e-9
-"""Relative difference of the seconds of two mappings that are equally fast; sums in another order differ by less."""
+from moefold.planner.planner import Planner, PlanRequest, best_of_all
+from moefold.planner.search.search import Group, PlannedMapping
+from moefold.planner.search.space import Fold
 
 
 def candidate_strategies(own: AttentionStrategy) -> list[AttentionStrategy]:
@@ -61,7 +55,8 @@ class DocumentPlanner(Planner):
         """The best mapping of every fold, each with its fastest strategy."""
         if not self.space.folds:
             return super().plans
-        return _best_by_fold(chain.from_iterable(self._marked(s, p.plans) for s, p in self.planners.items()))
+        ranked = [[self._marked(s, p.plans)] for s, p in self.planners.items()]
+        return best_of_all([Group(self.num_folds)], ranked)[0]
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """See base class."""
@@ -69,12 +64,29 @@ class DocumentPlanner(Planner):
             return super().top_plans(count)
         if count > self._num_requested:
             self._num_requested = count
-            self._top_plans = self._search_all(count)[:count]
+            self._top_plans = self.best_of([Group(count)])[0]
         return self._top_plans[:count] or self.plans[:count]
 
-    def num_faster(self, seconds: float) -> int:
+    def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
         """See base class."""
-        return sum(plan.time.total_s < seconds for plan in self._search_all(limit_s=seconds))
+        found = [[self._marked(s, plans) for plans in p.best_of(groups)] for s, p in self.planners.items()]
+        return best_of_all(groups, found)
+
+    def faster_folds(self, seconds: float) -> set[Fold]:
+        """See base class."""
+        return set().union(*(planner.faster_folds(seconds) for planner in self.planners.values()))
+
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """See base class."""
+        found = ((s, p.plans_below(limit_s, zero_stages, accepts)) for s, p in self.planners.items())
+        return [plan for strategy, plans in found for plan in self._marked(strategy, plans)]
+
+    @property
+    def gap(self) -> float:
+        """See base class."""
+        return max((planner.gap for planner in self.planners.values()), default=0.0)
 
     def rank_all(self) -> None:
         """See base class."""
@@ -91,45 +103,6 @@ class DocumentPlanner(Planner):
     def with_num_gpus(self, num_gpus: int) -> "DocumentPlanner":
         """Return a planner of the same documents for another number of GPUs."""
         return DocumentPlanner(self.request.with_num_gpus(num_gpus), self._make_planner)
-
-    def _search_all(self, count: int | None = None, limit_s: float = inf) -> list[PlannedMapping]:
-        """Search under all strategies at once, always the one that may have the fastest mapping next.
-
-        So a mapping is priced under a strategy only if it may be one of those that are returned.
-
-        Args:
-            count: folds to find; None: all below the limit.
-            limit_s: seconds of a step that no mapping to find exceeds.
-
-        Returns:
-            The best plans that fit, of different folds, best first: at least `count` if there are as many.
-        """
-        searches = [planner.steps() for planner in self.planners.values()]
-        queue = [(0.0, i) for i in range(len(searches))]
-        found: list[list[ParallelMapping]] = [[] for _ in searches]
-        seconds_of_fold: dict[tuple[int, ...], float] = {}
-        while queue:
-            bound, i = heappop(queue)
-            if bound > limit_s * (1 + TIE_TOLERANCE):
-                break
-            step = next(searches[i], None)
-            if step is None:
-                continue
-            seconds, mapping = step
-            heappush(queue, (max(bound, seconds), i))
-            if mapping is None:
-                continue
-            found[i].append(mapping)
-            seconds_of_fold.setdefault(_fold_of(mapping), seconds)
-            if count is not None and len(seconds_of_fold) >= count:
-                # Mappings that take equally long are found too, so that the recipe's own strategy wins ties.
-                limit_s = min(limit_s, sorted(seconds_of_fold.values())[count - 1])
-        plans = [
-            replace(planner.price(mapping), attention=strategy)
-            for (strategy, planner), mappings in zip(self.planners.items(), found, strict=True)
-            for mapping in mappings
-        ]
-        return _best_by_fold(plans)
 
     @property
     def _loads(self) -> DocumentLoads:
@@ -151,17 +124,3 @@ class DocumentPlanner(Planner):
     def _planner_of(self, plan: PlannedMapping) -> Planner:
         assert plan.attention is not None
         return self.planners[plan.attention]
-
-
-def _best_by_fold(plans: Iterable[PlannedMapping]) -> list[PlannedMapping]:
-    """Return the best plan of each fold, best first; of equal ones the first."""
-    best: dict[tuple[int, ...], PlannedMapping] = {}
-    for plan in plans:
-        fold = _fold_of(plan.mapping)
-        if fold not in best or plan.sort_key < best[fold].sort_key:
-            best[fold] = plan
-    return sorted(best.values(), key=lambda plan: plan.sort_key)
-
-
-def _fold_of(m: ParallelMapping) -> tuple[int, ...]:
-    return m.tp, m.cp, m.dp, m.pp, m.ep, m.etp, m.edp

@@ -17,8 +17,6 @@ from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.hf_config import read_model_config
-from moefold.convert.known_keys import ALL_KEYS
 from moefold.cost.flops import TRAIN_TO_FORWARD, keys_per_token
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, is_hub_url, snapshot
@@ -441,6 +439,10 @@ def load_model_spec(name: str) -> ModelSpec:
     Raises:
         ConfigError: it is none of these.
     """
+    # Lazy imports: the families of Hugging Face take longer to import than a preset needs.
+    if is_hub_url(name) or Path(name).name == "config.json" or Path(name).is_dir():
+        from moefold.convert.hf_config import read_model_config
+        from moefold.convert.known_keys import ALL_KEYS
     if is_hub_url(name):
         return model_spec_from_config(read_model_config(snapshot(name, "model", patterns=CONFIG_PATTERNS), ALL_KEYS))
     path = Path(name)

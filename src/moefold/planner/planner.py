@@ -4,9 +4,10 @@
 trace.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
-from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
-from moefold.planner.search.search import PlannedMapping, Search, SearchStep
-from moefold.planner.search.space import MappingSpace, explain_illegal
+from moefold.planner.search.search import Group, PlannedMapping, Search
+from moefold.planner.search.space import Fold, MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
@@ -125,17 +125,24 @@ class Planner:
         """Number of legal folds."""
         return len(self.space.folds)
 
-    def num_faster(self, seconds: float) -> int:
-        """Return the number of folds whose best mapping that fits takes less than the given seconds."""
-        return self.search.num_faster(seconds)
+    def faster_folds(self, seconds: float) -> set[Fold]:
+        """Return the folds whose best mapping that fits takes less than the given seconds."""
+        return self.search.faster_folds(seconds)
 
-    def steps(self) -> Iterator[SearchStep]:
-        """Search one candidate at a time for the best mappings that fit, see `Search.steps`."""
-        return self.search.steps()
+    def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
+        """Return the best mappings of each group that fit, best first, in one search."""
+        return self.search.find(groups) if self.space.folds else [[] for _ in groups]
 
-    def price(self, mapping: ParallelMapping) -> PlannedMapping:
-        """Return a mapping that `steps` found, with its time and memory."""
-        return self.search.price(mapping)
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """Return the best mapping of each accepted fold that takes less than `limit_s` and fits."""
+        return self.search.plans_below(limit_s, zero_stages, accepts)
+
+    @property
+    def gap(self) -> float:
+        """Fraction of a step by which a mapping outside the beam could be faster, at most."""
+        return self.search.gap
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the first `count` plans, best first; plans that do not fit are returned only if none fits.
@@ -258,6 +265,20 @@ class Planner:
         return sorted(enough.items(), key=lambda item: item[1])[:2]
 
 
+def best_of_all(
+    groups: Sequence[Group], searches: Sequence[Sequence[Sequence[PlannedMapping]]]
+) -> list[list[PlannedMapping]]:
+    """Return the best mappings of each group in the results of several searches, best first, each of another fold."""
+    found = []
+    for i, group in enumerate(groups):
+        best: dict[Fold, PlannedMapping] = {}
+        for plan in chain.from_iterable(plans[i] for plans in searches):
+            if plan.fold not in best or plan.sort_key < best[plan.fold].sort_key:
+                best[plan.fold] = plan
+        found.append(sorted(best.values(), key=lambda plan: plan.sort_key)[: group.count])
+    return found
+
+
 def _describe_reserve(request: PlanRequest) -> str:
     """Describe the memory that is left free; empty if there is none."""
     q = request
@@ -341,17 +362,28 @@ class TracedPlanner(Planner):
         """See base class."""
         return self.plans[:count]
 
-    def steps(self) -> Iterator[SearchStep]:
-        """See base class; every fold is ranked first."""
-        yield from ((plan.time.total_s, plan.mapping) for plan in self.plans if plan.memory.fits)
-
-    def price(self, mapping: ParallelMapping) -> PlannedMapping:
+    def faster_folds(self, seconds: float) -> set[Fold]:
         """See base class."""
-        return next(plan for plan in self.plans if plan.mapping == mapping)
+        return {plan.fold for plan in self.plans if plan.memory.fits and plan.time.total_s < seconds}
 
-    def num_faster(self, seconds: float) -> int:
+    def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
         """See base class."""
-        return sum(plan.memory.fits and plan.time.total_s < seconds for plan in self.plans)
+        eps = sorted({fold.ep for fold, _ in self.space.folds})
+        found = [Planner(self.request_for_ep(ep, self.request.restriction)).best_of(groups) for ep in eps]
+        return best_of_all(groups, found)
+
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """See base class."""
+        eps = sorted({fold.ep for fold, _ in self.space.folds if accepts(fold)})
+        planners = (Planner(self.request_for_ep(ep, self.request.restriction)) for ep in eps)
+        return [plan for planner in planners for plan in planner.plans_below(limit_s, zero_stages, accepts)]
+
+    @property
+    def gap(self) -> float:
+        """See base class; every fold is ranked."""
+        return 0.0
 
     def cost_model_for(self, plan: PlannedMapping) -> CostModel:
         """Return the cost model of the plan's ep."""

@@ -3,7 +3,7 @@
 Messages name the options of `moefold plan`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from moefold.planner.cost_model.attention_load import AttentionLoads
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
 from moefold.planner.document_planner import DocumentPlanner
+from moefold.planner.families import FamilyBest
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
 from moefold.planner.lengths.strategy import AttentionStrategy
@@ -58,6 +59,8 @@ class PlanOptions:
     """Multi-token prediction in that count; None counts it."""
     method: str = FOLDED
     """Part of the search."""
+    offload: bool = False
+    """Search offload of activations and moments to the host's memory too; nobody has measured what it costs."""
     trace: Path | None = None
     """Run folder whose recorded routing (moe.trace_every) is planned for."""
     lengths: str | None = None
@@ -148,7 +151,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             counts_mtp=_counts_mtp(options.mtp_flops, base.model),
             attention=document_loads(options.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl),
         ),
-        restriction=Restriction(dict(query.fix), options.method),
+        restriction=Restriction(dict(query.fix), options.method, options.offload),
         reserve_gib=reserve,
         site_link=site_link,
         assumed={} if is_recipe else {option: chosen[option] for option, value in given.items() if value is None},
@@ -210,11 +213,29 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
             "num_legal": planner.space.count(),
             "num_folds": planner.num_folds,
             "stated_error": asdict(STATED_ERROR),
+            "beam_gap": planner.gap,
             "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
         }
         | documents_as_dict(q.workload.attention)
         | sites_as_dict(planner)
     )
+
+
+def families_as_dict(families: Sequence[FamilyBest]) -> dict[str, Any]:
+    """Return the best mapping of each family by name, with the nearest measured one, ready for JSON."""
+    return {
+        "families": {
+            one.name: plan_as_dict(one.plan)
+            | {
+                "is_tie": one.is_tie,
+                "nearest_measured": one.nearest.case,
+                "nearest_source": one.nearest.source,
+                "differs": list(one.nearest.differences),
+                "unmeasured": list(one.unmeasured),
+            }
+            for one in families
+        }
+    }
 
 
 def sites_as_dict(planner: Planner) -> dict[str, Any]:

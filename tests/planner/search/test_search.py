@@ -38,7 +38,7 @@ def searching(
     cfg: Config, room_gib: float, fixed: dict | None = None, device: Device | None = None, imbalance: float = 1.0
 ) -> Search:
     """A search on a device that has so much beside the overhead."""
-    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}))
+    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}, offload=True))
     device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
     workload = workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16", imbalance=imbalance)
     shape = model_spec_from_config(cfg.model)
@@ -50,7 +50,7 @@ def searching(
 def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[ParallelMapping]]:
     found: dict[Fold, list[ParallelMapping]] = {}
     world = search.space.constraints.base_config.parallel.world_size
-    for values in MappingSpace(search.space.constraints, Restriction(fixed or {})):
+    for values in MappingSpace(search.space.constraints, Restriction(fixed or {}, offload=True)):
         tp, cp, pp, ep, etp = (values[axis] for axis in ("tp", "cp", "pp", "ep", "etp"))
         fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
         if values.pop("moments") == "host":
@@ -64,7 +64,7 @@ def priced(search: Search, probe: ParallelMapping) -> tuple[np.ndarray, np.ndarr
     """Seconds and bytes of a mapping with every saver, none left out."""
     savers, memory = search.space.strategies, search.memory_model
     room = memory.memory_budget(probe, memory.activation_memory.total_bytes(probe, savers), savers.recomputes_comm)
-    return search.fold_costs.strategy_costs.step_times(probe, savers), room.totals(probe, room.activations())
+    return search.strategy_costs.step_times(probe, savers), room.totals(probe, room.activations())
 
 
 def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:
@@ -98,7 +98,7 @@ def check_folds(search: Search, fixed: dict | None = None) -> None:
         assert found == pytest.approx(ranking[:count], rel=1e-12)
     for place in range(0, len(ranking), 5):
         limit = ranking[place] * (1 - 1e-9)
-        assert search.num_faster(limit) == sum(seconds < limit for seconds in ranking)
+        assert len(search.faster_folds(limit)) == sum(seconds < limit for seconds in ranking)
 
 
 @pytest.mark.parametrize("room_mib", [0.3, 0.5, 100.0])
@@ -188,7 +188,7 @@ def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
         assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
     for place in range(0, len(everything), 5):
         faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
-        assert search.num_faster(everything[place].time.total_s * (1 - 1e-9)) == faster
+        assert len(search.faster_folds(everything[place].time.total_s * (1 - 1e-9))) == faster
 
 
 def test_a_fixed_zero_is_searched():

@@ -1,17 +1,18 @@
 """Document lengths that a user names: a shipped histogram, a file, or the data of a run. Torch-free."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
-from moefold.convert.run_config import parse_run_config, read_json_object
-from moefold.data.dataset import open_dataset
-from moefold.data.sample import Sample, stack_samples
 from moefold.errors import ConfigError
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.planner.lengths.samples import DocumentSamples, RecordedSamples, SampleLengths, StreamedSamples
+
+if TYPE_CHECKING:
+    from moefold.data.sample import Sample
 
 CONFIG_FILE = "config.json"
 MAX_RUN_SAMPLES = 1024
@@ -62,6 +63,10 @@ def describe_cuts(samples: DocumentSamples, seq_len: int) -> str:
 
 def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     """Read the document lengths of the first samples that a run trains on."""
+    # Lazy imports: the data pipeline takes longer to import than a plan without documents needs.
+    from moefold.convert.run_config import parse_run_config, read_json_object
+    from moefold.data.dataset import open_dataset
+
     path = folder / CONFIG_FILE
     tree = read_json_object(path)
     if not tree:
@@ -81,8 +86,10 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     return RecordedSamples(str(folder), f"the first {len(found):,} samples of the run", tuple(found))
 
 
-def _document_lengths(sample: Sample, seq_len: int) -> SampleLengths:
+def _document_lengths(sample: "Sample", seq_len: int) -> SampleLengths:
     """Return the lengths of the documents of a sample as attention sees them, so also of its padding."""
+    from moefold.data.sample import stack_samples
+
     starts = stack_samples([sample], seq_len).document_starts()
     assert starts is not None, "stacked samples have documents"
     bounds = np.flatnonzero(starts[0] == np.arange(seq_len))

@@ -63,6 +63,11 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
         return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
 
     @cached_property
+    def offloads(self) -> bool:
+        """True if any strategy offloads activations."""
+        return any(offload for _, offload in self)
+
+    @cached_property
     def recomputes_comm(self) -> NDArray[np.intp]:
         """1 for each strategy that recomputes expert all-to-alls, else 0, [strategies]."""
         return np.array([recomputes_comm(recompute) for recompute in self.recompute_sets])[
@@ -106,6 +111,7 @@ class ActivationMemoryTable:
         self._recompute_tables: dict[tuple[Any, ...], _RecomputeTable] = {}
         self._layer_cache: dict[tuple[Any, ...], tuple[BytesByPart, dict[int, ByteTable]]] = {}
         self._per_sample_cache: dict[tuple[Any, ...], tuple[ByteTable, ByteTable]] = {}
+        self._head_changes_cache: dict[tuple[Any, ...], list[tuple[int, ByteTable]]] = {}
         self._may_need_less: dict[tuple[Any, ...], bool] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
@@ -213,17 +219,27 @@ class ActivationMemoryTable:
 
     def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
         """Replace the head columns for these tokens: chunks and tiles of the loss have a fixed size."""
-        if self.model_spec.config is None or not self._has_fixed_head_sizes(mapping):
-            return table
-        formula = _activation_memory(self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance)
-        plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
-        for name, parts in end_columns(formula).items():
-            if name in ("head", "mtp", "logits", "delayed_head"):
-                column = self.columns.end_column(name)
-                # What is recomputed of the layer of `mtp` changes its size by a multiple of the tokens.
-                found = group_parts(parts) - plain[:, column]
-                table[:, column] += found if axis == 1 else found.sum()
+        for column, change in self._head_changes(mapping):
+            table[:, column] += change if axis == 1 else change.sum()
         return table
+
+    def _head_changes(self, mapping: ParallelMapping) -> list[tuple[int, ByteTable]]:
+        """Return the head columns with what they have more than in proportion to the tokens, [parts] each."""
+        degrees = self.cache_key(mapping) if self.model_spec.mtp_layers else (mapping.tp,)
+        key = (*degrees, mapping.cp, mapping.mbs)
+        if key not in self._head_changes_cache:
+            self._head_changes_cache[key] = found = []
+            if self.model_spec.config is not None and self._has_fixed_head_sizes(mapping):
+                formula = _activation_memory(
+                    self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance
+                )
+                plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
+                for name, parts in end_columns(formula).items():
+                    if name in ("head", "mtp", "logits", "delayed_head"):
+                        column = self.columns.end_column(name)
+                        # What is recomputed of the layer of `mtp` changes its size by a multiple of the tokens.
+                        found.append((column, group_parts(parts) - plain[:, column]))
+        return self._head_changes_cache[key]
 
     def _compute_table(
         self, mapping: ParallelMapping, recompute: tuple[str, ...]

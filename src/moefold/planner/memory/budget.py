@@ -189,7 +189,7 @@ class MemoryModel:
         return self._find_cached(self._schedule_spec(mapping), self._snapshots, find_snapshots)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
-        """Return two of the snapshots, or lower bounds of them, at a fraction of the cost."""
+        """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""
         return self._find_cached(self._schedule_spec(mapping), self._peak_candidates, find_peak_candidates)
 
     def _find_cached(

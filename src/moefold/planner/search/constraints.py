@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.config.groups.drop import DropPart
-from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.rule import Rule, ask
@@ -380,6 +379,8 @@ class Restriction:
     overlap."""
     method: str = FOLDED
     """A key of `METHODS`."""
+    offload: bool = False
+    """True if offload of activations and moments is searched; a fixed or the recipe's own offload is searched too."""
 
     def allows_fold(self, degrees: Degrees) -> bool:
         """Return whether the degrees match the fixed ones and the method."""

@@ -50,6 +50,10 @@ from moefold.validate.config import check_config
 from moefold.validate.memory import OFFLOAD_PARTS
 
 HOST = "host"
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
+"""Virtual stages that are searched unless they are fixed: others between them differ little in time and memory."""
+MAX_LISTED_SIZES = 6
+"""With up to this many micro-batch sizes all are searched, else the powers of two and the largest one."""
 NON_LAYER_STAGE_PARTS = ("E", "L")
 """Parts other than layers to which a balanced layout may give a stage."""
 
@@ -158,7 +162,7 @@ class MappingSpace:
             (recompute, offload)
             for recompute in self.recompute_sets
             for offload in subsets
-            if (self.has_host_memory or not offload)
+            if (self.searches_offload or not offload)
             and self.restriction.allows("offload", offload)
             and self.constraints.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload, "moments": "none"})
         )
@@ -166,13 +170,21 @@ class MappingSpace:
     @cached_property
     def optimizer_placements(self) -> tuple[str, ...]:
         """Placements of the optimizer's moments: on the device, or in host memory."""
-        placements = ("none", HOST) if self.has_host_memory else ("none",)
+        placements = ("none", HOST) if self.searches_offload else ("none",)
         return tuple(placement for placement in placements if self.restriction.allows("moments", placement))
 
     @cached_property
     def has_host_memory(self) -> bool:
         """True if offload to host memory is priced: a CPU has none, and disks have no price."""
         return self._cfg.run.device != "cpu" and self._cfg.train.offload_to == HOST
+
+    @cached_property
+    def searches_offload(self) -> bool:
+        """True if offload is searched: if it is asked for, by the restriction, a fixed axis or the recipe."""
+        train = self._cfg.train
+        fixed = self.restriction.fixed
+        is_asked = self.restriction.offload or fixed.get("offload") or fixed.get("moments") == HOST
+        return self.has_host_memory and bool(is_asked or train.offload or train.offload_optimizer == HOST)
 
     def legal_zero_stages(
         self, fold: Fold, mbs: int, schedule: str | Part, dispatcher: DispatcherPart, overlap: bool
@@ -344,7 +356,7 @@ class MappingSpace:
         """Yield the legal micro-batch sizes, divisors of a replica's samples, with their pipelines."""
         dp = self._cfg.parallel.world_size // prod(values.values())
         samples, rest = divmod(self._cfg.train.global_batch_size, dp)
-        for size in divisors(samples) if not rest and samples else ():
+        for size in self._listed_sizes(samples) if not rest and samples else ():
             tried = {**values, "mbs": size}
             if not self.restriction.allows("mbs", size) or not self.constraints.allows(BATCH_RULES, tried):
                 continue
@@ -353,6 +365,13 @@ class MappingSpace:
                 self._pipelines[key] = tuple(self._legal_pipelines(tried))
             if self._pipelines[key]:
                 yield size, self._pipelines[key]
+
+    def _listed_sizes(self, samples: int) -> list[int]:
+        """Return the micro-batch sizes to search, divisors of a replica's samples."""
+        sizes = list(divisors(samples))
+        if "mbs" in self.restriction.fixed or len(sizes) <= MAX_LISTED_SIZES:
+            return sizes
+        return [size for size in sizes if size & (size - 1) == 0 or size == samples]
 
     def _legal_pipelines(self, values: dict[str, Any]) -> Iterator[PipelineVariant]:
         for schedule, pipelines in self._pipeline_variants(values["pp"]).items():
@@ -365,14 +384,22 @@ class MappingSpace:
             self._variants_by_pp[pp] = {
                 schedule: [
                     PipelineVariant(schedule, chunks)
-                    for chunks in range(1, self._max_stages // pp + 1)
-                    if self.restriction.allows("vpp", chunks)
+                    for chunks in self._listed_virtual_stages
+                    if chunks * pp <= self._max_stages
                     and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
                 ]
                 for schedule in self._schedules()
                 if not schedule_named(schedule).is_for_one_mapping
             }
         return self._variants_by_pp[pp]
+
+    @cached_property
+    def _listed_virtual_stages(self) -> tuple[int, ...]:
+        """Virtual stages to search: the fixed ones, those of the recipe's own stages, or `VIRTUAL_STAGES`."""
+        if "vpp" in self.restriction.fixed:
+            return (self.restriction.fixed["vpp"],)
+        has_own_stages = self._cfg.parallel.pipeline_layout not in ("", "auto")
+        return tuple(range(1, self._max_stages + 1)) if has_own_stages else VIRTUAL_STAGES
 
     @cached_property
     def _max_stages(self) -> int:
@@ -503,7 +530,10 @@ def _derived_degree_reason(constraints: MappingConstraints, restriction: Restric
 
 
 def _validation_errors(cfg: Config) -> list[str]:
-    """Return the errors of the runtime's checks."""
+    """Return the errors of the runtime's checks, with stages that the planner writes where the recipe has none."""
+    p = cfg.parallel
+    if p.pp > 1 and not p.pipeline_layout:
+        cfg = replace(cfg, parallel=replace(p, pipeline_layout="auto"))
     try:
         check_config(cfg)
     except ConfigError as error:

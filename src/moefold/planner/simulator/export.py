@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 from moefold.config.pipeline_action import Action
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_writable
+from moefold.planner.colours import (
+    EXPOSED_COLOUR,
+    FAINT,
+    INK,
+    PASS_COLOURS,
+    PASS_NAMES,
+    STEP_TAIL_COLOURS,
+    STEP_TAIL_NAMES,
+)
 from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,
@@ -20,18 +29,10 @@ from moefold.planner.simulator.timeline import (
     describe_windows,
     intersects,
 )
-from moefold.planner.svg_chart import (
-    EXPOSED_COLOUR,
-    FAINT,
-    INK,
-    PASS_COLOURS,
-    PASS_NAMES,
-    STEP_TAIL_COLOURS,
-    STEP_TAIL_NAMES,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Tracks of a rank in a trace: its passes, and its streams."""
@@ -62,7 +63,7 @@ def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
         if path.suffix.lower() == ".json":
             path.write_text(json.dumps(chrome_trace(timeline)))
         else:
-            _draw(timeline, path, title)
+            draw_timeline(timeline, title).savefig(path)
     except OSError as error:
         raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from None
 
@@ -147,7 +148,7 @@ def _track_index(action: Action) -> int:
     return 0 if action.kind == "F" else 1
 
 
-def _draw(timeline: Timeline, path: Path, title: str) -> None:
+def draw_timeline(timeline: Timeline, title: str = "") -> "Figure":
     """Draw a lane for each rank: passes above, collectives below, red if exposed; a long step in windows."""
     # No pyplot: it would select a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -181,7 +182,7 @@ def _draw(timeline: Timeline, path: Path, title: str) -> None:
     figure.text(right, 1 - 0.3 / height, format_summary(timeline) if title else "", **faint)
     figure.text(right, 1 - 0.6 / height, describe_windows(timeline, windows), va="center", **faint)
     _draw_legend(figure, height, drawn)
-    figure.savefig(path)
+    return figure
 
 
 def format_summary(timeline: Timeline) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moefold.errors import ConfigError
+from moefold.planner.colours import FAINT, INK
 from moefold.planner.simulator.export import DPI, LANE, WIDTH, check_timeline_file, chrome_trace
 from moefold.planner.simulator.rounds import COPY, DECODE, PREFILL, REWARD, TRAIN, Phase, RoundTimeline
 from moefold.planner.simulator.site_rounds import EXCHANGE, MEETING, STEP, WAIT, SiteTimeline
 from moefold.planner.simulator.timeline import Timeline
-from moefold.planner.svg_chart import FAINT, INK
 
 COLOURS = {COPY: "#8a8f98", PREFILL: "#f2a065", DECODE: "#e3c04b", REWARD: "#7fb0d3", TRAIN: "#2b5c8a"}
 

@@ -1,13 +1,13 @@
-"""Colours that a reader can tell apart, round ticks, and the windows of a long step."""
+"""Colours that a reader can tell apart."""
 
 from itertools import combinations
 
 import numpy as np
 import pytest
 
+from moefold.planner.colours import MEMORY_COLOURS, PALETTE, TIME_COLOURS
 from moefold.planner.cost_model.step import TIME_PARTS
 from moefold.planner.memory.budget import MEMORY_PARTS
-from moefold.planner.svg_chart import MEMORY_COLOURS, PALETTE, TIME_COLOURS, round_ticks
 
 SEEN = {
     "normal": np.eye(3),
@@ -44,18 +44,3 @@ def test_every_part_has_a_colour_of_its_own():
     for colours, parts in ((TIME_COLOURS, TIME_PARTS), (MEMORY_COLOURS, MEMORY_PARTS)):
         assert set(colours) == set(parts)
         assert len(set(colours.values())) == len(parts)
-
-
-@pytest.mark.parametrize(
-    ("top", "ticks"),
-    [
-        (3.15, [0, 1, 2, 3, 4]),
-        (0.786, [0, 0.2, 0.4, 0.6, 0.8]),
-        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-        (2200, [0, 500, 1000, 1500, 2000, 2500]),
-        (12, [0, 2.5, 5, 7.5, 10, 12.5]),
-        (0, [0, 1]),
-    ],
-)
-def test_ticks_are_round_and_reach_the_top(top, ticks):
-    assert round_ticks(top) == pytest.approx(ticks)

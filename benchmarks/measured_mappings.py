@@ -1,0 +1,51 @@
+"""Writes the distinct mappings of published measurements that `moefold plan` compares its answers with.
+
+    python -m benchmarks.measured_mappings TABLE.csv [TABLE.csv ...]
+
+writes `src/moefold/planner/measured.csv` from tables in the format of `moefold plan-accuracy`. What a source leaves
+open (micro-batches, virtual stages, ZeRO stage) is chosen as that command chooses it.
+"""
+
+import argparse
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from moefold.planner.families import MEASURED_COLUMNS, measured_axes
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER
+from moefold.planner.validation import SkipRowError, parse_case, predict, read_rows
+
+OUTPUT = Path(__file__).parents[1] / "src/moefold/planner/measured.csv"
+
+
+def measured_rows(table: Path) -> Iterator[dict[str, object]]:
+    """Yield the measured mappings of a table."""
+    for row in read_rows(table):
+        try:
+            case = parse_case(row)
+            found = predict(case)
+        except SkipRowError:
+            continue
+        if isinstance(found.measured, float):
+            offloads = any(part != OFFLOADED_OPTIMIZER for part in found.mapping.offload)
+            axes = measured_axes(found.mapping, case.gpu, case.model, case.workload.seq_len)
+            yield {**axes, "offload": offloads, "num_gpus": found.mapping.world_size, "source": row["source"]}
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    distinct: dict[tuple[object, ...], dict[str, object]] = {}
+    for table in arguments.tables:
+        for row in measured_rows(table):
+            distinct.setdefault(tuple(row[name] for name in MEASURED_COLUMNS[:-1]), row)
+    with OUTPUT.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, MEASURED_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(distinct.values())
+
+
+if __name__ == "__main__":
+    main()

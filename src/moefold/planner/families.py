@@ -1,0 +1,169 @@
+"""Families of mappings: the best of each, and how far it is from a measured mapping. Torch-free."""
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from math import log2
+
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.planner import Planner, PlanRequest
+from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS
+from moefold.planner.search.search import Group, PlannedMapping
+from moefold.planner.search.space import Fold
+from moefold.planner.validation import STATED_ERROR
+
+MEASURED_COLUMNS = (
+    *("model", "gpu", "seq_len", "tp", "cp", "pp", "ep", "etp", "mbs", "zero", "recompute", "offload"),
+    *("num_gpus", "source"),
+)
+"""Columns of `measured.csv`: what is compared, and where the measurement is from."""
+HOPPER = ("h100", "h200", "h800")
+FOLD_AXES = ("tp", "cp", "pp", "ep", "etp")
+NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What people choose between."""
+
+    title: str
+    group: Group
+
+
+FAMILIES = {
+    "folded": Family("folded", Group(zero_stages=(0, 1, 2))),
+    "coupled": Family("ETP = TP", Group(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2))),
+    "fsdp": Family("ZeRO-3 (FSDP)", Group(zero_stages=(3,))),
+}
+"""By the word of `--take`: any folding with ZeRO 0 to 2, its part without folding, and ZeRO-3 with any folding."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The measured mapping that is nearest to a planned one."""
+
+    case: str
+    """Model, number of GPUs, GPU and sequence length."""
+    source: str
+    differences: tuple[str, ...]
+    """Axes that differ, such as `ep 8 -> 1`."""
+
+
+@dataclass(frozen=True)
+class FamilyBest:
+    """The best mapping of a family."""
+
+    name: str
+    """The word of `--take`."""
+    plan: PlannedMapping
+    nearest: Nearest
+    is_tie: bool
+    """True if its step is within the error of the fastest family's."""
+
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """What of the mapping nobody has published a measurement of."""
+        m = self.plan.mapping
+        found = ["ZeRO-3 with ep 1"] if m.zero == 3 and m.ep == m.etp == 1 and m.world_size > 1 else []
+        return (*found, *(["offload"] if m.offload else []))
+
+
+def best_of_families(planner: Planner) -> list[FamilyBest]:
+    """Return the best mapping of every family that has one that fits, in the order of `FAMILIES`.
+
+    Of the fastest one, and of those with measured degrees that take as long within the error, it is the nearest to a
+    measurement.
+    """
+    request = planner.request
+    own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
+    degrees = {tuple(int(row[axis]) for axis in FOLD_AXES) for row in own_rows}
+    plans = planner.best_of([family.group for family in FAMILIES.values()])
+    least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
+    found = []
+    for (name, family), own in zip(FAMILIES.items(), plans, strict=True):
+        if not own:
+            continue
+        # A family within the error of the fastest is shown by a mapping that is too.
+        limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
+        measured = planner.plans_below(limit_s, family.group.zero_stages, _accepts_both(family.group.accepts, degrees))
+        candidates = [
+            FamilyBest(name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s))
+            for plan in (own[0], *measured)
+        ]
+        found += [one for one in [choose_family(candidates, name)] if one is not None]
+    return found
+
+
+def _within_error(seconds: float) -> float:
+    """Return the longest time that cannot be told from another one."""
+    return seconds * (1 + STATED_ERROR.tie_pct / 100)
+
+
+def _accepts_both(accepts: Callable[[Fold], bool], degrees: set[tuple[int, ...]]) -> Callable[[Fold], bool]:
+    return lambda fold: (fold.tp, fold.cp, fold.pp, fold.ep, fold.etp) in degrees and accepts(fold)
+
+
+def choose_family(families: list[FamilyBest], name: str | None = None) -> FamilyBest | None:
+    """Return the family of a name; without one, of the families within the error the nearest to a measurement."""
+    named = [one for one in families if (one.is_tie if name is None else one.name == name)]
+    # Of equally near ones the fastest.
+    return min(
+        named, key=lambda one: (len(one.unmeasured), len(one.nearest.differences), one.plan.time.total_s), default=None
+    )
+
+
+def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> Nearest:
+    """Return the published mapping, of the same model if any, with the fewest axes between it and a planned one.
+
+    Of several, the one with the fewest doublings.
+    """
+    own = measured_axes(mapping, request.device.name, request.model_spec.name, request.workload.seq_len)
+    ranked = ((list(_differences(row, own)), row) for row in _measured())
+    differences, row = min(
+        ranked,
+        key=lambda entry: (entry[1]["model"] != own["model"], len(entry[0]), sum(steps for _, steps in entry[0])),
+    )
+    case = f"{row['model']} on {row['num_gpus']} {row['gpu']}, {row['seq_len']} tokens"
+    return Nearest(case, row["source"], tuple(text for text, _ in differences))
+
+
+def measured_axes(mapping: ParallelMapping, gpu: str, model: str, seq_len: int) -> dict[str, object]:
+    """Return what a planned and a measured mapping are compared by."""
+    m = mapping
+    recompute = "none" if not m.recompute else "full" if {"layer", "moe"} & set(m.recompute) else "selective"
+    return {
+        "model": model,
+        "gpu": gpu,
+        "seq_len": seq_len,
+        **{axis: getattr(m, axis) for axis in NUMBER_AXES if axis != "seq_len"},
+        "zero": m.zero,
+        "recompute": recompute,
+        "offload": any(part != OFFLOADED_OPTIMIZER for part in m.offload),
+    }
+
+
+def _differences(row: Mapping[str, str], own: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield the axes that differ, with the doublings between the values; 2 for values that are no numbers."""
+    for axis, value in own.items():
+        before = row[axis]
+        if axis == "gpu" and _generation(before) == _generation(str(value)):
+            continue
+        if axis == "zero" and (before == "3") == (value == 3):
+            # ZeRO 0 to 2 reduce the same gradients; 3 gathers weights in both passes.
+            continue
+        if before != str(value):
+            steps = abs(log2(float(str(value)) / float(before))) if axis in NUMBER_AXES else 2.0
+            yield f"{'ZeRO' if axis == 'zero' else axis} {before} -> {value}", steps
+
+
+def _generation(gpu: str) -> str:
+    return "Hopper" if gpu in HOPPER else "Blackwell" if gpu in ("b200", "b300", "gb200", "gb300") else gpu
+
+
+@lru_cache(maxsize=1)
+def _measured() -> list[dict[str, str]]:
+    text = (files("moefold.planner") / "measured.csv").read_text("utf-8")
+    return list(csv.DictReader(io.StringIO(text)))

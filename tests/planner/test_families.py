@@ -1,0 +1,131 @@
+"""The families of a plan: what is best in each, what is near a measurement, and which one is taken."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measured_mappings import measured_rows
+from moefold.cli.main import main
+from moefold.planner.families import (
+    FAMILIES,
+    MEASURED_COLUMNS,
+    FamilyBest,
+    Nearest,
+    best_of_families,
+    choose_family,
+    nearest_measured,
+)
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.planner import Planner
+from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
+from moefold.planner.search.search import PlannedMapping
+from moefold.planner.validation import STATED_ERROR
+
+SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "8", "--seq-len", "64", "--global-batch-size", "16"]
+TABLE = Path(__file__).parent / "published" / "calibration.csv"
+
+
+def planner_of(model: str, num_gpus: int, fix: dict | None = None, *, offload: bool = False) -> Planner:
+    options = PlanOptions(offload=offload)
+    query = PlanQuery(
+        model=model, gpu="h100", num_gpus=num_gpus, seq_len=4096, global_batch_size=64, fix=fix or {}, options=options
+    )
+    return make_planner(plan_request(query), None)
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), [("tiny", 8), ("olmoe-1b-7b", 8), ("mixtral-8x7b", 32)])
+def test_every_family_is_the_best_of_its_part_of_the_space(model, num_gpus):
+    groups = [family.group for family in FAMILIES.values()]
+    together = planner_of(model, num_gpus, {"cp": 1}).best_of(groups)
+    for group, found in zip(groups, together, strict=True):
+        zeros = group.zero_stages
+        alone = [planner_of(model, num_gpus, {"cp": 1, "zero": zero}).best_of([group])[0] for zero in zeros]
+        assert bool(found) == any(alone)
+        if found:
+            assert found[0].time.total_s == pytest.approx(min(p[0].time.total_s for p in alone if p), rel=1e-12)
+    families = {one.name: one.plan for one in best_of_families(planner_of(model, num_gpus, {"cp": 1}))}
+    assert families
+    fastest_s = min(found[0].time.total_s for found in together if found)
+    for (name, plan), found in zip(families.items(), filter(None, together), strict=True):
+        m = plan.mapping
+        assert plan.memory.fits
+        assert (m.zero == 3) == (name == "fsdp")
+        assert name != "coupled" or (m.etp == m.tp and (m.dp * m.cp) % m.ep == 0)
+        # A mapping with measured degrees may stand for a faster one within the error.
+        limit_s = max(fastest_s, found[0].time.total_s) * (1 + STATED_ERROR.tie_pct / 100)
+        assert found[0].time.total_s * (1 - 1e-12) <= plan.time.total_s <= limit_s
+
+
+def test_offload_is_searched_where_it_is_asked_for():
+    assert not {moments for _, moments in planner_of("tiny", 2).search.placements} - {"none"}
+    assert not any(offload for _, offload in planner_of("tiny", 2).space.strategies)
+    assert any(offload for _, offload in planner_of("tiny", 2, offload=True).space.strategies)
+    fixed = planner_of("tiny", 2, {"offload": ("core_attention",), "moments": "host"})
+    assert {offload for _, offload in fixed.space.strategies} == {("core_attention",)}
+
+
+def test_a_measured_mapping_is_its_own_nearest_one():
+    request = planner_of("mixtral-8x22b", 128).request
+    measured = ParallelMapping(tp=2, dp=8, pp=8, ep=8, edp=2, mbs=1)
+    assert nearest_measured(request, measured).differences == ()
+    assert "mixtral-8x22b on 128 h100, 4096 tokens" in nearest_measured(request, measured).case
+    far = nearest_measured(request, replace(measured, ep=2, edp=8, zero=3, offload=("layer",)))
+    assert {text.split()[0] for text in far.differences} >= {"offload"}
+    longer = replace(request, workload=replace(request.workload, seq_len=8192))
+    assert nearest_measured(longer, measured).differences == ("seq_len 4096 -> 8192",)
+
+
+def test_the_shipped_mappings_are_those_of_the_table():
+    text = (files("moefold.planner") / "measured.csv").read_text("utf-8")
+    shipped = list(csv.DictReader(io.StringIO(text)))
+    assert tuple(shipped[0]) == MEASURED_COLUMNS
+    assert all(row["source"] for row in shipped)
+    keys = {tuple(row[name] for name in MEASURED_COLUMNS[:-1]) for row in shipped}
+    assert len(keys) == len(shipped)
+    # Only the micro-batches, virtual stages and ZeRO stages that a source leaves open depend on prices.
+    open_axes = ("mbs", "zero", "recompute")
+    fixed = [name for name in MEASURED_COLUMNS[:-1] if name not in open_axes]
+    table = {tuple(str(row[name]) for name in fixed) for row in measured_rows(TABLE)}
+    assert table <= {tuple(row[name] for name in fixed) for row in shipped}
+
+
+def family(name: str, seconds: float, differences: int, *, ep: int = 8, is_tie: bool = True) -> FamilyBest:
+    plan = planner_of("tiny", 8).search.price(
+        ParallelMapping(dp=8, ep=ep, edp=8 // ep, zero=3 if name == "fsdp" else 1)
+    )
+    plan = PlannedMapping(plan.mapping, replace(plan.time, total_s=seconds), plan.memory)
+    return FamilyBest(name, plan, Nearest("", "", ("axis",) * differences), is_tie)
+
+
+def test_of_equal_families_the_nearest_to_a_measurement_is_taken():
+    near, fast = family("folded", 1.03, 1), family("fsdp", 1.0, 2)
+    assert choose_family([near, fast]) is near
+    assert choose_family([near, fast], "fsdp") is fast
+    assert choose_family([replace(near, is_tie=False), fast]) is fast
+    assert choose_family([near, fast], "coupled") is None
+    # What nobody has measured at all comes last.
+    unmeasured = family("fsdp", 1.0, 0, ep=1)
+    assert unmeasured.unmeasured == ("ZeRO-3 with ep 1",)
+    assert choose_family([near, unmeasured]) is near
+
+
+def test_the_command_shows_the_families_and_writes_the_one_that_is_taken(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    recipe = tmp_path / "planned.toml"
+    assert main([*SMALL, "--take", "fsdp", "--recipe", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("next:")) <= 80
+    assert "Megatron-Bridge counts half: x" in " ".join(out.split())
+    assert " from " in out
+    assert "zero = 3" in recipe.read_text()
+    assert main([*SMALL, "--json", "--top", "1"]) == 0
+    families = json.loads(capsys.readouterr().out)["families"]
+    assert set(families) <= set(FAMILIES)
+    assert all(one["nearest_source"] for one in families.values())
+    assert main([*SMALL, "--fix", "zero=1", "--take", "fsdp"]) == 2
+    assert "--take fsdp: no such mapping is legal and fits" in capsys.readouterr().err
