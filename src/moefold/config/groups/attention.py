@@ -353,7 +353,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the indexer of the layer's own; None: it attends to all keys, or shares the choice of an earlier layer."""
+        """Return the indexer of the layer's own; None: it attends to all keys, or shares an earlier choice."""
         return None if self.shares_selection else self.indexer
 
     @property
