@@ -15,8 +15,7 @@ from moefold.comm.groups import Group, fake_rank
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.chosen import chosen
 from moefold.config.find import find_part
-from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.load import config_from_dict
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config

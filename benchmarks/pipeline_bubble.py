@@ -26,8 +26,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.module_wrapper import set_on_modules
-from moefold.parallel.pipeline_messages import PipelineMessages
-from moefold.parallel.pipeline_schedule import MicroBatch, PipelineSchedule
+from moefold.parallel.pipeline_schedule import MicroBatch, PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows

@@ -15,17 +15,6 @@ from moefold.config.outside import import_files
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.host.rank_env import RankEnv, read_rank_env
-from moefold.inference.jobs import (
-    EvalOptions,
-    EvalRequest,
-    GenerateOptions,
-    GenerationRequest,
-    prepare_evaluation,
-    prepare_generation,
-)
-from moefold.inference.sampling import SamplingParams
-from moefold.planner.planner import Planner
-from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request, result_as_dict
 from moefold.recipe import LoadedRecipe, load_config
 from moefold.recipe import load_recipe as _load_recipe
 from moefold.terminal import print_escaped, printable
@@ -37,24 +26,23 @@ if TYPE_CHECKING:
     import numpy as np
 
     from moefold.data.dataset import ProgramData
+    from moefold.inference.jobs import EvalOptions, GenerateOptions
+    from moefold.inference.sampling import SamplingParams
     from moefold.inference.scoring import Evaluation
     from moefold.inference.worker import Generation
     from moefold.model.loss_function import LossFunction
     from moefold.model.transformer import Transformer
+    from moefold.planner.planner import Planner
+    from moefold.planner.query import PlanOptions
     from moefold.train.callbacks.callback import Callback
     from moefold.train.worker import TrainOutcome
 
 __all__ = [
     "Config",
     "ConfigError",
-    "EvalOptions",
-    "GenerateOptions",
     "Layout",
     "LoadedRecipe",
-    "PlanOptions",
-    "Planner",
     "RunError",
-    "SamplingParams",
     "build_model",
     "check_config",
     "evaluate",
@@ -63,7 +51,6 @@ __all__ = [
     "load_config",
     "load_recipe",
     "plan",
-    "result_as_dict",
     "train_in_process",
     "train_model",
 ]
@@ -95,8 +82,8 @@ def plan(
     seq_len: int | None = None,
     global_batch_size: int | None = None,
     fix: Mapping[str, Any] | None = None,
-    options: PlanOptions | None = None,
-) -> Planner:
+    options: "PlanOptions | None" = None,
+) -> "Planner":
     """Create the planner that ranks all legal mappings of a model on some GPUs, as `moefold plan` does.
 
     Args:
@@ -116,6 +103,8 @@ def plan(
         ConfigError: the model, the device or a setting is wrong or missing, or the recipe runs under no mapping. The
             methods raise it if no mapping is legal or fits.
     """
+    from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
+
     options = PlanOptions() if options is None else options
     query = PlanQuery(
         model=str(model),
@@ -243,8 +232,7 @@ def train_in_process(
     loaded = _loaded(recipe, overrides)
     _check_loss(loaded, loss)
 
-    from moefold.train.in_process import train_in_program
-    from moefold.train.worker import ProgramParts
+    from moefold.train.worker import ProgramParts, train_in_program
 
     return train_in_program(loaded, ProgramParts(loss, data, tuple(callbacks), on_step))
 
@@ -257,7 +245,7 @@ def evaluate(
     logits: str | Path | None = None,
     overrides: Sequence[str] = (),
     part: str | Sequence[str] = (),
-    options: EvalOptions | None = None,
+    options: "EvalOptions | None" = None,
 ) -> "Evaluation":
     """Compute the mean cross-entropy of a model over token ids or a text file, as `moefold eval` does.
 
@@ -277,6 +265,8 @@ def evaluate(
         ConfigError: the model, the data, a setting or the mapping cannot work.
         RunError: a rank that was started has failed; its message is on stderr.
     """
+    from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
+
     if (tokens is None) == (text is None):
         raise ConfigError("evaluate needs either tokens or text")
     request = EvalRequest(
@@ -304,10 +294,10 @@ def generate(
     prompts: str | Sequence[str],
     *,
     max_tokens: int = 128,
-    sampling: SamplingParams | None = None,
+    sampling: "SamplingParams | None" = None,
     overrides: Sequence[str] = (),
     part: str | Sequence[str] = (),
-    options: GenerateOptions | None = None,
+    options: "GenerateOptions | None" = None,
 ) -> "list[Generation]":
     """Continue prompts with a model, as `moefold generate` does.
 
@@ -327,6 +317,9 @@ def generate(
         ConfigError: the model, a prompt, a setting or the mapping cannot work.
         RunError: a rank that was started has failed; its message is on stderr.
     """
+    from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
+    from moefold.inference.sampling import SamplingParams
+
     texts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     if not texts:
         raise ConfigError("generate needs at least one prompt")

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moefold.config.load import write_config_json
-from moefold.config.schema import Config
+from moefold.config.schema import Config, write_config_json
 from moefold.metrics.expert_balance import ExpertCountsWriter
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import StepMetrics

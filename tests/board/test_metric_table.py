@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.board import metric_table
-from moefold.board.downsample import downsample
-from moefold.board.metric_table import MetricTable
+from moefold.board.metric_table import MetricTable, downsample
 from moefold.board.smoothing import WEIGHTS, exponential_mean
 from moefold.board.step_ranges import StepRanges
 

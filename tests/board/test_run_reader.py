@@ -14,9 +14,8 @@ import pytest
 from moefold.board import expert_tail, run_reader
 from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_finder import find_runs
-from moefold.board.run_list import RunList
+from moefold.board.run_list import RunList, free_style
 from moefold.board.run_reader import RunReader
-from moefold.board.run_styles import free_style
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import ExpertCountsWriter

@@ -7,7 +7,7 @@ import pytest
 
 from moefold.bench import device_probe
 from moefold.cli.main import main
-from moefold.config.load import config_to_dict
+from moefold.config.schema import config_to_dict
 from moefold.cost.hardware import load_device
 from moefold.metrics.step_metrics import METRICS_FILE
 from moefold.recipe import load_config

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moefold.config.load import config_from_dict, config_to_dict, write_config_json
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.load import config_from_dict
 from moefold.config.method_defaults import PRETRAINING, all_methods
 from moefold.config.reference import keys_text
+from moefold.config.schema import config_to_dict
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.recipe import load_recipe

@@ -91,7 +91,7 @@ def test_qwen3_30b_by_hand():
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b"])
 def test_heads_of_128_where_the_published_config_leaves_them_open(name):
-    assert load_config(None, [f"model.preset={name}"]).model.head_size == 128
+    assert load_config(None, [f"model.preset={name}"]).model.softmax_attention.head_dim == 128
 
 
 def test_the_bench_preset_is_the_shape_of_the_speed_bar():

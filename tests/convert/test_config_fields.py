@@ -133,7 +133,7 @@ def _outcome(keys: dict[str, object]) -> ModelConfig | str:
     """The model of a config.json, with its size of heads spelled out, or why there is none."""
     try:
         model = read_keys(keys, Path("hf"))
-        return replace(model, head_dim=model.head_size)
+        return replace(model, head_dim=model.softmax_attention.head_dim)
     except ConfigError as error:
         return str(error)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moefold.convert.permuted_copy import copy_permuted
+from moefold.convert.weights import copy_permuted
 
 CASES = {
     "same": ((2, 90, 70), (0, 1, 2)),

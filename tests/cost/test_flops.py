@@ -212,7 +212,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
 
 def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
     """The matrix products of a transformer with the sizes of `model`, written out; no masks, norms or activations."""
-    tokens, hidden, head_dim = seq_len * batch, model.hidden_size, model.head_size
+    tokens, hidden, head_dim = seq_len * batch, model.hidden_size, model.softmax_attention.head_dim
     heads, groups = model.num_attention_heads, model.num_query_groups
 
     def weight(*shape: int) -> torch.Tensor:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moefold.config.moe import TRACE_FOLDER
 from moefold.data.routing_trace import (
     MANIFEST,
-    TRACE_FOLDER,
     RoutingTrace,
     RoutingTraceWriter,
     TraceShape,

@@ -120,9 +120,8 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 
-def _torchrun(run_dir: Path, *words: str, num_ranks: int = 2) -> subprocess.Popen[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    torchrun += [f"--nproc-per-node={num_ranks}"]
+def _torchrun(run_dir: Path, *words: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     return subprocess.Popen(
         [*torchrun, "-m", "moefold", *small(run_dir, *words)],
         stdout=subprocess.PIPE,

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, sample_order, write_meta
-from moefold.config.load import config_from_dict, write_config_json
-from moefold.config.schema import Config
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config, write_config_json
 
 
 def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dict[str, object]) -> Config:

@@ -10,8 +10,8 @@ from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.save_load import write_checkpoint as write
 from moefold.comm.groups import ParallelGroups
-from moefold.config.load import config_from_dict, write_config_json
-from moefold.config.schema import Config
+from moefold.config.load import config_from_dict
+from moefold.config.schema import Config, write_config_json
 from moefold.inference.load import LoadedModel, load_model
 from moefold.inference.settings import InferenceRequest, Purpose, inference_config
 from moefold.inference.source import find_source

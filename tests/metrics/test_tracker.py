@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.load import config_from_dict
 from moefold.config.metrics import MetricsConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.metrics.tracker import check_trackers

@@ -111,5 +111,5 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
         runs.append([out, *(parameter.grad for parameter in example.layer.parameters())])
     for padded, narrow in zip(*runs, strict=True):
         torch.testing.assert_close(narrow, padded, rtol=1e-11, atol=1e-12)
-    has_scale = window == 0 and not packed and example.cfg.v_head_dim <= example.cfg.head_size
+    has_scale = window == 0 and not packed and example.cfg.v_head_dim <= example.cfg.softmax_attention.head_dim
     assert [scale is not None for scale in scales] == [False, has_scale]

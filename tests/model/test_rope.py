@@ -107,7 +107,7 @@ def test_scores_equal_the_oracle(is_interleaved, fraction):
     turn = build_rope(cfg.rope, torch.arange(5), torch.float64)
     given = torch.einsum("sbhd,tbhd->bhst", turn(query), turn(key))
     positions = torch.arange(5).expand(2, 5)
-    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rotary_dim, positions) for x in (query, key))
+    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rope.rotary_dim, positions) for x in (query, key))
     torch.testing.assert_close(given, torch.einsum("bshd,bthd->bhst", query, key), rtol=1e-12, atol=1e-12)
 
 

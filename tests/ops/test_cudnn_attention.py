@@ -13,7 +13,7 @@ from moefold.ops import cudnn_attention
 from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
-from moefold.parallel import low_precision, select_ops
+from moefold.parallel import low_precision, select_ops, selected_kernels
 from tests.model.attention_reference import random_attention, random_sinks, with_gradients
 from tests.ops.reference_cudnn import ReferenceCudnn, reference_cudnn
 from tests.verify.recipes import tiny
@@ -101,7 +101,7 @@ def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = replace(cfg, run=replace(cfg.run, deterministic=is_deterministic))
     for reason in ("", "it differs"):
         monkeypatch.setattr(cudnn_attention, "probe_cudnn_attention", lambda device, reason=reason: reason)
-        kernel, message = select_ops._block_attention(
+        kernel, message = selected_kernels.block_attention_kernel(
             cfg.run, cfg.model, cfg.parallel, torch.device(device), Autotuner(is_enabled=True)
         )
         assert (kernel is not None) == (is_used and not reason)

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend
 from moefold.model.attention import CausalAttention
 from moefold.ops import measured_attention
 from moefold.ops.autotune import Autotuner
-from moefold.ops.block_attention import CudaFlash, MathBlockAttention
-from moefold.ops.measured_attention import MeasuredBlockAttention, causal_sdpa, sdpa_backends
+from moefold.ops.block_attention import CudaFlash, MathBlockAttention, causal_sdpa
+from moefold.ops.measured_attention import MeasuredBlockAttention, sdpa_backends
 from tests.model.attention_reference import random_attention, with_gradients
 
 

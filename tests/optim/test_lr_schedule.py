@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from moefold.config.load import config_to_dict
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.train import TrainConfig
 from moefold.optim.lr_schedule import (
     check_schedule_settings,

@@ -23,7 +23,7 @@ from moefold.parallel.graphed_micro_batch import GraphedAccumulation
 from moefold.parallel.graphed_modules import GraphedModule
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
-from moefold.parallel.select_ops import SelectedKernels
+from moefold.parallel.selected_kernels import SelectedKernels
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups

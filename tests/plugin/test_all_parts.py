@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.data import ProgramData
 from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
@@ -17,7 +19,9 @@ from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.test_imports import imports_torch
 from tests.e2e.command import checkpoints, losses, metrics, moefold, train
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
+from tests.plugin.test_objective import loss
 from tests.slow import slow
+from tests.verify.test_objectives import PackedRollouts
 
 ROLLOUTS = (
     *(word for word in SIZES if not word.startswith(("data.kind", "run.dtype"))),
@@ -66,6 +70,21 @@ def test_ranks_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
         ({name: value for rank in ranks for name, value in rank.weights.items()}, alone.weights),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def run_rollouts(cfg, steps):
+    return run_distributed(cfg, steps, loss=loss(kl=0.2), data=ProgramData(PackedRollouts(), PackedRollouts()))
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+def test_all_six_in_eight_spawned_ranks_equal_one_rank(pool: WorkerPool):
+    cfg = replace(recipe(*words(), *EIGHT), data=DataConfig(kind="program"))
+    ranks = WorkerPool(forks=False).run(8, run_rollouts, cfg, 2)
+    [alone] = pool.run(1, run_rollouts, replace(cfg, parallel=ParallelConfig()), 2)
+    assert "outside" in ranks[0].steps[0].loss_metrics
+    found = {name: value for rank in ranks for name, value in rank.weights.items()}
+    torch.testing.assert_close(found, alone.weights, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.e2e

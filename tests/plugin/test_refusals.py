@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from moefold.config import find, outside
-from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.load import config_from_dict
 from moefold.config.outside import MissingPartError
 from moefold.config.reference import keys_text
+from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError
 from moefold.recipe import load_config

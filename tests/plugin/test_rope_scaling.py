@@ -78,7 +78,7 @@ def test_it_stays_in_a_smaller_recipe(scaling):
 
 def test_a_wrong_number_of_frequencies_is_refused_by_name(scaling):
     model = _with(tiny(), scaling("pairs=2")).model
-    assert model.rotary_dim > 2
+    assert model.rope.rotary_dim > 2
     with pytest.raises(ConfigError, match=r"'parts.py:Slower' \(.*parts.py\) has 1 frequencies for .* pairs of dims"):
         rope_frequencies(model.rope)
     assert torch.equal(rope_frequencies(_with(tiny(), scaling()).model.rope), rope_frequencies(tiny().model.rope))

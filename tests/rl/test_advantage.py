@@ -3,7 +3,7 @@ import pytest
 
 from moefold.config.chosen import chosen_in
 from moefold.config.find import built_in_kinds
-from moefold.config.groups.advantage import EPS, AdvantagePart
+from moefold.config.groups.policy import EPS, AdvantagePart
 from moefold.config.rl import RLConfig
 from moefold.rl.advantage import is_mixed, length_penalty
 

@@ -15,10 +15,9 @@ from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.callbacks.callback import Callback
-from moefold.train.garbage_collection import STEPS_BETWEEN_COLLECTIONS, collect_at_fixed_steps
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
-from moefold.train.trainer import Trainer
+from moefold.train.trainer import STEPS_BETWEEN_COLLECTIONS, Trainer, collect_at_fixed_steps
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 

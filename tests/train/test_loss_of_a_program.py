@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 import moefold
-from moefold.config.groups.objective import ObjectivePart, PolicyTokens
+from moefold.config.groups.policy import ObjectivePart, PolicyTokens
 from moefold.config.rl import RLConfig
 from moefold.objectives.recipe_loss import policy_loss
 

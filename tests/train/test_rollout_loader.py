@@ -40,7 +40,7 @@ from moefold.rl.reward import Reward
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.reference import ReferenceModel
-from moefold.train.rollout_model import RolloutModel
+from moefold.train.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer

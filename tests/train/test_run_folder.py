@@ -19,8 +19,7 @@ from moefold.checkpoint.checkpoint_dir import (
     write_meta,
 )
 from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.config.load import config_to_dict
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.data.fingerprint import fingerprint
 from moefold.host.folder_lock import FolderLock, is_in_use
 from moefold.recipe import load_config

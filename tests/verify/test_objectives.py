@@ -10,9 +10,7 @@ import pytest
 from moefold.config.data import DataConfig
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
-from moefold.config.groups.correction import CorrectionPart
-from moefold.config.groups.kl import KlPart
-from moefold.config.groups.objective import ObjectivePart
+from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler

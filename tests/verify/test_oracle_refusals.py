@@ -20,7 +20,7 @@ from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, groups
-from moefold.config.groups.activation import ActivationPart
+from moefold.config.groups.block import ActivationPart
 from moefold.config.layers import GATE_WIDTHS, LAYER_KEYS, NORM_WIDTHS
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part

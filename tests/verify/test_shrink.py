@@ -151,7 +151,7 @@ def test_latent_attention_survives(name, has_query_latent):
     cfg = preset(name, world_size=32, tp=4, cp=2, ep=8)
     small = shrink(cfg).model
     assert (small.attention, small.q_lora_rank > 0, small.mtp_layers) == ("mla", has_query_latent, cfg.model.mtp_layers)
-    assert small.v_head_dim not in (small.head_size, cfg.model.v_head_dim)
+    assert small.v_head_dim not in (small.softmax_attention.head_dim, cfg.model.v_head_dim)
     assert small.num_attention_heads == 8
 
 

@@ -25,7 +25,8 @@ from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.parallel.kernel_choices import settle_choices
-from moefold.parallel.select_ops import SelectedKernels, select_kernels
+from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.selected_kernels import SelectedKernels
 from moefold.planner.device_fit import AttentionTime, CollectiveTime, DeviceMeasurements, ExpertsTime, GemmTime
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold

@@ -6,7 +6,8 @@ import numpy as np
 
 from moefold.board.expert_tail import make_ranges
 from moefold.board.step_ranges import StepRanges
-from moefold.data.routing_trace import MANIFEST, TRACE_FOLDER, RoutingTrace, TracedStep, TraceShape, step_file
+from moefold.config.moe import TRACE_FOLDER
+from moefold.data.routing_trace import MANIFEST, RoutingTrace, TracedStep, TraceShape, step_file
 from moefold.errors import ConfigError, RunError
 from moefold.metrics.expert_balance import Array
 

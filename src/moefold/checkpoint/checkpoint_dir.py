@@ -35,7 +35,6 @@ from moefold.errors import ConfigError, format_list
 from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path
 from moefold.topology.layout import divisors
-from moefold.validate.unused import keys_of_absent_parts
 
 if TYPE_CHECKING:
     from moefold.comm.groups import World
@@ -635,6 +634,8 @@ def _model_of(sizes: Mapping[str, Any]) -> ModelConfig:
 
 def _unread_keys(model: ModelConfig) -> set[str]:
     """Return the keys that choose no part and that nothing in the layers of a model reads."""
+    from moefold.validate.unused import keys_of_absent_parts
+
     unread = {name.removeprefix("model.") for name in keys_of_absent_parts(model)}
     unread |= set() if has_moe_layers(model) else {"router_softmax", "sparsemixer_jitter"}
     return unread | (set() if model.has_linear_attention else {"linear_attention"})

@@ -8,15 +8,19 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
@@ -40,14 +44,34 @@ from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
-from moefold.checkpoint.shard_planner import ShardLoadPlanner, ShardSavePlanner
 from moefold.comm.groups import current_world
-from moefold.config.load import config_to_dict
+from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments, set_step_count
 from moefold.remote_path import RemoteError, RemotePath
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Save planner of a state of tensors; an empty shard is not written."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the items of torch's plan with the places of the shards."""
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[placed for item in plan.items for placed in self._place(item)])
+        return self.plan
+
+    def _place(self, item: WriteItem) -> Iterator[WriteItem]:
+        tensor = self.state_dict[item.index.fqn]
+        if not isinstance(tensor, DTensor):
+            yield item
+            return
+        assert item.tensor_data is not None
+        for chunk in _chunks(tensor):
+            data = replace(item.tensor_data, chunk=chunk)
+            yield replace(item, index=MetadataIndex(item.index.fqn, chunk.offsets), tensor_data=data)
+
 
 SETTINGS_FILE = "config.json"
 """Settings of the run, next to its checkpoints in a remote folder."""
@@ -561,3 +585,25 @@ def _fsync_folder(folder: Path) -> None:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Load planner of a state of tensors, of which the checkpoint has every one."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the reads that fill the shards of this rank."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, tensor in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata), name
+            assert stored.size == tensor.shape, (name, stored.size, tensor.shape)
+            items += create_read_items_for_chunk_list(name, stored, _chunks(tensor))
+        return LoadPlan(items)
+
+
+def _chunks(tensor: Tensor) -> list[ChunkStorageMetadata]:
+    """Return the part of a tensor that this rank holds; none if it is empty."""
+    values, start = local_slice(tensor)
+    is_empty = values.numel() == 0
+    return [] if is_empty else [ChunkStorageMetadata(offsets=torch.Size(start), sizes=values.shape)]

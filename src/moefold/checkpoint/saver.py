@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from moefold.checkpoint.checkpoint_dir import TrainState, checkpoint_folder, checkpoint_folder_key
 from moefold.checkpoint.folder_writer import FolderWriter
-from moefold.checkpoint.save_load import write_checkpoint
-from moefold.checkpoint.shard_planner import ShardSavePlanner
+from moefold.checkpoint.save_load import ShardSavePlanner, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 

@@ -90,11 +90,11 @@ def find_group(name: str) -> Any:
 
 @cache
 def _bases() -> tuple[Any, ...]:
-    """Return the base classes of all groups, in order of their files' names."""
+    """Return the base classes of all groups, in order of their names."""
     folder = Path(__file__).parent / "groups"
     modules = [importlib.import_module(f"{GROUPS}.{found.name}") for found in pkgutil.iter_modules([str(folder)])]
     found = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
-    return tuple(base for base in found if "group" in vars(base))
+    return tuple(sorted((base for base in found if "group" in vars(base)), key=lambda base: base.group))
 
 
 @cache

@@ -19,9 +19,8 @@ from moefold.config.groups.attention import (
     SoftmaxCore,
     prefixed,
 )
+from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
-from moefold.config.groups.norm import NormPart
-from moefold.config.groups.residual import ResidualPart
 from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure

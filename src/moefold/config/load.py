@@ -5,11 +5,9 @@ Overrides edit the recipe's tree before validation, so that there is one path an
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -21,7 +19,7 @@ from moefold.config.find import kinds_in_words, unknown_kind
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
-from moefold.config.part import Part, keys_of
+from moefold.config.part import Part
 from moefold.config.part_table import build_part, is_part_value, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -101,19 +99,6 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
             cfg.train, lr=default_learning_rate(method_settings(cfg.train, cfg.data, cfg.align, cfg.lora, cfg.rl))
         ),
     )
-
-
-def config_to_dict(cfg: Config) -> Tree:
-    """Convert the resolved config to plain data: every key of every section, ready for JSON."""
-    tree: Tree = json.loads(json.dumps({section: keys_of(getattr(cfg, section)) for section in sections()}))
-    return tree
-
-
-def write_config_json(cfg: Config, path: Path) -> None:
-    """Write the resolved config as JSON, atomically."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(config_to_dict(cfg), indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 @cache

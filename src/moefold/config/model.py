@@ -277,19 +277,9 @@ class ModelConfig:
         return softmax_attention(self)
 
     @property
-    def head_size(self) -> int:
-        """Width of one query and key head of built-in attention, D."""
-        return int(self.softmax_attention.head_dim)
-
-    @property
     def num_router_choices(self) -> int:
         """Number of choices of the router: the experts, then the zero-computation experts."""
         return self.num_experts + self.zero_experts
-
-    @property
-    def rotary_dim(self) -> int:
-        """Dims of one head to which RoPE is applied."""
-        return int(self.softmax_attention.rotary_dim)
 
     @cached_property
     def rope(self) -> RopeSettings:

@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 from moefold.config.field import SHARE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.part import KindOf, Part
 
+TRACE_FOLDER = "routing"
+"""Name of the trace in the run folder."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.balance_scope import BalanceScopePart
-from moefold.config.groups.choice import ChoicePart
+from moefold.config.groups.router import BalanceScopePart, ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.problem import Problem

@@ -3,8 +3,11 @@
 The docstring under each field is the help of its recipe key. Torch-free, so that a wrong recipe is refused at once.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated
+import json
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
 
 from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
@@ -16,6 +19,7 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import keys_of
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -80,3 +84,16 @@ class Config:
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
         return self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
+
+
+def config_to_dict(cfg: Config) -> dict[str, Any]:
+    """Convert the resolved config to plain data: every key of every section, ready for JSON."""
+    tree: dict[str, Any] = json.loads(json.dumps({f.name: keys_of(getattr(cfg, f.name)) for f in fields(cfg)}))
+    return tree
+
+
+def write_config_json(cfg: Config, path: Path) -> None:
+    """Write the resolved config as JSON, atomically."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(config_to_dict(cfg), indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)

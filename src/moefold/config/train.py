@@ -164,7 +164,7 @@ class TrainConfig:
 
     def trains_indexers_only(self, model: ModelConfig) -> bool:
         """Return whether only the indexers of sparse attention learn: their warm-up stage."""
-        return model.selected_keys > 0 and self.indexer_stage == "warmup"
+        return model.index_topk > 0 and self.indexer_stage == "warmup"
 
     def num_padding_micro_batches(self, dp: int) -> int:
         """Return the micro-batches of padding alone in a step, on the last ranks; 0 if dp divides the batch."""

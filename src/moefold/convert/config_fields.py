@@ -170,7 +170,7 @@ class HeadSize:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the resolved size."""
-        return {"head_dim": model.head_size}
+        return {"head_dim": model.softmax_attention.head_dim}
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class AttentionMultiplier:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the factor."""
-        return {"attention_multiplier": model.attention_scale or model.head_size**-0.5}
+        return {"attention_multiplier": model.attention_scale or model.softmax_attention.head_dim**-0.5}
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class GroupedRows:
     def _groups(self, model: ModelConfig) -> tuple[int, tuple[int, ...]]:
         """Return the number of groups, and the rows of each of our matrices in one."""
         if self.kind == "gate":
-            return model.num_attention_heads, (model.head_size, model.head_size)
+            return model.num_attention_heads, (model.softmax_attention.head_dim, model.softmax_attention.head_dim)
         heads = model.linear_num_key_heads
         values = model.linear_num_value_heads // heads
         if self.kind == "ba":

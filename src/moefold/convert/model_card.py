@@ -11,9 +11,9 @@ from typing import Any
 
 from moefold import __version__
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
-from moefold.config.load import config_to_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part_table import toml_value
+from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.preflight import read_model

@@ -19,7 +19,7 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import RoutingSections, chosen
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router import RouterScorePart
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers

@@ -1,15 +1,18 @@
 """Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.comm.sharded_tensor import local_slice, region_of
@@ -21,9 +24,7 @@ from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.mtp import is_mtp_tensor
-from moefold.convert.permuted_copy import copy_permuted
-from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, read_part
-from moefold.convert.tensor_hashes import TensorHashes
+from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, bytes_of, read_part
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError, format_list
@@ -334,3 +335,72 @@ def _numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def copy_permuted(target: Tensor, source: Tensor) -> None:
+    """Copy values that may lie transposed in memory, in blocks that fit the cache.
+
+    `Tensor.copy_` does so for two matrices of one dtype alone; otherwise it reads one value of each cache line.
+
+    Args:
+        target: of any strides.
+        source: of the same shape up to dims of size 1; contiguous, or a permutation of a contiguous tensor.
+    """
+    target = target.squeeze()
+    source = source.squeeze().to(target.dtype)
+    if target.dim() > 2 and source.stride(-1) != 1 and source.stride(-2) == 1:
+        for one, other in zip(target, source, strict=True):
+            copy_permuted(one, other)
+        return
+    if source.dim() == 2 and source.stride(0) == 1 and not target.is_contiguous():
+        source = source.contiguous()
+    target.copy_(source)
+
+
+@dataclass
+class _Progress:
+    """Hash of the first bytes of a tensor."""
+
+    total_bytes: int
+    digest: Any = field(default_factory=hashlib.sha256)
+    num_bytes: int = 0
+
+
+class TensorHashes:
+    """SHA-256 of tensors whose rows arrive in order, computed in a thread; use it with `with`.
+
+    Rows that come again, as a matrix that fuses two of our parameters is read twice, are passed over. A tensor of which
+    this process reads a part alone has no hash.
+    """
+
+    def __init__(self) -> None:
+        self._thread = HashingThread()
+        self._found: dict[str, _Progress] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.__exit__(kind, error, trace)
+
+    def add(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
+        """Add rows of a tensor, which nothing changes later.
+
+        Args:
+            name: of the tensor.
+            location: of the whole tensor.
+            offset: bytes before the first row.
+            values: the rows.
+        """
+        found = self._found.setdefault(name, _Progress(location.num_bytes))
+        end = offset + values.nbytes
+        if offset <= found.num_bytes < end:
+            self._thread.update(found.digest, bytes_of(values)[found.num_bytes - offset :])
+            found.num_bytes = end
+
+    def complete(self) -> dict[str, str]:
+        """Return the hashes of the tensors that were added whole; call it after `with`."""
+        return {name: one.digest.hexdigest() for name, one in self._found.items() if one.num_bytes == one.total_bytes}

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.groups.balance_scope import BalanceScopePart
-from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.router import BalanceScopePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig

@@ -18,12 +18,11 @@ import numpy as np
 
 from moefold.bounded_read import read_json
 from moefold.config.model import ModelConfig
+from moefold.config.moe import TRACE_FOLDER
 from moefold.config.train import TrainConfig
 from moefold.data.shard_reader import ShardReader, TokenArraySpec, map_npy
 from moefold.errors import ConfigError
 
-TRACE_FOLDER = "routing"
-"""Name of the trace in the run folder."""
 MANIFEST = "trace.json"
 FORMAT = "moefold-routing-1"
 MAX_MANIFEST_BYTES = 1 << 20

@@ -1,8 +1,7 @@
 """Tokenizers: UTF-8 bytes, a tokenizer.json (`tokenizer_folder`), or decimal numbers for data without text."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,19 +9,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
+from moefold.data.tokenizer_process import TokenTable
 from moefold.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenTable:
-    """Table of what each id of a tokenizer writes."""
-
-    pieces: Sequence[bytes]
-    """Bytes of each id, [ids]; empty for those that are no token."""
-    special_ids: frozenset[int]
-    """Ids of the tokens that are marks and no text."""
 
 
 class Tokenizer(Protocol):

@@ -27,9 +27,8 @@ from moefold.bounded_read import (
     read_json,
     read_text,
 )
-from moefold.data.tokenizer import TokenTable
 from moefold.data.tokenizer_classes import PLAIN, ClassTable, TokenizerClass
-from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess
+from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
 from moefold.errors import ConfigError
 
 _CANNOT_ENCODE = "cannot make tokens of a text"

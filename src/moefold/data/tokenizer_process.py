@@ -194,3 +194,13 @@ def _hash(files: Sequence[bytes]) -> str:
 def _pairs(numbers: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
     """Return the pairs `first` to `end` of numbers, [end - first, 2]."""
     return numbers[2 * first : 2 * end].reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Table of what each id of a tokenizer writes."""
+
+    pieces: Sequence[bytes]
+    """Bytes of each id, [ids]; empty for those that are no token."""
+    special_ids: frozenset[int]
+    """Ids of the tokens that are marks and no text."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from moefold.config.chosen import DispatchSections, chosen, chosen_in, part_of_kind
 from moefold.config.find import built_in_kinds
-from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.router import ChoicePart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig

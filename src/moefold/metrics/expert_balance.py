@@ -307,7 +307,7 @@ def read_balance(run_dir: Path) -> ExpertBalance:
     source = COUNTS_FILE
     if counts is None or not len(counts.steps):
         counts = _count_trace(run_dir)
-        from moefold.data.routing_trace import TRACE_FOLDER
+        from moefold.config.moe import TRACE_FOLDER
 
         source = f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
@@ -343,7 +343,8 @@ def _max_over_mean(counts: Array) -> Array:
 
 def _count_trace(run_dir: Path) -> ExpertCounts | None:
     """Return the expert counts of a run's routing trace; None without a trace."""
-    from moefold.data.routing_trace import MANIFEST, TRACE_FOLDER, RoutingTrace
+    from moefold.config.moe import TRACE_FOLDER
+    from moefold.data.routing_trace import MANIFEST, RoutingTrace
 
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():
         return None

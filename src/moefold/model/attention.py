@@ -25,6 +25,7 @@ from moefold.ops.block_attention import (
     additive_mask,
     attention_block,
     attention_block_backward,
+    causal_sdpa,
     fold_in_sinks,
     sink_gradient,
 )
@@ -32,7 +33,6 @@ from moefold.ops.decode import HeadWeights
 from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
-from moefold.ops.measured_attention import causal_sdpa, measured_causal_sdpa
 from moefold.ops.rope import NoRope, Rope
 
 
@@ -139,6 +139,8 @@ class TokenMixer(nn.Module, ABC):
     selects_keys: ClassVar[bool] = False
     """Whether each query attends to selected keys: `forward` then takes a `Selection`, and a decoder sets
     `selected_keys`."""
+    fused_refusal: ClassVar[str] = "a layer of another class"
+    """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
     caches_latents: ClassVar[bool] = False
     """Whether a decoder may set `latent_cache`, which caches latents instead of keys and values."""
 
@@ -165,11 +167,6 @@ class TokenMixer(nn.Module, ABC):
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
         """Set which of the `tp` ranks that share the heads this one is; no effect where each has heads of its own."""
-
-    @property
-    def fused_refusal(self) -> str:
-        """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
-        return "a layer of another class"
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
         """Yield each other reason against that kernel, and whether it holds; a later one may presume the earlier."""
@@ -325,6 +322,8 @@ class CausalAttention:
             return y
         mask = mask_spec.additive_mask(block_mask, q.dtype) if isinstance(block_mask, Tensor) else None
         if mask is None and self.tuner is not None:
+            from moefold.ops.measured_attention import measured_causal_sdpa
+
             return measured_causal_sdpa(self.tuner, q, k, v, scale)
         return causal_sdpa(q, k, v, scale, mask)
 

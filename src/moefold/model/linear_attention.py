@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -124,17 +124,13 @@ class LinearAttention(TokenMixer):
     of its inputs.
     """
 
+    fused_refusal: ClassVar[str] = "linear attention"
     wo: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
         self.segments: SequenceSegments = WholeSequence()
         self.state_cache: StateCacheProtocol | None = None
-
-    @property
-    def fused_refusal(self) -> str:
-        """See base class."""
-        return "linear attention"
 
     @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, ...]:

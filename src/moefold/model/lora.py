@@ -49,6 +49,10 @@ class LowRankAdapters(nn.Module):
         """Return the local shards of the adapter A, B of a matrix."""
         return local_param(getattr(self, f"{name}_a"), dtype), local_param(getattr(self, f"{name}_b"), dtype)
 
+    def pair_or_none(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return `pair`; two None for a matrix without an adapter."""
+        return self.pair(name, dtype) if name in self else (None, None)
+
     def product(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the local shard of (alpha / r) B A, shaped as the matrix."""
         a, b = self.pair(name, dtype)

@@ -7,7 +7,7 @@ from torch import nn
 
 from moefold.config.find import is_built_in
 from moefold.config.groups.attention import AttentionFrame
-from moefold.config.groups.norm import NormPart
+from moefold.config.groups.block import NormPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec

@@ -7,9 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moefold.config.groups.correction import CorrectionPart
-from moefold.config.groups.kl import KlPart
-from moefold.config.groups.objective import ObjectivePart, PolicyTokens
+from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart, PolicyTokens
 from moefold.model.head import ModelOutput
 from moefold.model.loss import SoftmaxOptions
 from moefold.model.loss_function import weighted_sum

@@ -30,9 +30,7 @@ def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":
         rl: the [rl] section.
         temperature: rollout.temperature.
     """
-    from moefold.config.groups.correction import CorrectionPart
-    from moefold.config.groups.kl import KlPart
-    from moefold.config.groups.objective import ObjectivePart
+    from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
     from moefold.objectives.policy import PolicyGradientLoss
 
     return PolicyGradientLoss(

@@ -536,3 +536,21 @@ def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tens
 def _window_args(mask: FlashMask) -> dict[str, int]:
     """Return how many keys before and after its place a query attends to; -1: no limit."""
     return {"window_size_left": mask.window_left, "window_size_right": 0 if mask.is_causal else -1}
+
+
+def causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
+    """Compute SDPA, causal without a mask; [S, B, heads, D] each, the result is a view of [B, A, S, D].
+
+    enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal head
+    counts it would only rule out kernels.
+    """
+    out = F.scaled_dot_product_attention(
+        q.permute(1, 2, 0, 3),
+        k.permute(1, 2, 0, 3),
+        v.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.permute(2, 0, 1, 3)

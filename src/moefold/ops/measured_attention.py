@@ -6,34 +6,15 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moefold.ops.autotune import Autotuner, TuningKey
-from moefold.ops.block_attention import BlockKernel, CausalKernel, CudaFlash, Mask
+from moefold.ops.block_attention import BlockKernel, CausalKernel, CudaFlash, Mask, causal_sdpa
 from moefold.ops.cudnn_attention import MAX_HEAD_SIZE
 
 ResultT = TypeVar("ResultT")
 MLA_HEAD_SIZES = (192, 128)
 """Head dims of queries and of values for which cuDNN has kernels besides equal ones."""
-
-
-def causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """Compute SDPA, causal without a mask; [S, B, heads, D] each, the result is a view of [B, A, S, D].
-
-    enable_gqa makes SDPA read each key/value head in place, without a copy for its A/G query heads. With equal head
-    counts it would only rule out kernels.
-    """
-    out = F.scaled_dot_product_attention(
-        q.permute(1, 2, 0, 3),
-        k.permute(1, 2, 0, 3),
-        v.permute(1, 2, 0, 3),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.permute(2, 0, 1, 3)
 
 
 def measured_causal_sdpa(tuner: Autotuner, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

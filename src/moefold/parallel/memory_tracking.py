@@ -24,9 +24,9 @@ from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, LayerNorm, RMSNorm
 from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
-from moefold.parallel.layer_parts import forward_method
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.pipeline import PipelineRunner
+from moefold.parallel.recompute import forward_method
 from moefold.parallel.wgrad_store import WeightGradStore
 
 TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (

@@ -16,7 +16,7 @@ from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.optim.states import StateStore
-from moefold.parallel.layer_parts import forward_method, wrap_part
+from moefold.parallel.recompute import forward_method, wrap_part
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:

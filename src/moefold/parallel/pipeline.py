@@ -20,8 +20,7 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import UnshardedParams, reshard_parameters
-from moefold.parallel.pipeline_messages import PipelineMessages
-from moefold.parallel.pipeline_schedule import MicroBatch, OverlappedPairs, PipelineSchedule
+from moefold.parallel.pipeline_schedule import MicroBatch, OverlappedPairs, PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.tied_embedding import sync_tied_embedding
 from moefold.parallel.wgrad_store import WeightGradStore

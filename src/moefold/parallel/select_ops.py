@@ -1,51 +1,27 @@
 """Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
 
 import logging
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
-from moefold.config.chosen import RoutingSections, chosen, chosen_in
-from moefold.config.groups.activation import ActivationPart
-from moefold.config.groups.attention import RecurrentCore
-from moefold.config.groups.context import ContextPart
-from moefold.config.groups.router_score import RouterScorePart
-from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.block import ActivationPart
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
 from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
-from moefold.model.kernels import Kernels, RoutingKernel
+from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+from moefold.parallel.selected_kernels import SelectedKernels, triton_kernels
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
-if TYPE_CHECKING:
-    from moefold.ops.measured_attention import MeasuredBlockAttention
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectedKernels(Kernels):
-    """The kernels of a run."""
-
-    message: str = ""
-    """How the open choices of the recipe were resolved."""
-    weight_cache: WeightCache = field(default_factory=WeightCache)
-    """Quantised weights of the current step."""
-    autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
-    """Choices among the kernels by time, for each shape."""
 
 
 def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
@@ -103,34 +79,6 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         expert_ops=expert_ops,
         swiglu=expert_ops,
         message=f"run.kernels={cfg.run.kernels!r}: triton{kernels.message}",
-    )
-
-
-def triton_kernels(
-    run: RunConfig,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    moe: MoEConfig,
-    device: torch.device,
-    autotuner: Autotuner,
-) -> SelectedKernels:
-    """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
-    from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
-    from moefold.ops.triton.linear_attention import TritonLinearAttention
-    from moefold.ops.triton.permute import TritonPermuteOps
-    from moefold.ops.triton.rope import apply_rope
-
-    routing, routing_message = _router_kernel(model, moe)
-    block_attention, attention_message = _block_attention(run, model, parallel, device, autotuner)
-    has_recurrence = any(isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in model.layers)
-    return SelectedKernels(
-        permute_ops=TritonPermuteOps(),
-        router=routing,
-        rope=apply_rope,
-        block_attention=block_attention,
-        linear_attention=TritonLinearAttention() if has_recurrence else None,
-        cross_entropy_ops=TritonCrossEntropyOps(),
-        message=routing_message + attention_message,
     )
 
 
@@ -244,36 +192,3 @@ def uses_c_kernels(kernels: Kernels) -> bool:
         and kernels.gemm is not TORCH_GEMM
         and kernels.expert_ops is not TORCH_EXPERT_OPS
     )
-
-
-def _block_attention(
-    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, device: torch.device, autotuner: Autotuner
-) -> tuple["MeasuredBlockAttention | None", str]:
-    """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
-
-    Where flash attention is faster, that computes them.
-
-    Not with `run.deterministic`, which its backward pass need not be.
-    """
-    needs_lse = any(layer.attention.has_sinks for layer in model.layers)
-    if parallel.cp > 1:
-        needs_lse = not chosen_in(parallel, ContextPart).shards_heads
-    if device.type != "cuda" or run.deterministic or not needs_lse:
-        return None, ""
-    from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
-    from moefold.ops.measured_attention import MeasuredBlockAttention
-
-    reason = probe_cudnn_attention(device)
-    if reason:
-        return None, f"; flash attention for blocks, as {reason}"
-    return MeasuredBlockAttention(autotuner, "cuDNN", CudnnAttention()), ""
-
-
-def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | None, str]:
-    """Return the fused kernel of the routers, or None with a message if it does not support the model."""
-    from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
-
-    reason = fused_router_unsupported_reason(model, moe)
-    if reason or model.routed is None:
-        return None, f", but plain routing, as {reason}" if reason else ""
-    return FusedRouting(model.routed, chosen(RoutingSections(model, moe), RouterScorePart)), ""

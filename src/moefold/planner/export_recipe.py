@@ -66,7 +66,11 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
         parts = RecipeStageSplitter(constraints.base_config, model_spec_from_config(cfg.model)).parts(
             placed_ranks(m.schedule, m.pp, m.vpp)
         )
-        is_even = parts == even_stages(cfg.model.num_layers, cfg.model.mtp_layers, m.pp * m.vpp)
+        stages = m.pp * m.vpp
+        # An empty layout has a layer on each stage.
+        is_even = stages <= cfg.model.num_layers and parts == even_stages(
+            cfg.model.num_layers, cfg.model.mtp_layers, stages
+        )
         if cfg.parallel.pipeline_layout == "auto" or not is_even:
             cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=format_layout(parts)))
     if cfg.train.offload:

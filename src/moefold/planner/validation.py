@@ -403,7 +403,7 @@ KINDS: dict[str, Callable[["Prediction"], bool]] = {
     "ZeRO-3": lambda p: p.mapping.zero == 3,
     "pipelines": lambda p: p.mapping.pp > 1,
     "context parallelism": lambda p: p.mapping.cp > 1,
-    "no CUDA graphs": lambda p: p.workload.cuda_graphs == "none",
+    "no CUDA graphs": lambda p: p.workload.launched[0] > 0,
     "natural routing": lambda p: p.workload.expert_spread > 0,
 }
 """Kinds of rows whose errors differ."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.advantage import AdvantagePart
+from moefold.config.groups.policy import AdvantagePart
 from moefold.config.rl import RLConfig
 from moefold.data.prompts import Prompt
 from moefold.data.sample import Sample

@@ -51,8 +51,7 @@ from moefold.train.data_loader import DataLoader
 from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
-from moefold.train.rollout_model import RolloutModel
-from moefold.train.rollout_source import LocalRollouts, RolloutSource
+from moefold.train.rollout_source import LocalRollouts, RolloutModel, RolloutSource
 from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.exactness import inexact_settings
 from moefold.validate.mismatch import mismatch_limit

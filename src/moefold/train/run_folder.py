@@ -27,10 +27,9 @@ from moefold.checkpoint.checkpoint_dir import (
     step_of,
 )
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.load import config_to_dict
 from moefold.config.part import without_source
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
 from moefold.errors import format_list

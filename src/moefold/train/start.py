@@ -14,7 +14,7 @@ from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.load import config_from_dict, config_to_dict
+from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -22,15 +22,13 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
-from moefold.config.schema import Config
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.fitting import check_training, choose_checked_device
-from moefold.launch.meet_client import parse_address
-from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
 from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
@@ -142,7 +140,8 @@ def check_replay(cfg: Config) -> None:
     if not cfg.moe.replay:
         return
     # Lazy import: rejecting a wrong key must not need numpy.
-    from moefold.data.routing_trace import TRACE_FOLDER, RoutingTrace, trace_shape
+    from moefold.config.moe import TRACE_FOLDER
+    from moefold.data.routing_trace import RoutingTrace, trace_shape
 
     trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(cfg.run.dir) / TRACE_FOLDER).resolve():
@@ -209,6 +208,9 @@ def check_meeting_point(sites: SitesConfig) -> None:
     """
     if not sites.meet:
         return
+    from moefold.launch.meet_client import parse_address
+    from moefold.launch.signed_lines import SECRET_VARIABLE, read_secret
+
     host, _ = parse_address(sites.meet, "sites.meet")
     if not read_secret(sites.secret, "sites.secret") and not is_loopback(host):
         raise ConfigError(

@@ -1,7 +1,8 @@
 """The training loop: load a batch, train a step, run the callbacks."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,6 @@ from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
-from moefold.train.garbage_collection import collect_at_fixed_steps
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_fault import StepFault
@@ -79,7 +79,8 @@ class Trainer:
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
         self._checkpointing = Checkpointing(open_saver(cfg, groups), cfg.checkpoint, history)
-        self._callbacks = _callbacks(cfg, groups, self._checkpointing)
+        measures_kernels = model.autotuner.is_enabled
+        self._callbacks = _callbacks(cfg, groups, self._checkpointing, measures_kernels=measures_kernels)
         self._further_callbacks = tuple(callbacks)
 
     def _open_loader(
@@ -268,7 +269,9 @@ def _host_facts(context: TrainingContext) -> "list[HostFact]":
     return host_facts(context)
 
 
-def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing) -> tuple[Callback, ...]:
+def _callbacks(
+    cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing, *, measures_kernels: bool
+) -> tuple[Callback, ...]:
     """Return the callbacks of a recipe in order. What a recipe does not ask for is not imported."""
     rounds: tuple[Callback, ...] = ()
     evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
@@ -285,7 +288,7 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         from moefold.train.callbacks.reference import ReferencePass
 
         reference = (ReferencePass(),)
-    if groups.device.type == "cuda":
+    if measures_kernels:
         from moefold.train.callbacks.kernel_choices import KernelChoices
 
         kernels = (KernelChoices(),)
@@ -313,3 +316,38 @@ def _callbacks(cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing
         *replicas,
         checkpointing,
     )
+
+
+STEPS_BETWEEN_COLLECTIONS = 50
+"""As in torchtitan (`gc_freq`). No tensor of a step is in a reference cycle, so only small objects wait for it."""
+
+
+@contextmanager
+def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
+    """Disable the automatic garbage collection inside this context, and restore it at the end.
+
+    Python's collector starts at some allocation, on each rank in another step: the ranks of a collective then wait for
+    one after another. What exists at the start is frozen, so a collection does not visit it; not where the caller has
+    frozen objects, as Python can only unfreeze all of them.
+
+    Yields:
+        A function to call after each step with its number, which collects where it is due.
+    """
+    was_enabled = gc.isenabled()
+    freezes = gc.get_freeze_count() == 0
+    gc.collect()
+    if freezes:
+        gc.freeze()
+    gc.disable()
+    try:
+        yield _collect_if_due
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _collect_if_due(step: int) -> None:
+    if step % STEPS_BETWEEN_COLLECTIONS == 0:
+        gc.collect()

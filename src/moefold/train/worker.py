@@ -4,15 +4,17 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink, JobSplit
+from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
@@ -21,6 +23,7 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
+from moefold.launch.embedding import program_ranks, restored_process_state
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
@@ -28,17 +31,19 @@ from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 from moefold.model.loss_function import LossFunction
+from moefold.recipe import LoadedRecipe
 from moefold.remote_path import is_remote, to_path
+from moefold.topology.layout import fold_mapping
 from moefold.train.callbacks.callback import Callback
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.callbacks.metrics import StepReporting
-from moefold.train.generations import GenerationLoop, with_saved_checkpoints
 from moefold.train.run_folder import RunFolder, choose_run_folder, is_free
-from moefold.train.sampling_worker import SamplingWorker, sampling_groups
 from moefold.train.signals import StopSignals
-from moefold.train.start import RunSetup
+from moefold.train.start import choose_training_device, prepare_data, set_up_run
 from moefold.train.trainer import Trainer
-from moefold.validate.config import check_config
+
+if TYPE_CHECKING:
+    from moefold.train.start import RunSetup
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class ProgramParts:
     """Called with the metrics of each step, on each rank that trains."""
 
 
-def finished_outcome(setup: RunSetup) -> TrainOutcome | None:
+def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
     """Return the outcome of a run whose checkpoint has all steps already; None if steps are left."""
     if not setup.is_finished:
         return None
@@ -90,7 +95,7 @@ def train_on_rank(
     """Join the job, train and leave.
 
     Args:
-        cfg: the recipe.
+        cfg: the recipe, which `set_up_run` has checked.
         messages: lines to log before all others.
         program: the parts that the calling program passes.
         rank_env: rank and world size of this process.
@@ -101,7 +106,7 @@ def train_on_rank(
             exit.
         RunError: the run failed, in a job of one rank or in a program's own process.
     """
-    layout = check_config(cfg)
+    layout = fold_mapping(cfg.parallel)
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -123,6 +128,8 @@ def train_on_rank(
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:
                 # The training ranks say when to stop, after a signal too.
+                from moefold.train.sampling_worker import SamplingWorker, sampling_groups
+
                 groups = sampling_groups(cfg, device, watchdog.flight_recorder)
                 SamplingWorker(cfg, layout, groups, link).run()
             return TrainOutcome(0, Path(cfg.run.dir))
@@ -136,6 +143,8 @@ def train_on_rank(
         training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
         run_dir = Path(folder.cfg.run.dir)
         if regroups:
+            from moefold.train.generations import GenerationLoop
+
             loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
             status = loop.run(stop)
             newest = (
@@ -174,11 +183,15 @@ class _RankTraining:
         """
         recorder = self.watchdog.flight_recorder
         with ExitStack() as cleanup:
-            groups = ParallelGroups.create(check_config(cfg), self.device, recorder)
+            groups = ParallelGroups.create(fold_mapping(cfg.parallel), self.device, recorder)
             cleanup.callback(groups.release)
             self.stop.announces = groups.rank == 0
+            if cfg.faults.regroups:
+                from moefold.train.generations import with_saved_checkpoints
+
+                cfg = with_saved_checkpoints(cfg, history)
             trainer = Trainer(
-                with_saved_checkpoints(cfg, history),
+                cfg,
                 groups,
                 [message for message in messages or self.first_messages if message],
                 loss=self.program.loss,
@@ -272,3 +285,31 @@ def _run_locks(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfi
     # One lock if both are the same folder: this process could not take it twice.
     distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
     return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]
+
+
+def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcome:
+    """Train with the processes of the program as ranks; collective over its default process group.
+
+    Args:
+        recipe: the recipe.
+        program: the parts that the program passes.
+
+    Raises:
+        ConfigError: the recipe cannot be trained here; on all ranks.
+        RunError: the run failed; a rank whose peer failed names the loss of the connection.
+    """
+    if recipe.cfg.rollout.ranks:
+        raise ConfigError(
+            f"rollout.ranks={recipe.cfg.rollout.ranks} only sample, and each process of this program trains; set "
+            "rollout.ranks=0, or start the job with `moefold train`"
+        )
+    with restored_process_state(), program_ranks(recipe.cfg.faults.timeout_s) as ranks:
+        rank_env = ranks.rank_env
+        setup = ranks.agree(partial(set_up_run, recipe, rank_env, program.data))
+        if finished := ranks.first(finished_outcome(setup)):
+            return finished
+        device_type = ranks.agree(partial(choose_training_device, setup, rank_env))
+        ranks.check_devices(device_type)
+        ranks.agree(partial(prepare_data, setup, rank_env))
+        with set_aside_process_groups():
+            return train_on_rank(setup.cfg, setup.messages, program, rank_env, device_type)

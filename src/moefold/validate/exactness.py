@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
 from moefold.config.groups.attention import SoftmaxCore
-from moefold.config.groups.choice import ChoicePart
-from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.dispatcher import DispatcherPart, WirePart
+from moefold.config.groups.router import ChoicePart, RouterScorePart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.groups.wire import WirePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig

@@ -1,7 +1,7 @@
 """Limit on the difference of log-probabilities between sampler and training (`rl.mismatch_limit`). Torch-free."""
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.dispatcher import WirePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig

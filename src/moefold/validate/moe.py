@@ -6,10 +6,9 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 from collections.abc import Iterator
 
 from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
-from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router import ChoicePart, RouterScorePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.choice import ChoicePart
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.groups.drop import DropScopePart
+from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig

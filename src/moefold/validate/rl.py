@@ -6,10 +6,8 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.groups.choice import ChoicePart
-from moefold.config.groups.correction import CorrectionPart
-from moefold.config.groups.objective import ObjectivePart
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.policy import CorrectionPart, ObjectivePart
+from moefold.config.groups.router import ChoicePart, RouterScorePart
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig

@@ -20,9 +20,9 @@ from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, chosen_in, read_key
 from moefold.config.field import Judged
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
+from moefold.config.groups.block import ResidualFormula
+from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
-from moefold.config.groups.residual import ResidualFormula
-from moefold.config.groups.wire import WirePart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig

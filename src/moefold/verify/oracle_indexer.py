@@ -100,4 +100,5 @@ class OracleIndexer:
         interleaved = model.index_rope_interleaved
         if self._positions is None:
             return z
-        return apply_rope(model, z[:, :, None], model.rotary_dim, self._positions, is_interleaved=interleaved)[:, :, 0]
+        rotated = model.rope.rotary_dim
+        return apply_rope(model, z[:, :, None], rotated, self._positions, is_interleaved=interleaved)[:, :, 0]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moefold.config.align import AlignConfig
 from moefold.config.groups.alignment import OraclePairs, PreferenceFormula
-from moefold.config.groups.correction import CorrectionFormula
-from moefold.config.groups.objective import OracleToken
+from moefold.config.groups.policy import CorrectionFormula, OracleToken
 from moefold.model.loss_function import LossFunction, NextTokenLoss
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.chosen import RoutingSections, chosen, chosen_in
-from moefold.config.groups.balance_scope import BalanceScopePart
-from moefold.config.groups.choice import ChoiceFormula, ChoicePart
-from moefold.config.groups.drop import DropPart, QueueEntry
-from moefold.config.groups.drop_scope import DropScopePart
-from moefold.config.groups.router_score import RouterScorePart, ScoreFormula
+from moefold.config.groups.drop import DropPart, DropScopePart, QueueEntry
+from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, RouterScorePart, ScoreFormula
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig

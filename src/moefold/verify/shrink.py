@@ -188,7 +188,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     )
     for part in _small_parts(cfg.model, to):
         small = with_part(small, part)
-    to = replace(to, rotary_dim=small.model.rotary_dim)
+    to = replace(to, rotary_dim=small.model.rope.rotary_dim)
     for part in chosen_parts(small):
         with names_failure(part, "shrink"):
             small = with_part(small, part.shrink(to))

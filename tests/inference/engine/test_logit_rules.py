@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.engine.logit_rules import change_logits
+from moefold.inference.engine.engine import RolloutEngine, change_logits
 from moefold.inference.engine.requests import EngineSettings, LogitRules, NewToken, Request
 from moefold.inference.sampling import SamplingParams
 from tests.inference.example import opened

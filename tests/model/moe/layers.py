@@ -4,7 +4,7 @@ from typing import Any
 
 from moefold.config.chosen import RoutingSections, chosen
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer

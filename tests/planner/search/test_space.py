@@ -156,7 +156,8 @@ def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
 
 
 def test_no_stage_begins_between_layers_that_share_a_selection():
-    model = replace(SMALL, num_layers=4, index_topk=4, index_head_dim=SMALL.head_size, index_pattern="FS")
+    head_dim = SMALL.softmax_attention.head_dim
+    model = replace(SMALL, num_layers=4, index_topk=4, index_head_dim=head_dim, index_pattern="FS")
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
     found = {values["pp"] * values["vpp"] for values in MappingSpace(constraints, Restriction(one | FREE))}

@@ -1,13 +1,16 @@
-"""Dispatchers: how routed tokens reach the ranks of their experts, and the results come back."""
+"""Dispatchers: how routed tokens, in which number format, reach the ranks of their experts, and results come back."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from moefold.config.model import has_moe_layers
 from moefold.config.part import Part
 from moefold.config.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HOPPER_CAPABILITY = (9, 0)
 
@@ -262,3 +265,25 @@ class DispatcherPart(Part):
 def is_own(part: DispatcherPart, *methods: str) -> bool:
     """Return whether a dispatcher has any of some methods of its own; else it is like the all-to-all in them."""
     return any(getattr(type(part), name) is not getattr(DispatcherPart, name) for name in methods)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WirePart(Part):
+    """Number format of dispatched tokens. The default is the type in which the model computes."""
+
+    group: ClassVar[str] = "wire"
+    key: ClassVar[str] = "moe.dispatch_precision"
+    rounds: ClassVar[bool] = False
+    """Whether tokens are rounded to e4m3 with one scale for each 128 values before they are sent."""
+
+    def value_bytes(self, computed_bytes: int) -> float:
+        """Return the bytes of a dispatched value, with its share of a scale.
+
+        Args:
+            computed_bytes: bytes of a value in the type in which the model computes.
+        """
+        return float(computed_bytes)
+
+    def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
+        """Return the rounding of the input of the experts, [..., H]; None: it has no formula."""
+        return None

@@ -1,7 +1,7 @@
-"""Token dropping: the order in which an expert of limited capacity keeps tokens."""
+"""Token dropping: over which tokens a capacity is counted, and in which order an expert keeps tokens."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,3 +59,20 @@ class DropPart(Part):
             rule = "needs a capacity, and moe.capacity_factor=0.0 sets none"
             way_out = "set moe.capacity_factor=1.0 or more, or pad_to_capacity=false"
             yield Problem("moe.pad_to_capacity", True, rule, way_out)
+
+
+Positions = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropScopePart(Part):
+    """Tokens that share the capacity of an expert. The default is all tokens of a micro-batch."""
+
+    group: ClassVar[str] = "drop_scope"
+    key: ClassVar[str] = "moe.drop_scope"
+    is_shared: ClassVar[bool] = True
+    """Whether the ranks that share a micro-batch share a capacity; else each drops among its own tokens."""
+
+    def formula(self) -> Callable[[int, Positions], Positions] | None:
+        """Return the positions of each capacity, from the length of a sample and the positions of each rank."""
+        return None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
-from moefold.config.groups.activation import ActivationPart
+from moefold.config.groups.block import ActivationPart
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import FlatKey, KindOf, Part
 

@@ -71,7 +71,7 @@ class RopeSettings:
     rotary_dim: int
     """Dims of one head that are rotated."""
     interleaved: bool
-    """Whether neighbouring dims are a pair; else those of the first and second half."""
+    """Whether neighbouring dims are a pair; else the dims of the first and second half."""
     scaling: RopeScalingPart
     temperature_scale: float
     """Of layers without RoPE; 0: none, see `model.nope_temperature_scale`."""

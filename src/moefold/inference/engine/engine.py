@@ -1,9 +1,10 @@
 """Rollout engine: continuous batching over a paged KV cache, of an inference model or of a model in training."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +16,12 @@ from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import NO_TOKEN, Draw, UniformStream, check_drawn, choose_tokens
-from moefold.inference.engine.logit_rules import Constrain, Constraint, change_logits
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
     FinishReason,
+    LogitRules,
     NewToken,
     PromptScore,
     Request,
@@ -32,6 +33,22 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import merge_over_tp
+
+
+class Constraint(Protocol):
+    """State of a grammar after the tokens of one sample."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may come next, [V]; at least one may."""
+        ...
+
+    def push(self, token: int) -> None:
+        """Add a token that was allowed."""
+        ...
+
+
+Constrain = Callable[[Request], Constraint]
+"""Starts the grammar of a request."""
 
 TokenCallback = Callable[[int, int], None]
 """Callback for each new token: (request index, token)."""
@@ -437,3 +454,33 @@ def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     if of_rows.count(temperature) == len(of_rows):
         return logits_NV if temperature == 1 else logits_NV / temperature
     return logits_NV / copy_to_device(torch.tensor(of_rows, dtype=logits_NV.dtype), logits_NV.device).unsqueeze(1)
+
+
+def change_logits(
+    logits_V: Tensor, request: Request, rules: LogitRules, tokens: Sequence[int], constraint: Constraint | None
+) -> None:
+    """Change the logits of a sample's next token in place.
+
+    Args:
+        logits_V: over the whole vocabulary.
+        request: the sample.
+        rules: of the request.
+        tokens: its new tokens so far.
+        constraint: state of the grammar, if there is one.
+    """
+    device = logits_V.device
+    if rules.bias:
+        ids, values = zip(*rules.bias, strict=True)
+        logits_V[list(ids)] += torch.tensor(values, dtype=logits_V.dtype, device=device)
+    if rules.repetition_penalty != 1:
+        seen = sorted({*request.prompt, *tokens})
+        found = logits_V[seen]
+        logits_V[seen] = torch.where(found > 0, found / rules.repetition_penalty, found * rules.repetition_penalty)
+    counts = Counter(tokens)
+    if counts and (rules.frequency_penalty or rules.presence_penalty):
+        penalties = [count * rules.frequency_penalty + rules.presence_penalty for count in counts.values()]
+        logits_V[list(counts)] -= torch.tensor(penalties, dtype=logits_V.dtype, device=device)
+    if len(tokens) < rules.min_tokens and len(request.eos_ids) < len(logits_V):
+        logits_V[sorted(request.eos_ids)] = -torch.inf
+    if constraint is not None:
+        logits_V.masked_fill_(~torch.from_numpy(constraint.allowed()).to(device), -torch.inf)

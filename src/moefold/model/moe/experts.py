@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.local_param import local_param
 from moefold.model.lora import LowRankAdapters
-from moefold.model.moe.adapted_experts import NO_ADAPTER, ExpertAdapters, adapted_experts
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
@@ -123,7 +122,11 @@ class Experts(nn.Module):
             self.saves_fc1,
         )
         if self.lora is not None:
-            adapters = self._adapters(self.lora, expert_input.x.dtype)
+            from moefold.model.moe.adapted_experts import ExpertAdapters, adapted_experts
+
+            dtype = expert_input.x.dtype
+            gate, up, down = (self.lora.pair_or_none(name, dtype) for name in ("w_gate", "w_up", "w_down"))
+            adapters = ExpertAdapters(gate, up, down, self.lora.scale)
             gemm = self.ops.gemm if isinstance(self.ops, SequentialExpertOps) else TORCH_GEMM
             return adapted_experts(
                 expert_input.x, ExpertWeights(*weights), adapters, options, expert_input.probs_R, gemm
@@ -131,14 +134,6 @@ class Experts(nn.Module):
         return fused_experts(
             expert_input.x, ExpertWeights(*weights), options, self.ops, expert_input.probs_R, wgrad_store
         )
-
-    @staticmethod
-    def _adapters(lora: LowRankAdapters, dtype: torch.dtype) -> ExpertAdapters:
-        """Return the local adapters of the three matrices."""
-        gate, up, down = (
-            lora.pair(name, dtype) if name in lora else NO_ADAPTER for name in ("w_gate", "w_up", "w_down")
-        )
-        return ExpertAdapters(gate, up, down, lora.scale)
 
 
 def _scale_input(expert_input: ExpertInput) -> ExpertInput:

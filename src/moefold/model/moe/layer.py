@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.balance_scope import BalanceScopePart
-from moefold.config.groups.drop import DropPart
-from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router import BalanceScopePart, RouterScorePart
 from moefold.config.moe import MoEConfig
 from moefold.config.routing import aux_coefficient
 from moefold.model.linear import UnquantizedLinear, linear

@@ -14,10 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.export import register_dataclass
 
 from moefold.config.chosen import RoutingSections, chosen, chosen_in, read_key
-from moefold.config.groups.choice import ChoiceInputs, ChoicePart
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router_score import RouterScorePart
-from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterScorePart, RouterSoftmaxPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel

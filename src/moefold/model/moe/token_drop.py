@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.config.groups.drop import DropPart
-from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.model.moe.token_group import MicroBatchGroup
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.ops.block_attention import BlockMask, FlashMask, MathBlockAttention, fold_in_sinks
-from moefold.ops.cpu.build import CompilerError, load_library
-from moefold.ops.cpu.tensor_view import TensorView
+from moefold.ops.cpu.build import CompilerError, TensorView, load_library
 from moefold.ops.documents import Segments
 from moefold.ops.interface import unit_stride
 

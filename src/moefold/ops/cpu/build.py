@@ -15,6 +15,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
 
 from moefold.cache_dir import cache_folders
 from moefold.file_lock import FileLock
@@ -209,3 +213,23 @@ def _run_compiler(command: list[str]) -> str:
         stderr = result.stderr.strip().splitlines()
         raise CompilerError(f"{command[0]} fails: {stderr[0] if stderr else f'exit {result.returncode}'}")
     return result.stdout
+
+
+class TensorView(ctypes.Structure):
+    """C structs `heads_view` and `tokens_view`: address of [S, B, heads, D], strides of the first dims, and dtype.
+
+    Strides are in elements; the last dim has stride 1.
+    """
+
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        ("token", ctypes.c_int64),
+        ("sample", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("is_bfloat16", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        """Return the view of a tensor of float32 or bfloat16, which must outlive it."""
+        return cls(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, load_library
-from moefold.ops.cpu.tensor_view import TensorView
+from moefold.ops.cpu.build import CompilerError, TensorView, load_library
 from moefold.ops.interface import unit_stride
 from moefold.ops.linear_attention import ChunkedLinearAttention, Chunks
 

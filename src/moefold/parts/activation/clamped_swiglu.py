@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.groups.activation import ActivationPart
+from moefold.config.groups.block import ActivationPart
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.activation import ActivationPart
+from moefold.config.groups.block import ActivationPart
 
 if TYPE_CHECKING:
     from torch import Tensor

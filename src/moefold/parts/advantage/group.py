@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moefold.config.groups.advantage import AdvantagePart, centred
+from moefold.config.groups.policy import AdvantagePart, centred
 
 if TYPE_CHECKING:
-    from moefold.config.groups.advantage import Rewards
+    from moefold.config.groups.policy import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)

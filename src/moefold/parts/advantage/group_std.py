@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moefold.config.groups.advantage import EPS, AdvantagePart, centred, reward_counts
+from moefold.config.groups.policy import EPS, AdvantagePart, centred, reward_counts
 
 if TYPE_CHECKING:
-    from moefold.config.groups.advantage import Rewards
+    from moefold.config.groups.policy import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moefold.config.groups.balance_scope import BalanceFormula, BalanceScopePart
+from moefold.config.groups.router import BalanceFormula, BalanceScopePart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moefold.config.groups.balance_scope import BalanceFormula, BalanceScopePart
+from moefold.config.groups.router import BalanceFormula, BalanceScopePart
 
 if TYPE_CHECKING:
     from torch import Tensor

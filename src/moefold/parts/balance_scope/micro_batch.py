@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moefold.config.groups.balance_scope import BalanceFormula, BalanceScopePart
+from moefold.config.groups.router import BalanceFormula, BalanceScopePart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
 from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart
+from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.groups.correction import CorrectionFormula, CorrectionPart
+from moefold.config.groups.policy import CorrectionFormula, CorrectionPart
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:

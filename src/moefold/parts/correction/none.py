@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moefold.config.groups.correction import CorrectionFormula, CorrectionPart
+from moefold.config.groups.policy import CorrectionFormula, CorrectionPart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moefold.config.groups.drop_scope import DropScopePart, Positions
+from moefold.config.groups.drop import DropScopePart, Positions
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moefold.config.groups.drop_scope import DropScopePart, Positions
+from moefold.config.groups.drop import DropScopePart, Positions
 
 
 @dataclass(frozen=True, kw_only=True)

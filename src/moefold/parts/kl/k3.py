@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moefold.config.groups.kl import KlPart
+from moefold.config.groups.policy import KlPart
 
 if TYPE_CHECKING:
     from torch import Tensor

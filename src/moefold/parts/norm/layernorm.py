@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moefold.config.groups.norm import NormPart
+from moefold.config.groups.block import NormPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.problem import Problem
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moefold.config.groups.norm import NormPart
+from moefold.config.groups.block import NormPart
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:

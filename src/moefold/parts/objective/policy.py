@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens
+from moefold.config.groups.policy import ObjectivePart, OracleToken, PolicyTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens, clipped_loss
+from moefold.config.groups.policy import ObjectivePart, OracleToken, PolicyTokens, clipped_loss
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moefold.config.groups.residual import ResidualFormula, ResidualPart
+from moefold.config.groups.block import ResidualFormula, ResidualPart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moefold.config.groups.residual import ResidualFormula, ResidualPart
+from moefold.config.groups.block import ResidualFormula, ResidualPart
 
 
 @dataclass(frozen=True, kw_only=True)

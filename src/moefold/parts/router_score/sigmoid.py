@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moefold.config.groups.router_score import ScoreFormula, SeparateScorePart, Softmax
+from moefold.config.groups.router import ScoreFormula, SeparateScorePart, Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor

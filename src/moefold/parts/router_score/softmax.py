@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
-from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.groups.router import RouterScorePart, RouterSoftmaxPart, ScoreFormula, Softmax
 from moefold.config.part import KindOf
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.router_score import ScoreFormula, Softmax
-from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.groups.router import RouterSoftmaxPart, ScoreFormula, Softmax
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -385,7 +385,7 @@ class _MixerCost:
         # The keys of sparse attention are gathered before any is selected.
         overlap = 0.0 if core.selected else (cp - 1) / cp
         if link is not device.links[0]:
-            # Sends between nodes share the cards with those of other ranks, and kernels with the copies.
+            # Sends between nodes share the cards with the sends of other ranks, and kernels with the copies.
             overlap *= HIDDEN_RING_FRACTION
         hidden = core_forward_s * overlap, core_backward_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
@@ -569,7 +569,7 @@ class _MoECost:
         )
 
     def _kernel_counts(self) -> tuple[float, float]:
-        """Return the kernel launches without those of single experts, forward and backward."""
+        """Return the kernel launches of the block, forward and backward, less `_expert_kernel_counts`."""
         forward_kernels, backward_kernels = self.layer_costs.kernel_counts("moe")
         if self._fuses_experts:
             return forward_kernels / 2, backward_kernels / 2
@@ -622,7 +622,7 @@ class _MoECost:
     @property
     def _permutes_unfused(self) -> bool:
         """Return whether separate kernels permute; DeepEP, HybridEP and moefold have fused ones."""
-        return self.layer_costs.workload.is_megatron and self.dispatcher.kind == "alltoall"
+        return self.layer_costs.workload.is_megatron and not self.dispatcher.kernel_package
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, ...]:
         """Return the dispatch collectives of one direction, of rows of `value_bytes` a number."""

@@ -407,16 +407,15 @@ class CostModel:
         the gaps between them; after a wait of the host the device idles until the next kernel. A layer that is
         recomputed launches, and waits, once more.
         """
-        graphs = self.workload.cuda_graphs
         device = self.device
         ffn = (
             feed_forward.forward_kernels + EXPERT_LAUNCH_SHARE * feed_forward.expert_kernels[0],
             feed_forward.backward_kernels + EXPERT_LAUNCH_SHARE * feed_forward.expert_kernels[1],
         )
         attention = mixer.forward_kernels, mixer.backward_kernels
-        # Gaps by kernel, in units of `kernel_gap_s`, and launches of the host.
-        gap = 1.0 if graphs == "none" else GRAPH_GAP_SHARE, GRAPH_GAP_SHARE if graphs == "full" else 1.0
-        launched = float(graphs == "none"), float(graphs != "full")
+        launched = self.workload.launched
+        # Gaps by kernel, in units of `kernel_gap_s`.
+        gap = [1.0 if share else GRAPH_GAP_SHARE for share in launched]
         syncs = feed_forward.host_syncs * device.sync_s * launched[1]
         again_moe, again_rest = _recomputed_launches_of(recompute_sets)
         counts = (attention[0], ffn[0]), (attention[1] + again_rest * attention[0], ffn[1] + again_moe * ffn[0])

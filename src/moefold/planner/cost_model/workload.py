@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.dispatcher import WirePart
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.groups.wire import WirePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
@@ -31,6 +31,12 @@ EXPERT_SPREAD = 1.2
 pairs of natural routing and forced balance in published/README.md, Qwen3-235B on 8 ranks, 16K to 128K tokens."""
 
 CudaGraphs = Literal["none", "partial", "full"]
+GRAPH_LAUNCHES: dict[CudaGraphs, tuple[float, float]] = {
+    "none": (1.0, 1.0),
+    "partial": (0.0, 1.0),
+    "full": (0.0, 0.0),
+}
+"""Share of the kernels that the host launches, of the mixer and of the feed-forward block of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,11 @@ class TrainingWorkload:
     """True if MTP layers run, where the model has them."""
     attention: AttentionLoads | None = None
     """Attention work where samples hold documents of given lengths; None: a sample is one document."""
+
+    @property
+    def launched(self) -> tuple[float, float]:
+        """Share of the kernels that the host launches, of the mixer and of the feed-forward block of a layer."""
+        return GRAPH_LAUNCHES[self.cuda_graphs]
 
     @property
     def effective_imbalance(self) -> float:

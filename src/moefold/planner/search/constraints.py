@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.config.groups.drop import DropPart
-from moefold.config.groups.drop_scope import DropScopePart
+from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.rule import Rule, ask

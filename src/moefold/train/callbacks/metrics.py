@@ -8,9 +8,9 @@ import torch
 
 from moefold.comm.groups import current_world
 from moefold.config.metrics import MetricsConfig
+from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
-from moefold.data.routing_trace import TRACE_FOLDER
 from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext

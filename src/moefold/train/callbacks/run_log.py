@@ -8,14 +8,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGPIPE
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from moefold.checkpoint.save_load import Resume
-from moefold.config.load import config_to_dict, write_config_json
-from moefold.config.schema import Config
-from moefold.data.routing_trace import TRACE_FOLDER, RoutingTraceWriter, trace_shape, truncate_trace
+from moefold.config.moe import TRACE_FOLDER
+from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.progress import Progress, StepLine
@@ -27,6 +26,9 @@ from moefold.train.data_loader import DataEvent
 from moefold.train.log_lines import closing_lines
 from moefold.train.signals import StopSignals
 from moefold.train.step_fault import StepFault
+
+if TYPE_CHECKING:
+    from moefold.data.routing_trace import RoutingTraceWriter
 
 
 def is_due(every: int, step: int) -> bool:
@@ -209,23 +211,29 @@ class RunLog:
             The number of lines removed from metrics.jsonl.
         """
         cfg = self._cfg
-        shape = trace_shape(self._cfg.model, self._cfg.train)
+        moe_layers = cfg.model.moe_layer_numbers
         with ExitStack() as stack:
             config = config_to_dict(cfg)
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config, outputs=self.outputs)
             self._writer = stack.enter_context(writer)
             self.outputs.attempt(COUNTS_FILE, lambda: truncate_expert_counts(self._dir, resume_step))
-            self.outputs.attempt(TRACE_FOLDER, lambda: truncate_trace(self._dir, resume_step))
+            if (self._dir / TRACE_FOLDER).is_dir():
+                from moefold.data.routing_trace import truncate_trace
+
+                self.outputs.attempt(TRACE_FOLDER, lambda: truncate_trace(self._dir, resume_step))
             self._counts = None
-            if cfg.metrics.expert_counts_every and shape.layers:
+            if cfg.metrics.expert_counts_every and moe_layers:
                 count = cfg.model.experts.num_experts
                 self._counts = self.outputs.attempt(
                     COUNTS_FILE,
-                    lambda: ExpertCountsWriter(self._dir, shape.layers, count, resume_step=resume_step),
+                    lambda: ExpertCountsWriter(self._dir, moe_layers, count, resume_step=resume_step),
                 )
             if self._counts is not None:
                 stack.callback(self._close, COUNTS_FILE, self._counts)
             if cfg.moe.trace_every:
+                from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
+
+                shape = trace_shape(cfg.model, cfg.train)
                 self.trace_writer = self.outputs.attempt(
                     TRACE_FOLDER, lambda: RoutingTraceWriter(self._dir, shape, resume_step=resume_step)
                 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Interval
 
-from moefold.config.groups.objective import ObjectivePart, OracleToken, PolicyTokens
+from moefold.config.groups.policy import ObjectivePart, OracleToken, PolicyTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,6 +1,7 @@
 """Module of grouped-query attention (GQA, arXiv:2305.13245)."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class GroupedQueryAttention(SelfAttention):
         part: heads, norms, biases and sinks.
         frame: of the model.
     """
+
+    fused_refusal: ClassVar[str] = ""
 
     def __init__(self, part: GqaPart, frame: AttentionFrame) -> None:
         super().__init__(part.window)
@@ -168,13 +171,9 @@ class GroupedQueryAttention(SelfAttention):
             return weight, bias
         return weight[weight_rows], None if bias is None else bias[weight_rows]
 
-    @property
-    def fused_refusal(self) -> str:
-        """See base class."""
-        return "" if type(self) is GroupedQueryAttention else super().fused_refusal
-
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
         """Yield what the kernel does not know; see base class."""
+        yield "a layer of another class", type(self) is not GroupedQueryAttention
         kernel = self.kernels.decode
         assert kernel is not None
         yield "model.attention_multiplier", self.scale is not None

@@ -25,6 +25,7 @@ class SparseAttention(GroupedQueryAttention):
     """
 
     selects_keys: ClassVar[bool] = True
+    fused_refusal: ClassVar[str] = "sparse attention"
 
     def __init__(self, part: GqaPart, frame: AttentionFrame) -> None:
         super().__init__(part, frame)
@@ -32,11 +33,6 @@ class SparseAttention(GroupedQueryAttention):
         own = part.own_indexer
         self.indexer = None if own is None else LightningIndexer(own, hidden, hidden, part.window)
         self.selected_keys: SelectedKeyCache | None = None
-
-    @property
-    def fused_refusal(self) -> str:
-        """See base class."""
-        return "sparse attention"
 
     def _attend(
         self,

@@ -59,6 +59,7 @@ class LatentAttention(SelfAttention):
     """
 
     caches_latents: ClassVar[bool] = True
+    fused_refusal: ClassVar[str] = "latent attention"
 
     def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
         super().__init__(part.window)
@@ -90,11 +91,6 @@ class LatentAttention(SelfAttention):
         self._padded_head_dim = max(head, value)
         self._has_wide_values = value > head
         self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
-
-    @property
-    def fused_refusal(self) -> str:
-        """See base class."""
-        return "latent attention"
 
     def forward(
         self,

@@ -25,6 +25,7 @@ class SparseLatentAttention(LatentAttention):
     """
 
     selects_keys: ClassVar[bool] = True
+    fused_refusal: ClassVar[str] = "sparse attention"
 
     def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
         super().__init__(part, frame)
@@ -33,11 +34,6 @@ class SparseLatentAttention(LatentAttention):
         own = part.own_indexer
         self.indexer = None if own is None else LightningIndexer(own, source, hidden, part.window)
         self.selected_keys: SelectedKeyCache | None = None
-
-    @property
-    def fused_refusal(self) -> str:
-        """See base class."""
-        return "sparse attention"
 
     def _attend(
         self,

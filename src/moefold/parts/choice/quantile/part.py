@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.choice import ChoiceFormula, ChoiceInputs, ChoicePart, Tokens
+from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart, Tokens
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:

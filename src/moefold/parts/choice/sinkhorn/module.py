@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from moefold.config.groups.choice import TokenGroup
+from moefold.config.groups.router import TokenGroup
 
 
 def sinkhorn_offsets(logits_TE: Tensor, iterations: int, group: TokenGroup, is_token_T: Tensor | None = None) -> Tensor:

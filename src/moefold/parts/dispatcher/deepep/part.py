@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.chosen import chosen
-from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups

@@ -6,8 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.config.chosen import chosen
-from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import prefixed
 from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_params
-from moefold.config.groups.router_score import RouterScorePart
+from moefold.config.groups.router import RouterScorePart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import UnusedKeys
 from moefold.config.small_sizes import SmallSizes

@@ -6,9 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from moefold.config.chosen import RoutingSections, chosen, chosen_in
-from moefold.config.groups.choice import ChoicePart
-from moefold.config.groups.router_score import RouterScorePart, ScoreFormula, Softmax
-from moefold.config.groups.router_softmax import RouterSoftmaxPart
+from moefold.config.groups.router import ChoicePart, RouterScorePart, RouterSoftmaxPart, ScoreFormula, Softmax
 from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.wire import WirePart
+from moefold.config.groups.dispatcher import WirePart
 
 if TYPE_CHECKING:
     from torch import Tensor

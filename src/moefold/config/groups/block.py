@@ -1,0 +1,77 @@
+"""Frame of a layer: norms of the residual stream and their place, and the activation of the routed experts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+from moefold.config.param_spec import ParamSpec
+from moefold.config.part import FlatKey, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Norm = Callable[["Tensor"], "Tensor"]
+
+
+class ResidualFormula(NamedTuple):
+    """The residual stream in float64, for the oracle."""
+
+    read: Callable[["Tensor", Norm], "Tensor"]
+    """Input of attention, or of the feed-forward network, from the stream and its norm."""
+    added: Callable[["Tensor", Norm], "Tensor"]
+    """What is added to the stream, from an output and its norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualPart(Part):
+    """Placement of the norms of a layer."""
+
+    group: ClassVar[str] = "residual"
+    key: ClassVar[str] = "model.norm_placement"
+    norms_input: ClassVar[bool] = True
+    """Whether the inputs of attention and of the feed-forward network have a norm."""
+    norms_output: ClassVar[bool] = False
+    """Whether their outputs have one, before they are added."""
+    multiplier: Annotated[float, FlatKey("model.residual_multiplier")]
+
+    def formula(self) -> ResidualFormula | None:
+        """Return the stream in float64; None: it has no formula."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPart(Part):
+    """Norm of the residual stream."""
+
+    group: ClassVar[str] = "norm"
+    key: ClassVar[str] = "model.norm"
+    is_of_layers: ClassVar[bool] = True
+    saved_numbers: ClassVar[int] = 1
+    """Numbers of a token that are saved for backward, without input and output."""
+    eps: Annotated[float, FlatKey("model.norm_eps")]
+
+    def params(self, name: str, width: int) -> Iterator[ParamSpec]:
+        """Yield the parameters of the norm of this name."""
+        yield ParamSpec(f"{name}.weight", (width,), "norms")
+
+    def build(self, width: int) -> Any:
+        """Return the module, on the meta device where that is the default."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPart(Part):
+    """Elementwise activation of an expert."""
+
+    group: ClassVar[str] = "activation"
+    key: ClassVar[str] = "model.moe_activation"
+    is_swiglu: ClassVar[bool] = False
+    """Whether the kernels of SwiGLU compute it. Without biases they take one pass over memory."""
+
+    def build(self) -> Any:
+        """Return an `ops.swiglu.ExpertActivation`."""
+        raise NotImplementedError
+
+    def formula(self) -> Callable[["Tensor", "Tensor"], "Tensor"] | None:
+        """Return the hidden values of gate and up projections in float64; None: it has no formula."""
+        return None

@@ -1,0 +1,295 @@
+"""Router: scores of the experts, choice and weights of a token's experts, and what the auxiliary loss balances."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
+
+from moefold.config.part import FlatKey, Part, UnusedKeys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCORE_SUM_EPS = 1e-20
+"""Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""
+
+Softmax = Callable[["Tensor"], "Tensor"]
+"""Softmax over the last dim, with the bits of the kernels in use."""
+
+
+class ScoreFormula(NamedTuple):
+    """A score function in float64, for the oracle."""
+
+    scores: Callable[["Tensor"], "Tensor"]
+    """Scores [..., E] of logits [..., E]."""
+    weights: Callable[["Tensor"], "Tensor"]
+    """Routing weights of the scores of the chosen experts, [..., K] -> same."""
+    num_summed: int
+    """Best experts whose scores are summed to the score of a group of experts."""
+    choose: Callable[..., Any] | None = None
+    """Choices and weights of logits [B, S, E], given K and noise; None: `moe.choice` chooses."""
+    noise_width: Callable[[int, int], int] | None = None
+    """Uniform numbers for each token in training, given K and E; None: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterScorePart(Part):
+    """Score function of a router. Tensors are float32 or float64; T tokens, E experts, K choices."""
+
+    group: ClassVar[str] = "router_score"
+    key: ClassVar[str] = "model.router_score"
+    sums_top2: ClassVar[bool] = True
+    """Whether a group of experts has the score of its two best experts, not of its best one."""
+
+    def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
+        """Return the scores of all experts, [T, E]."""
+        raise NotImplementedError
+
+    def ranking(self, logits_TE: "Tensor", scores_TE: "Tensor") -> "Tensor":
+        """Return the values by which experts are ranked where nothing is added to the scores, [T, E]."""
+        return scores_TE
+
+    def distribution(self, scores_TE: "Tensor") -> "Tensor":
+        """Return the scores divided by their sum, [T, E]: the input of the load-balancing loss."""
+        return scores_TE / (scores_TE.sum(-1, keepdim=True) + SCORE_SUM_EPS)
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the routing weights of the chosen experts, [T, K]; `noise_TN` as for `choose`."""
+        raise NotImplementedError
+
+    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
+        """Return the choices, int64 [T, K], of a router that chooses by itself; None: `moe.choice` decides.
+
+        Args:
+            logits_TE: the logits, without a gradient.
+            top_k: K.
+            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: none.
+        """
+        return None
+
+    def noise_width(self, top_k: int, num_choices: int) -> int:
+        """Return the uniform numbers that the choices of a token need in training; 0: none."""
+        return 0
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether it chooses the experts by itself."""
+        return False
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Return whether the routing weights of a token sum to 1 before `router_scaling_factor`."""
+        raise NotImplementedError
+
+    @property
+    def sums_to_one_by(self) -> tuple[str, str]:
+        """Return the setting by which the weights sum to 1, and the one by which they do not."""
+        return "model.router_normalize=true", "model.router_normalize=false"
+
+    def uniform_weight(self, num_experts: int) -> float | None:
+        """Return the weight of a choice where all logits are 0 and no sum divides it; None: it has no fixed value."""
+        raise NotImplementedError
+
+    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
+        """Return the bytes for each token that it keeps for backward, in addition to logits, scores and choices."""
+        return 0
+
+    def decoding_is_post(self) -> bool | None:
+        """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None: it cannot."""
+        return None
+
+    def fused_options(self) -> dict[str, bool] | None:
+        """Return the options of the fused router kernel for this score; None: the kernel does not have it."""
+        return None
+
+    def formula(self) -> ScoreFormula | None:
+        """Return the score function in float64; None: it has no formula."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeparateScorePart(RouterScorePart):
+    """Score of each expert by its logit alone; the weights of a token need not sum to 1."""
+
+    normalize: Annotated[bool, FlatKey("model.router_normalize")]
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the scores of the chosen experts, divided by their sum if `normalize`."""
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return weights_TK / (weights_TK.sum(-1, keepdim=True) + SCORE_SUM_EPS) if self.normalize else weights_TK
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Return whether the weights are divided by their sum."""
+        return self.normalize
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSoftmaxPart(Part):
+    """Routing weights from softmax scores. Tensors are float32 or float64; T tokens, E experts, K choices."""
+
+    group: ClassVar[str] = "router_softmax"
+    key: ClassVar[str] = "model.router_softmax"
+    sum_to_one: ClassVar[bool] = False
+    """Whether the weights of a token sum to 1."""
+    is_post: ClassVar[bool | None] = None
+    """Whether the weights are the softmax of the chosen logits (True) or of all (False); None: neither."""
+
+    def weights(
+        self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
+    ) -> "Tensor":
+        """Return the routing weights of the chosen experts, [T, K]."""
+        raise NotImplementedError
+
+    def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
+        """Return the choices, as `RouterScorePart.choose`."""
+        return None
+
+    def noise_width(self, top_k: int, num_choices: int) -> int:
+        """Return the uniform numbers that the choices of a token need in training; 0: none."""
+        return 0
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether it chooses the experts by itself."""
+        return False
+
+    def uniform_weight(self, num_experts: int) -> float | None:
+        """Return the weight of a choice where all logits are equal; None: it has no fixed value."""
+        return 1 / num_experts
+
+    def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
+        """Return the bytes for each token that it keeps for backward, in addition to logits, scores and choices."""
+        return 0
+
+    def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
+        """Return a function from the softmax to the whole score function in float64; None: it has no formula."""
+        return None
+
+
+class TokenGroup(Protocol):
+    """The ranks that share a micro-batch."""
+
+    def gather(self, rows: "Tensor") -> "Tensor":
+        """Return the rows of all ranks."""
+        ...
+
+
+class Tokens(Protocol):
+    """The tokens of this rank in their micro-batch."""
+
+    @property
+    def group(self) -> TokenGroup:
+        """Return the ranks that share the micro-batch."""
+        ...
+
+    def is_token(self) -> "Tensor | None":
+        """Return the rows that are no padding, bool [T]; None: all."""
+        ...
+
+    def global_index(self) -> "Tensor":
+        """Return the index of each token in the micro-batch, int64 [T]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceInputs:
+    """Inputs of a choice. T tokens of this rank, E experts, K choices; nothing has a gradient."""
+
+    top_k: int
+    logits_TE: "Tensor"
+    scores_TE: "Tensor"
+    ranking_TE: "Tensor"
+    """Scores, with the expert bias if the router has one; logits where they rank the same."""
+    thresholds_E: "Tensor | None"
+    """What `thresholds` returned, in training."""
+    is_training: bool
+    tokens: Tokens
+    best: Callable[["Tensor"], "Tensor"]
+    """Choices of the largest values [T, E], within the best groups of experts if the recipe has groups."""
+    largest: Callable[["Tensor"], "Tensor"]
+    """Choices of the largest values [T, E], of all experts."""
+
+
+class ChoiceFormula(NamedTuple):
+    """A choice in float64, for the oracle, which takes one token after another."""
+
+    has_aux_loss: bool
+    """Whether the load-balancing loss goes with it."""
+    has_thresholds: bool
+    """Whether quantiles of the scores of a micro-batch are subtracted in training, and become the expert bias."""
+    ranking: Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+    """Values in training from logits, scores less thresholds, biased scores [B, S, E], and the tokens that are no
+    padding, bool [B, S]."""
+    forced: Callable[[int, int, int], list[int]] | None = None
+    """Experts by the number of a token, K and E, whatever the values are; None: the best values decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoicePart(Part):
+    """Choice of the experts of each token."""
+
+    group: ClassVar[str] = "choice"
+    key: ClassVar[str] = "moe.choice"
+    scores_decide: ClassVar[bool] = False
+    """Whether the scores of a token alone decide over its experts, in training as in evaluation. Then the
+    load-balancing loss and updates of the expert bias balance the experts."""
+    reads_micro_batch: ClassVar[bool] = False
+    """Whether it reads the scores of all tokens of a micro-batch."""
+    is_forced: ClassVar[bool] = False
+    """Whether it ignores the scores, for benchmarks."""
+    sets_bias: ClassVar[bool] = False
+    """Whether its thresholds become the expert bias after a step."""
+
+    def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor | None":
+        """Return what is subtracted from the scores of this micro-batch in training, [E]; None: nothing."""
+        return None
+
+    def select(self, inputs: ChoiceInputs) -> "Tensor":
+        """Return the experts of each token, best first, int64 [T, K]."""
+        raise NotImplementedError
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield the keys of the losses and biases that balance the experts; see base class."""
+        other = "choose moe.choice='topk'"
+        if not self.scores_decide:
+            yield UnusedKeys("moe.aux_kind model.active_experts", f"{self.key}={self.kind!r} balances by itself", other)
+        if self.sets_bias:
+            yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
+
+    def formula(self) -> ChoiceFormula | None:
+        """Return the choice in float64; None: it has no formula."""
+        return None
+
+
+BalanceFormula = Callable[[Any, "Tensor | None", int], "list[tuple[Tensor, Tensor]]"]
+"""Pairs of counts and sums of scores, each [E], from the routed micro-batches of a global batch, the counts of the last
+global batch, and the micro-batches of a data-parallel rank. A micro-batch has `scores` [B, S, E], `is_token` [B, S] and
+`tokens_per_expert()` [B, E]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceScopePart(Part):
+    """Tokens whose routing is balanced. The default is all tokens of a micro-batch."""
+
+    group: ClassVar[str] = "balance_scope"
+    key: ClassVar[str] = "moe.aux_kind"
+    is_per_sample: ClassVar[bool] = False
+    """Whether each sample is balanced by itself."""
+    accumulates: ClassVar[bool] = False
+    """Whether the counts of the micro-batches of a step add up over all data-parallel ranks, as far as the step has
+    come: the loss then depends on dp."""
+    keeps_counts: ClassVar[bool] = False
+    """Whether the counts are those that the last step ended with; they are saved in checkpoints."""
+
+    @property
+    def is_global(self) -> bool:
+        """Return whether the counts are over global batches."""
+        return self.accumulates or self.keeps_counts
+
+    def formula(self) -> BalanceFormula | None:
+        """Return the pairs of counts and scores in float64; None: it has no formula."""
+        return None
