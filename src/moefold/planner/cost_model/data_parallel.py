@@ -231,16 +231,7 @@ class DataParallelCostModel:
 
     def cost(self, mapping: ParallelMapping) -> DataParallelCost:
         """Return the seconds of the data-parallel collectives and of the optimizer update."""
-        return self._cached_cost(mapping, self.max_parameters(mapping))
-
-    def lower_bound_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
-        """Return a lower bound of the cost over all pipelines, for ranks with at least the given `max_parameters`."""
-        found = self._cached_cost(mapping, parameters)
-        # The matrices of a rank depend on the layers of its stages, so the lower bound of their update is 0.
-        return found._replace(optimizer_s=0.0) if self._gathered_cost else found
-
-    def _cached_cost(self, mapping: ParallelMapping, parameters: Sequence[float]) -> DataParallelCost:
-        dense, experts = parameters
+        dense, experts = self.max_parameters(mapping)
         is_offloaded = "optimizer" in mapping.offload
         key: tuple[float, ...] = (
             dense,

@@ -6,8 +6,7 @@ and many memory strategies (parts to recompute or offload). This module computes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +60,6 @@ class StrategyCosts:
         ]
         self._layer_cache: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._rank_contents_cache: dict[tuple[int, tuple[PipelineVariant, ...]], _RankContents] = {}
-        self._min_parameters: dict[tuple[object, ...], tuple[float, ...]] = {}
 
     def layer_times(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
         """Return the cached `CostModel.layers_with_strategies`, [strategies] each."""
@@ -153,29 +151,6 @@ class StrategyCosts:
         )
         seconds: Seconds = pass_times.seconds + exposed_s + data_parallel.optimizer_s + STEP_OVERHEAD_S
         return seconds
-
-    def lower_bound_data_parallel_s(
-        self, mapping: ParallelMapping, pipelines: tuple[PipelineVariant, ...], num_micro_batches: int
-    ) -> float:
-        """Return a lower bound of what data parallelism and the optimizer add to `pass_times`, over all pipelines.
-
-        Args:
-            mapping: a mapping with a ZeRO stage and a placement of its moments; its pipeline does not count.
-            pipelines: the pipelines.
-            num_micro_batches: micro-batches of a step.
-        """
-        key = (mapping.tp, mapping.ep * mapping.etp, mapping.pp, pipelines)
-        if key not in self._min_parameters:
-            sizes = [
-                self.cost_model.data_parallel.max_parameters(replace(mapping, schedule=p.schedule, vpp=p.vpp))
-                for p in pipelines
-            ]
-            self._min_parameters[key] = tuple(map(min, zip(*sizes, strict=True)))
-        lower_bound = self.cost_model.data_parallel.lower_bound_cost(mapping, self._min_parameters[key])
-        # Infinite compute hides all that can be hidden.
-        return lower_bound.optimizer_s + float(
-            self.cost_model.data_parallel.exposed_s(mapping, lower_bound, inf, inf, num_micro_batches)
-        )
 
     def step_times(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Return the `step_time` of a mapping, which neither recomputes nor offloads, under each strategy."""
