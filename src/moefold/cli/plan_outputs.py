@@ -274,7 +274,7 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
                 f"{part.kind} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"
             )
     if q.restriction.offload:
-        assumptions.append("offload is hidden almost completely, which nobody has measured (--offload)")
+        assumptions.append("offload is hidden almost completely, which is not measured (--offload)")
     return [*assumptions, f"{describe_flops(q)}; MFU is against the bfloat16 peak"]
 
 

@@ -41,7 +41,7 @@ class ReadIf:
 
 
 class Judged(Enum):
-    """How `moefold verify` judges a key; on a section: all its keys without a mark of their own.
+    """Class of a key for `moefold verify`; on a section: of all its keys without a mark of their own.
 
     A key without a mark, in a section without one, changes the maths of a step: the oracle has to read it when it is
     set. If no formula has read it, the verdict would mean nothing, and the recipe is refused.

@@ -27,7 +27,7 @@ NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
 
 @dataclass(frozen=True)
 class Family:
-    """What people choose between."""
+    """Kind of mapping that people choose between."""
 
     title: str
     group: Group
@@ -65,7 +65,7 @@ class FamilyBest:
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
-        """What of the mapping nobody has published a measurement of."""
+        """Return the settings of the mapping without a published measurement."""
         m = self.plan.mapping
         found = ["ZeRO-3 with ep 1"] if m.zero == 3 and m.ep == m.etp == 1 and m.world_size > 1 else []
         return (*found, *(["offload"] if m.offload else []))

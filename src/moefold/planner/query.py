@@ -60,7 +60,7 @@ class PlanOptions:
     method: str = FOLDED
     """Part of the search."""
     offload: bool = False
-    """Search offload of activations and moments to the host's memory too; nobody has measured what it costs."""
+    """Search offload of activations and moments to the host's memory too; its cost is not measured."""
     trace: Path | None = None
     """Run folder whose recorded routing (moe.trace_every) is planned for."""
     lengths: str | None = None

@@ -183,7 +183,7 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFrame:
-    """What the module of an attention reads of the model around it."""
+    """Facts of the model that the module of an attention reads."""
 
     hidden_size: int
     """Width of the residual stream, H."""
