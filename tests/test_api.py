@@ -82,12 +82,18 @@ def test_the_page_describes_every_function():
 def test_the_package_offers_what_the_interface_exports():
     parts = {
         "Callback",
+        "EvalOptions",
+        "GenerateOptions",
         "LossFunction",
         "ModelOutput",
         "NextTokenLoss",
+        "PlanOptions",
+        "Planner",
         "ProgramData",
         "Sample",
         "Sampler",
+        "SamplingParams",
+        "result_as_dict",
         "weighted_sum",
     }
     assert {*api.__all__, *parts} == set(moefold._MODULES)

@@ -161,7 +161,7 @@ def refuse_failure(part: Part, where: str, error: Exception) -> None:
     frames = list(walk_tb(error.__traceback__))
     names = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
-    is_explained = isinstance(error, ConfigError | RunError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_explained = isinstance(error, ConfigError | RunError | MemoryError) or "out of memory" in str(error)
     if is_built_in(type(part)) or is_explained or is_lost:
         return
     own = [f", line {line}" for (_, line), name in zip(frames, names, strict=True) if name == type(part).__module__]

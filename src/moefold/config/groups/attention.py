@@ -183,7 +183,7 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFrame:
-    """Facts of a model that the modules of its attention read."""
+    """What the module of an attention reads of the model around it."""
 
     hidden_size: int
     """Width of the residual stream, H."""
@@ -353,7 +353,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the indexer of this layer alone; None: it attends to all keys, or shares an earlier choice."""
+        """Return the indexer of the layer's own; None: it attends to all keys, or shares an earlier choice."""
         return None if self.shares_selection else self.indexer
 
     @property

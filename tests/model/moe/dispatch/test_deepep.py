@@ -85,38 +85,44 @@ def _both(
     return mine, theirs, buffer.calls
 
 
+def _both_in(
+    sizes: dict[str, Any], cases: tuple[str, ...], weighs_early: bool, packs: bool
+) -> dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]]:
+    return {case: _both(sizes, case, weighs_early, packs) for case in cases}
+
+
 @pytest.mark.parity
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_it_equals_the_all_to_all(pool, sizes, case):
-    _assert_equals_the_all_to_all(pool, sizes, case)
+def test_it_equals_the_all_to_all(pool, sizes):
+    _assert_equals_the_all_to_all(pool, sizes, CASES)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["dropped", "empty rank"])
-def test_weights_may_be_applied_inside_the_experts(pool, case):
-    _assert_equals_the_all_to_all(pool, LAYOUTS[-1], case, True)
+def test_weights_may_be_applied_inside_the_experts(pool):
+    _assert_equals_the_all_to_all(pool, LAYOUTS[-1], ("dropped", "empty rank"), True)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["dropped", "empty rank"])
-def test_rows_in_8_bits_equal_the_rows_of_the_all_to_all(pool, case):
-    _assert_equals_the_all_to_all(pool, LAYOUTS[0], case, packs=True)
+def test_rows_in_8_bits_equal_the_rows_of_the_all_to_all(pool):
+    _assert_equals_the_all_to_all(pool, LAYOUTS[0], ("dropped", "empty rank"), packs=True)
 
 
 def _assert_equals_the_all_to_all(
-    pool, sizes: dict[str, Any], case: str, weighs_early: bool = False, packs: bool = False
+    pool, sizes: dict[str, Any], cases: tuple[str, ...], weighs_early: bool = False, packs: bool = False
 ) -> None:
-    for mine, theirs, calls in pool.run(sizes["world_size"], _both, sizes, case, weighs_early, packs):
-        for key, value in theirs.items():
-            torch.testing.assert_close(
-                torch.from_numpy(mine[key]),
-                torch.from_numpy(value),
-                rtol=1e-12,
-                atol=1e-12,
-                msg=lambda text, key=key: f"{key}: {text}",
-            )
-        assert calls == ["layout", "dispatch", "combine", "dispatch again", "combine"]
+    """Compare all cases, which the ranks compute in one task."""
+    for rank, found in enumerate(pool.run(sizes["world_size"], _both_in, sizes, cases, weighs_early, packs)):
+        assert tuple(found) == cases
+        for case, (mine, theirs, calls) in found.items():
+            for key, value in theirs.items():
+                torch.testing.assert_close(
+                    torch.from_numpy(mine[key]),
+                    torch.from_numpy(value),
+                    rtol=1e-12,
+                    atol=1e-12,
+                    msg=lambda text, key=key, name=f"{case}, rank {rank}": f"{name}: {key}: {text}",
+                )
+            assert calls == ["layout", "dispatch", "combine", "dispatch again", "combine"], case
 
 
 class _ForgetfulBuffer(StandInBuffer):
