@@ -10,7 +10,7 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.planner import Planner, PlanRequest, best_of_all
-from moefold.planner.search.search import Group, PlannedMapping
+from moefold.planner.search.search import MappingGroup, PlannedMapping
 from moefold.planner.search.space import Fold
 
 
@@ -56,7 +56,7 @@ class DocumentPlanner(Planner):
         if not self.space.folds:
             return super().plans
         ranked = [[self._marked(s, p.plans)] for s, p in self.planners.items()]
-        return best_of_all([Group(self.num_folds)], ranked)[0]
+        return best_of_all([MappingGroup(self.num_folds)], ranked)[0]
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """See base class."""
@@ -64,10 +64,10 @@ class DocumentPlanner(Planner):
             return super().top_plans(count)
         if count > self._num_requested:
             self._num_requested = count
-            self._top_plans = self.best_of([Group(count)])[0]
+            self._top_plans = self.best_of([MappingGroup(count)])[0]
         return self._top_plans[:count] or self.plans[:count]
 
-    def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
+    def best_of(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """See base class."""
         found = [[self._marked(s, plans) for plans in p.best_of(groups)] for s, p in self.planners.items()]
         return best_of_all(groups, found)

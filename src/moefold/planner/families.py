@@ -11,7 +11,7 @@ from math import log2
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS
-from moefold.planner.search.search import Group, PlannedMapping
+from moefold.planner.search.search import MappingGroup, PlannedMapping
 from moefold.planner.search.space import Fold
 from moefold.planner.validation import STATED_ERROR
 
@@ -26,17 +26,17 @@ NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
 
 
 @dataclass(frozen=True)
-class Family:
+class MappingFamily:
     """Kind of mapping that people choose between."""
 
     title: str
-    group: Group
+    group: MappingGroup
 
 
 FAMILIES = {
-    "folded": Family("folded", Group(zero_stages=(0, 1, 2))),
-    "coupled": Family("ETP = TP", Group(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2))),
-    "fsdp": Family("ZeRO-3 (FSDP)", Group(zero_stages=(3,))),
+    "folded": MappingFamily("folded", MappingGroup(zero_stages=(0, 1, 2))),
+    "coupled": MappingFamily("ETP = TP", MappingGroup(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2))),
+    "fsdp": MappingFamily("ZeRO-3 (FSDP)", MappingGroup(zero_stages=(3,))),
 }
 """By the word of `--take`: any folding with ZeRO 0 to 2, its part without folding, and ZeRO-3 with any folding."""
 

@@ -30,7 +30,7 @@ CLAMPED_SWIGLU_PASSES = 11.28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenMixer:
+class MixerShape:
     """Token mixer of a layer: its core, and the widths of its projections."""
 
     core: SoftmaxCore | RecurrentCore
@@ -81,7 +81,7 @@ class FeedForward:
 class LayerKind:
     """One kind of layer. Models that alternate mixers and feed-forward blocks have one of them in each layer."""
 
-    mixer: TokenMixer | None
+    mixer: MixerShape | None
     feed_forward: FeedForward | None
     layer: Layer | None = None
     """The layer of the runtime; None if the runtime does not support it."""
@@ -156,7 +156,7 @@ def _layer_from_config(layer: Layer) -> LayerKind:
     return LayerKind(mixer=_mixer_from_config(layer), feed_forward=_feed_forward_from_config(layer), layer=layer.kind)
 
 
-def _mixer_from_config(layer: Layer) -> TokenMixer:
+def _mixer_from_config(layer: Layer) -> MixerShape:
     matrices = [weight for weight in layer.attention.params(layer.hidden_size) if weight.is_matrix]
     indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
     own = [weight for weight in matrices if weight not in indexer and not weight.name.startswith("conv")]
@@ -164,7 +164,7 @@ def _mixer_from_config(layer: Layer) -> TokenMixer:
     sharded_width = sum(weight.shape[0] for weight in into_heads)
     is_recurrent = isinstance(layer.core, RecurrentCore)
     latent_width = 0 if is_recurrent else sum(weight.shape[0] for weight in own if weight.tp_dim is None)
-    return TokenMixer(
+    return MixerShape(
         core=layer.core,
         num_params=sum(weight.numel for weight in matrices),
         sharded_width=sharded_width,
@@ -177,7 +177,7 @@ def _mixer_from_config(layer: Layer) -> TokenMixer:
     )
 
 
-def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> TokenMixer:
+def _gqa_mixer(hidden_size: int, heads: int, groups: int, head_size: int) -> MixerShape:
     model = ModelConfig(hidden_size=hidden_size, num_attention_heads=heads, num_query_groups=groups, head_dim=head_size)
     return _mixer_from_config(model.layers[0])
 
@@ -200,7 +200,7 @@ def _feed_forward_from_config(layer: Layer) -> FeedForward:
     )
 
 
-def mixer_flops(mixer: TokenMixer, seq_len: int, *, causal: bool) -> float:
+def mixer_flops(mixer: MixerShape, seq_len: int, *, causal: bool) -> float:
     """Return the forward FLOPs of a token mixer for one token of one layer."""
     keys = keys_per_token(mixer.window, seq_len, causal=causal, chunk_size=mixer.chunk_size)
     return 2.0 * mixer.num_params + mixer.core.flops(keys)
@@ -291,11 +291,11 @@ def _dense_config(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig
     )
 
 
-def _mamba(hidden: int, heads: int) -> TokenMixer:
+def _mamba(hidden: int, heads: int) -> MixerShape:
     """Build a Mamba-2 mixer with heads of 64, a state of 128 and 8 groups; FLOPs of the state as in Megatron-Bridge."""
     inner = heads * 64
     width = 2 * inner + 2 * 8 * 128 + heads
-    return TokenMixer(
+    return MixerShape(
         core=RecurrentCore(state_flops=46 * inner * 128),
         num_params=hidden * (width + inner),
         sharded_width=width,

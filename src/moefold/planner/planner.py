@@ -25,7 +25,7 @@ from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkloa
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
-from moefold.planner.search.search import Group, PlannedMapping, Search
+from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 from moefold.planner.search.space import Fold, MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
@@ -129,7 +129,7 @@ class Planner:
         """Return the folds whose best mapping that fits takes less than the given seconds."""
         return self.search.faster_folds(seconds)
 
-    def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
+    def best_of(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, in one search."""
         return self.search.find(groups) if self.space.folds else [[] for _ in groups]
 
@@ -266,7 +266,7 @@ class Planner:
 
 
 def best_of_all(
-    groups: Sequence[Group], searches: Sequence[Sequence[Sequence[PlannedMapping]]]
+    groups: Sequence[MappingGroup], searches: Sequence[Sequence[Sequence[PlannedMapping]]]
 ) -> list[list[PlannedMapping]]:
     """Return the best mappings of each group in the results of several searches, best first, each of another fold."""
     found = []
@@ -366,7 +366,7 @@ class TracedPlanner(Planner):
         """See base class."""
         return {plan.fold for plan in self.plans if plan.memory.fits and plan.time.total_s < seconds}
 
-    def best_of(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
+    def best_of(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """See base class."""
         eps = sorted({fold.ep for fold, _ in self.space.folds})
         found = [Planner(self.request_for_ep(ep, self.request.restriction)).best_of(groups) for ep in eps]

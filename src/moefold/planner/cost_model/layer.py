@@ -24,7 +24,7 @@ from moefold.planner.cost_model.collective import (
 )
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
-from moefold.planner.model_spec import FeedForward, LayerKind, ModelSpec, TokenMixer
+from moefold.planner.model_spec import FeedForward, LayerKind, MixerShape, ModelSpec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
@@ -174,7 +174,7 @@ class LayerCostModel:
             self._mixers[key] = found
         return self._mixers[key]
 
-    def _attention_load(self, mixer: TokenMixer, peers: AttentionPeers | None) -> AttentionLoad | None:
+    def _attention_load(self, mixer: MixerShape, peers: AttentionPeers | None) -> AttentionLoad | None:
         """Return the attention work where samples hold documents; None: a sample is one document."""
         loads = self.workload.attention
         if loads is None or isinstance(mixer.core, RecurrentCore):
@@ -216,7 +216,7 @@ class _MixerCost:
         self,
         layer_costs: LayerCostModel,
         layer: LayerKind,
-        mixer: TokenMixer,
+        mixer: MixerShape,
         mapping: tuple[int, int, int],
         load: AttentionLoad | None,
     ) -> None:

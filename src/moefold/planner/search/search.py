@@ -95,7 +95,7 @@ def _any_fold(fold: Fold) -> bool:
 
 
 @dataclass(frozen=True)
-class Group:
+class MappingGroup:
     """Mappings of which a search finds the best, one for each fold."""
 
     count: int = 1
@@ -144,7 +144,7 @@ class _Node(NamedTuple):
 class _Found:
     """The best mappings of a group so far, one for each fold."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: MappingGroup) -> None:
         self.group = group
         self.best: dict[Fold, TimedMapping] = {}
         self.verified: set[ParallelMapping] = set()
@@ -174,7 +174,7 @@ class _Found:
         return [m for _, m in sorted(self.best.values(), key=lambda timed: timed[0])[: self.group.count]]
 
     def unverified(self) -> list[ParallelMapping]:
-        """Return those of them whose memory was not checked at every snapshot."""
+        """Return the mappings whose memory was not checked at every snapshot."""
         return [m for m in self.mappings() if m not in self.verified]
 
 
@@ -210,9 +210,9 @@ class Search:
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the first `count` plans of `rank_all` that fit."""
-        return self.find([Group(count)])[0]
+        return self.find([MappingGroup(count)])[0]
 
-    def find(self, groups: Sequence[Group]) -> list[list[PlannedMapping]]:
+    def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, each of another fold."""
         found = [_Found(group) for group in groups]
         queue = self._queue()
@@ -491,7 +491,7 @@ class Search:
         stops_at_first: bool = False,
         exact: bool = True,
     ) -> None:
-        """Improve the best mappings of some ZeRO stages by those of a fold; `exact` as in `_price`."""
+        """Improve the best mappings of some ZeRO stages by the mappings of a fold; `exact` as in `_price`."""
         bounds = sorted((self._size_bound_s(fold, *sizes), i) for i, sizes in enumerate(view.pipelines_by_mbs))
         for bound, i in bounds:
             is_enough = stops_at_first and bests[0].found is not None
@@ -547,7 +547,7 @@ class Search:
         )
 
     def _price(self, fold: Fold, choice: MicroBatchChoice, bests: Sequence[_Best], *, exact: bool) -> None:
-        """Improve the best mappings by those of a choice: all pipelines and memory strategies at once.
+        """Improve the best mappings by the mappings of a choice: all pipelines and memory strategies at once.
 
         Args:
             fold: the degrees.

@@ -395,7 +395,7 @@ class MappingSpace:
 
     @cached_property
     def _listed_virtual_stages(self) -> tuple[int, ...]:
-        """Virtual stages to search: the fixed ones, those of the recipe's own stages, or `VIRTUAL_STAGES`."""
+        """Virtual stages to search: the fixed ones, the count of the recipe's own stages, or `VIRTUAL_STAGES`."""
         if "vpp" in self.restriction.fixed:
             return (self.restriction.fixed["vpp"],)
         has_own_stages = self._cfg.parallel.pipeline_layout not in ("", "auto")
