@@ -11,7 +11,7 @@ import torch
 
 from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.data import ProgramData
+from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
