@@ -64,7 +64,7 @@ class RoutingProbe:
         finally:
             for router in routers:
                 router.override = None
-        top_k = run.cfg.model.experts.top_k
+        top_k = run.cfg.model.routed.top_k if run.cfg.model.routed else 0
         chosen = [part for recorder in recorders for part in recorder.chosen]
         hasher = TensorHasher(run.groups.device)
         # Sites without samples have nothing to compare.

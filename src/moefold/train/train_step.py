@@ -621,7 +621,9 @@ class TrainingStep:
     def _layer_metrics(
         self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]
     ) -> tuple[MoELayerMetrics, ...]:
-        part = self._cfg.model.experts
+        part = self._cfg.model.routed
+        if part is None:
+            return ()
         return tuple(
             MoELayerMetrics.from_totals(
                 number,
