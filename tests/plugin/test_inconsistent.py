@@ -1,5 +1,6 @@
 """Parts from outside that do not hold together: each is refused by its key and file, where a run starts."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,11 @@ from moefold.verify.distributed_run import run_distributed
 from tests.plugin.recipes import FOUR, PACKAGE, PARTS, SIZES, recipe, words
 
 ATTENTION = "model.attention"
+
+
+def without_line(message: str) -> str:
+    """Return a message without the line of the file where a part failed."""
+    return re.sub(r"(fails in \w+\(\)), line \d+:", r"\1:", message)
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(change
     message = refusal(run, word)
     file = word.partition("=")[2].rpartition(":")[0]
     assert message.startswith(f"model.attention='gated_attention.py:Gated' ({file}) ")
-    assert reason in message
+    assert reason in without_line(message)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def states_built(cfg: Config) -> None:
 def test_an_optimizer_with_other_states_than_it_lists_is_refused(changed, before, after, reason):
     message = refusal(states_built, changed("train.optimizer", before, after))
     assert message.startswith("train.optimizer='momentum_sgd.py:MomentumSgd' (")
-    assert reason in message
+    assert reason in without_line(message)
 
 
 def refused_run(cfg: Config) -> str:
@@ -174,7 +180,7 @@ def test_a_dispatcher_that_cannot_be_built_is_refused_on_each_rank(pool, changed
     word = changed("parallel.dispatcher", "return GatheringDispatcher(", "return 1 / 0 or GatheringDispatcher(")
     for message in pool.run(4, refused_run, recipe(word, *FOUR)):
         assert message.startswith("parallel.dispatcher='gathering.py:Gathering' (")
-        assert "fails in build(): ZeroDivisionError" in message
+        assert "fails in build(): ZeroDivisionError" in without_line(message)
 
 
 def test_a_schedule_that_fails_or_deadlocks_is_refused(changed):
@@ -184,4 +190,4 @@ def test_a_schedule_that_fails_or_deadlocks_is_refused(changed):
     ):
         message = refusal(check_config, changed("parallel.schedule", before, after), *FOUR)
         assert "parallel.schedule='eager.py:Eager' (" in message
-        assert reason in message
+        assert reason in without_line(message)

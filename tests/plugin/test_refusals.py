@@ -243,7 +243,7 @@ def test_a_broken_file_is_refused(file, code, name, message):
 def test_a_rule_that_fails_is_refused_by_its_distribution(install):
     install(GOOD + "    def check(self, recipe): yield recipe.nothing")
     with pytest.raises(
-        ConfigError, match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\): Attribute"
+        ConfigError, match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\), line 15: Attribute"
     ):
         check_config(load_config(None, ["train.lr_schedule=half"]))
 

@@ -66,9 +66,9 @@ def _run_with_own_gradient_of_a_sum(cfg: Config) -> DistributedRecord:
 
 def _run_without_embedding_exchange(cfg: Config) -> DistributedRecord:
     """As if the last stage's use of the embedding stayed its own."""
-    from moefold.parallel import parallel_model
+    from moefold.parallel import tied_embedding
 
-    parallel_model.allreduce_tied_embedding_grad = lambda stages, plan, pp: None
+    tied_embedding.allreduce_tied_embedding_grad = lambda stages, plan, pp: None
     return run_distributed(cfg, 1)
 
 
