@@ -606,13 +606,19 @@ def _reject_later_checkpoints(named: list[Path], step: int, checkpoint: Checkpoi
         )
 
 
-def model_differences(stored: dict[str, Any], model: ModelConfig) -> str:
-    """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not."""
+def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelConfig | None = None) -> str:
+    """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not.
+
+    Args:
+        stored: sizes in a checkpoint.
+        model: the model that it is compared with.
+        reader: the model whose layers read the weights, if it has other layers than `model`; its keys count too.
+    """
     # Keys that are missing in a checkpoint of an older version had their defaults.
     theirs = {key: without_source(value) for key, value in (model_sizes(ModelConfig()) | stored).items()}
     ours = {key: without_source(value) for key, value in model_sizes(model).items()}
     there = _model_of(theirs)
-    unused = keys_with("model", SAME_TENSORS) | _unread_keys(there) & _unread_keys(model)
+    unused = keys_with("model", SAME_TENSORS) | _unread_keys(there) & _unread_keys(reader or model)
     for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         sizes["layer_windows"] = [layer.window for layer in layers]

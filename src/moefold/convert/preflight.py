@@ -139,7 +139,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     comparable = replace(model, **{key: getattr(dense, key) for key in MOE_KEYS})
     if not has_dense_layers(model):
         comparable = replace(comparable, ffn_hidden_size=width)
-    different = model_differences(model_sizes(dense), comparable)
+    different = model_differences(model_sizes(dense), comparable, model)
     return f"it is of another shape: {different}" if different else ""
 
 
