@@ -504,7 +504,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         try:
             expand_layer_pattern(sizes.get(name, letters[0]), letters)
         except ValueError as error:
-            raise ValueError(f"model.{name} has {error}") from error
+            raise ValueError(f"model.{name}: {error}") from error
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}

@@ -17,7 +17,7 @@ from moefold.planner.cost_model.workload import PRECISIONS
 from moefold.planner.families import FAMILIES, best_of_families, choose_family
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.memory.budget import RESERVE_FRACTION
-from moefold.planner.query import families_as_dict, result_as_dict
+from moefold.planner.query import result_as_dict
 from moefold.planner.rollout import plan_rollouts, rollouts_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     lengths = rollout_lengths(request.base_config.train, request.base_config.rl, request.base_config.rollout, args)
     rollouts = [] if lengths is None else plan_rollouts(planner, lengths)
     if args.json:
-        found = result_as_dict(planner, args.top) | families_as_dict(families)
+        found = result_as_dict(planner, args.top, families)
         print(json.dumps(found if lengths is None else found | {"rollouts": rollouts_as_dict(rollouts, lengths)}))
     else:
         from moefold.cli.plan_outputs import print_footer

@@ -21,7 +21,7 @@ from moefold.planner.cost_model.attention_load import AttentionLoads
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
 from moefold.planner.document_planner import DocumentPlanner
-from moefold.planner.families import FamilyBest
+from moefold.planner.families import FamilyBest, best_of_families
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
 from moefold.planner.lengths.strategy import AttentionStrategy
@@ -187,12 +187,15 @@ def make_planner(request: PlanRequest, trace: Path | None) -> Planner:
     return build(request) if request.workload.attention is None else DocumentPlanner(request, build)
 
 
-def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]:
-    """Return the result in the form of `moefold plan --json`: the best mapping of each fold, best first.
+def result_as_dict(
+    planner: Planner, count: int | None = None, families: Sequence[FamilyBest] | None = None
+) -> dict[str, Any]:
+    """Return the result in the form of `moefold plan --json`: the best mapping of each fold, best first, and family.
 
     Args:
         planner: the planner that searched.
         count: number of folds to return; None returns all.
+        families: the best mapping of each family; None: they are searched.
     """
     q = planner.request
     return (
@@ -218,23 +221,21 @@ def result_as_dict(planner: Planner, count: int | None = None) -> dict[str, Any]
         }
         | documents_as_dict(q.workload.attention)
         | sites_as_dict(planner)
+        | {"families": _families_as_dict(best_of_families(planner) if families is None else families)}
     )
 
 
-def families_as_dict(families: Sequence[FamilyBest]) -> dict[str, Any]:
-    """Return the best mapping of each family by name, with the nearest measured one, ready for JSON."""
+def _families_as_dict(families: Sequence[FamilyBest]) -> dict[str, Any]:
     return {
-        "families": {
-            one.name: plan_as_dict(one.plan)
-            | {
-                "is_tie": one.is_tie,
-                "nearest_measured": one.nearest.case,
-                "nearest_source": one.nearest.source,
-                "differs": list(one.nearest.differences),
-                "unmeasured": list(one.unmeasured),
-            }
-            for one in families
+        one.name: plan_as_dict(one.plan)
+        | {
+            "is_tie": one.is_tie,
+            "nearest_measured": one.nearest.case,
+            "nearest_source": one.nearest.source,
+            "differs": list(one.nearest.differences),
+            "unmeasured": list(one.unmeasured),
         }
+        for one in families
     }
 
 
