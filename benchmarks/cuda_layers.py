@@ -21,7 +21,7 @@ from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.model.moe.token_group import TokenColumns
-from moefold.parallel import expert_parallel, select_ops
+from moefold.parallel import expert_parallel, low_precision
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 
@@ -101,7 +101,7 @@ def trace_layer(
         with _symmetric_memory(trace):
             (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages
         # Values on the meta device pass no self-test.
-        with mock.patch.object(select_ops, "scaled_mm_unsupported_reason", return_value=""):
+        with mock.patch.object(low_precision, "scaled_mm_unsupported_reason", return_value=""):
             kernels = select_kernels(cfg, CUDA)
         block: Any = stage.layers["0"]
         if chosen(cfg, WirePart).rounds:

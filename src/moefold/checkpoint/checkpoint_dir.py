@@ -501,10 +501,9 @@ def _check_meta(meta: CheckpointMeta) -> None:
     if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
     for name, letters in PATTERNS.items():
-        try:
+        # Whoever builds the model refuses another layer_pattern by its key; layer_kinds is compared here.
+        if name != "layer_pattern":
             expand_layer_pattern(sizes.get(name, letters[0]), letters)
-        except ValueError as error:
-            raise ValueError(f"model.{name}: {error}") from error
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
