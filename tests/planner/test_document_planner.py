@@ -93,8 +93,9 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     ranking = every.plans
     joint = DocumentPlanner(request(8, pp=1))
     assert joint.top_plans(3) == ranking[:3]
-    count = len({plan.time.total_s for plan in ranking}) // 2
-    limit = ranking[count].time.total_s
+    times = sorted({plan.time.total_s for plan in ranking})
+    # Between two times: a fold is priced alone or among others, and these sums may differ in their last bit.
+    limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
     assert len(joint.faster_folds(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1)
     assert DocumentPlanner(few).top_plans(1) == ranking[:1]
