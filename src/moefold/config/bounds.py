@@ -64,35 +64,31 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 @cache
 def judged() -> dict[str, Judged | None]:
     """Return how `moefold verify` judges each key, by "section.key"; None: the oracle has to read it."""
-    of_sections = get_type_hints(Config, include_extras=True)
     return {
-        f"{section}.{key}": next(
-            (
-                mark
-                for mark in (*metadata, *getattr(of_sections[section], "__metadata__", ()))
-                if isinstance(mark, Judged)
-            ),
-            None,
-        )
-        for section in sections()
-        for key, metadata in _metadata(section).items()
+        name: next((mark for mark in reversed(marks) if isinstance(mark, Judged)), None)
+        for name, marks in _marks_by_key().items()
     }
 
 
 @cache
 def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
     """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent."""
-    of_sections = get_type_hints(Config, include_extras=True)
     found = {
+        name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
+        for name, marks in _marks_by_key().items()
+    }
+    return {name: conditions for name, conditions in found.items() if conditions}
+
+
+@cache
+def _marks_by_key() -> dict[str, tuple[Any, ...]]:
+    """Return the metadata of each key by "section.key": its section's, then its own, which count before them."""
+    of_sections = get_type_hints(Config, include_extras=True)
+    return {
         f"{section}.{key}": (*getattr(of_sections[section], "__metadata__", ()), *metadata)
         for section in sections()
         for key, metadata in _metadata(section).items()
     }
-    marks = {
-        name: tuple(mark for mark in entries if isinstance(mark, ReadIf) and mark.conditions != name)
-        for name, entries in found.items()
-    }
-    return {name: entries for name, entries in marks.items() if entries}
 
 
 @cache
