@@ -12,7 +12,7 @@ from moefold.cost.hardware import load_device
 from moefold.cost.reshard_plan import plan_reshard
 from moefold.cost.rollout_memory import sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.planner.cost_model.decode import LAUNCHES_PER_BLOCK, DecodeCost, SamplingDegrees
+from moefold.planner.cost_model.decode import LAUNCHES_PER_BLOCK, MAX_LAUNCH_S, DecodeCost, SamplingDegrees
 from moefold.planner.query import PlanQuery, make_planner, plan_request
 from moefold.planner.rollout import plan_rollouts
 from moefold.planner.rollout_cost import RolloutLengths, SamplingCost
@@ -116,7 +116,7 @@ def test_many_tokens_are_bound_by_their_flops():
 
 
 def test_launches_bound_a_small_model_and_the_host_waits_once_a_pass():
-    expected = (MODEL.num_layers * LAUNCHES_PER_BLOCK + 1) * H100.host_launch_s + H100.sync_s
+    expected = (MODEL.num_layers * LAUNCHES_PER_BLOCK + 1) * MAX_LAUNCH_S + H100.sync_s
     assert _cost(H100).pass_s(ALONE, rows=1, keys=0) == pytest.approx(expected)
 
 

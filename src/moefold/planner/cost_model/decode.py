@@ -17,6 +17,8 @@ from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_t
 
 LAUNCHES_PER_BLOCK = 55
 """Kernel launches of the forward pass of a MoE block (docs/design/018-cuda-graphs.md)."""
+MAX_LAUNCH_S = 6e-6
+"""Host time of a launch, at most. `host_launch_s` of a device is fitted on training, with its autograd and modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +118,5 @@ class DecodeCost:
 
     def _local_s(self, num_bytes: float, flops: float, launches: int) -> float:
         """Return the seconds of one device: reading, computing, or launching kernels, whichever takes longest."""
-        return max(num_bytes / self._bytes_per_s, flops / self._flops_per_s, launches * self._device.host_launch_s)
+        launch_s = min(self._device.host_launch_s, MAX_LAUNCH_S)
+        return max(num_bytes / self._bytes_per_s, flops / self._flops_per_s, launches * launch_s)
