@@ -95,7 +95,7 @@ def _split_model(
     from moefold.cost.split_units import split_units
 
     bounds = split_units(merge(flops), ranks, [merge(size) for size in sizes], MAX_SLOWDOWN_PCT)
-    return _stages_between(model, [starts[bound] for bound in bounds])
+    return stages_between(model, [starts[bound] for bound in bounds])
 
 
 def _unit_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
@@ -106,7 +106,7 @@ def _unit_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig
     ]
 
 
-def _stages_between(model: ModelConfig, bounds: Sequence[int]) -> tuple[StageParts, ...]:
+def stages_between(model: ModelConfig, bounds: Sequence[int]) -> tuple[StageParts, ...]:
     """Return the stages between bounds in the list of units."""
     last = model.num_layers + 1
     return tuple(

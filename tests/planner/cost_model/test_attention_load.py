@@ -80,7 +80,7 @@ def test_planned_attention_pays_for_its_rows():
     assert home.sent_queries == 0 < balanced.sent_queries
     ring, rows = pricer(wlb()).step_time(FOLDED).parts, pricer(wlb(PLANNED)).step_time(FOLDED).parts
     assert 0 < rows["cp_comm"] < ring["cp_comm"]
-    spec = load_model_spec("mixtral-8x7b").kinds[0].mixer.core
+    spec = load_model_spec("mixtral-8x7b").kinds[0].core
     model = pricer(wlb(BALANCED))
     cost = model.mixer_time(0, FOLDED)
     (forward,) = [item.seconds for item in cost.forward if item.part == "cp_comm"]

@@ -236,7 +236,7 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
         sizes = {"kv_lora_rank": 512, "index_topk": 256, "index_head_dim": index_head_dim}
         model = ModelConfig(hidden_size=512, attention="mla", qk_rope_head_dim=64, **sizes)
         spec = model_spec_from_config(model)
-        assert spec.kinds[0].mixer.core.key_value_width == 512 + 64
+        assert spec.kinds[0].core.key_value_width == 512 + 64
         block = LayerCostModel(spec, device, WORK).mixer(0, tp=1, cp=4, mbs=1)
         (forward,) = (item.seconds for item in block.forward if item.part == "cp_comm")
         return forward

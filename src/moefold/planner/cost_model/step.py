@@ -21,7 +21,7 @@ from moefold.planner.cost_model.attention_load import AttentionPeers, attention_
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
-from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel
+from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
@@ -31,8 +31,8 @@ from moefold.planner.memory.activations import (
     memory_strategy,
     minimal_config,
 )
-from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
-from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter, placed_ranks
+from moefold.planner.model_spec import ModelSpec, train_flops
+from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
 from moefold.topology.schedules import schedule_named
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
@@ -156,9 +156,10 @@ class CostModel:
         self.model_spec = model_spec
         self.device = device
         self.workload = workload
-        self.split = split or make_stage_splitter(model_spec, workload.seq_len, as_megatron=workload.is_megatron)
+        cfg = minimal_config(model_spec, workload)
+        self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
         self.activation_memory = activation_memory or ActivationMemoryTable(
-            model_spec, workload, minimal_config(model_spec, workload), build_columns(model_spec)
+            model_spec, workload, cfg, build_columns(model_spec)
         )
         self.layer_costs = LayerCostModel(model_spec, device, workload)
         self.data_parallel = DataParallelCostModel(
@@ -295,24 +296,19 @@ class CostModel:
         """
         tp = mapping.tp
         mixer = self.lower_bounds.mixer_time(kind, mapping)
-        layer = self.model_spec.kinds[kind].feed_forward
         seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
-        if layer is None:
-            return seconds
         gemm = self.layer_costs.gemm
         w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
-        flops = float(shared_parameters(layer, self.model_spec.hidden_size))
-        flops += factor * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
+        flops = active_parameters(self.model_spec.kinds[kind], factor)
         rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.layer_costs.tokens(mapping.cp, mapping.mbs) / tp / rate
 
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
-        layer = self.model_spec.kinds[kind].feed_forward
         # A layer without experts does not depend on their degrees, so all of a search's folds share one entry.
         key = (kind, mapping.tp, mapping.cp, mapping.mbs, self.attention_peers(mapping))
-        if layer is not None and layer.kind == "moe":
+        if self.model_spec.kinds[kind].ffn.is_routed:
             return self._compute_plain_layer_s(kind, mapping)
         if key not in self._plain_layers:
             self._plain_layers[key] = self._compute_plain_layer_s(kind, mapping)
