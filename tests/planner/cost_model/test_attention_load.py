@@ -46,9 +46,6 @@ def test_documents_as_long_as_samples_cost_what_samples_do(mapping, model):
     plain = pricer(model=model)
     documents = pricer(loads, model=model)
     assert documents.step_time(mapping).total_s == pytest.approx(plain.step_time(mapping).total_s, rel=1e-3)
-    for left, right in zip(documents.stage_times(mapping), plain.stage_times(mapping), strict=True):
-        assert left.forward_s == pytest.approx(right.forward_s, rel=1e-3)
-        assert left.backward_input_s == pytest.approx(right.backward_input_s, rel=1e-3)
     assert documents.flops_per_token == pytest.approx(plain.flops_per_token, rel=1e-3)
 
 

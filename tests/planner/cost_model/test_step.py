@@ -181,16 +181,6 @@ def test_lower_precision_and_graphs_are_faster():
     assert seconds(FOLDED, work=replace(WORK, cuda_graphs="full")) < partial < seconds(FOLDED)
 
 
-def test_the_stages_are_the_whole_model():
-    one = pricer()
-    stages = one.stage_times(FOLDED)
-    assert len(stages) == 56
-    layer = one.layer_time(0, FOLDED)
-    assert stages[3].forward_s == pytest.approx(layer.forward_s)
-    assert stages[3].backward_input_s + stages[3].backward_weight_s == pytest.approx(layer.backward_s)
-    assert stages[-1].forward_s > stages[3].forward_s
-
-
 def test_a_mapping_is_priced_in_a_fraction_of_a_millisecond():
     one = pricer()
     one.step_time(FOLDED)

@@ -316,8 +316,7 @@ def stage_segments(
     head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
     if chunks is None:
         chunks = cost_model.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp))
-    # All stages send hidden states of the same size.
-    send_s = cost_model.stage_times(plain)[0].p2p_s
+    send_s = cost_model.p2p_s(plain)
     return tuple(_combine_stage(chunk, layers, head, send_s, keeps_layers_apart=mapping.overlap) for chunk in chunks)
 
 
