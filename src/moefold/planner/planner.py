@@ -24,9 +24,9 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
-from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
+from moefold.planner.search.constraints import FOLDED, METHODS, Fold, MappingConstraints, Restriction
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
-from moefold.planner.search.space import Fold, MappingSpace, explain_illegal
+from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
