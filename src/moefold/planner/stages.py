@@ -6,7 +6,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ModelChunk
-from moefold.cost.stage_partition import fastest_stages, stages_between
+from moefold.cost.stages import fastest_stages, stages_between
 from moefold.planner.model_spec import ModelSpec
 from moefold.topology.pipeline_layout import StageParts, parse_layout
 from moefold.topology.schedules import schedule_named

@@ -12,10 +12,9 @@ from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
-from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
-from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
+from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers, TokenWidths, exchange_bytes
 from moefold.planner.cost_model.collective import (
     GroupLimitedRouting,
     RankGroup,
