@@ -62,17 +62,13 @@ class StreamingSampler(Sampler):
         self._texts = texts
         self._tokenizer = tokenizer
         self._order_key = order_key
-        self._document_end = document_end
+        self.document_end = document_end
+        self.has_annotations = document_end >= 0
         self._restart()
 
     def __len__(self) -> int:
         """Return more samples than any run takes: the length of an epoch is unknown in advance."""
         return NUM_SAMPLES
-
-    @property
-    def has_annotations(self) -> bool:
-        """True if samples have document ids."""
-        return self._document_end >= 0
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run; reads on to its block.
@@ -92,7 +88,7 @@ class StreamingSampler(Sampler):
         assert self._tokens is not None
         window = slice(place * self.seq_len, (place + 1) * self.seq_len + 1)
         tokens = self._tokens[window].astype(np.int64)
-        return annotate_documents(tokens, self._document_end) if self.has_annotations else Sample(tokens)
+        return annotate_documents(tokens, self.document_end) if self.has_annotations else Sample(tokens)
 
     def state(self, index: int) -> Any:
         """Return the start of the block of sample `index`, or of an earlier block if that one has not been read yet."""
