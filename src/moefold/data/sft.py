@@ -35,8 +35,8 @@ from moefold.data.shard_reader import ShardReader
 from moefold.data.source_listing import is_jsonl
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
+from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
