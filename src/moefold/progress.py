@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from moefold.terminal import print_escaped, printable
@@ -65,9 +64,7 @@ class WorkProgress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
