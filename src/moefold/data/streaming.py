@@ -7,13 +7,13 @@ everything before.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.data.huggingface import TextTables
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
@@ -24,14 +24,6 @@ MAX_BLOCK_SAMPLES = 1024
 _MAX_BLOCK_TOKENS = 2**23
 _BATCH_CHARACTERS = 2**20
 NUM_SAMPLES = 2**62
-
-
-class DocumentSource(Protocol):
-    """Documents that can be read from any of them on."""
-
-    def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the documents from a state on (None: from the first), each with the state to restart at it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -46,7 +38,7 @@ class StreamingSampler(Sampler):
     """Documents packed without padding, in order, epoch after epoch."""
 
     def __init__(
-        self, texts: DocumentSource, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
+        self, texts: TextTables, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
     ) -> None:
         """Start at the first document.
 
