@@ -30,7 +30,7 @@ class TemplateRenderError(Exception):
     """A template cannot render a conversation; the message is the reason."""
 
 
-class Worker:
+class TemplateWorker:
     """A template that answers requests."""
 
     def start(self, request: Mapping[str, Any], payload: bytes) -> tuple[Answer, bytes]:
@@ -235,4 +235,4 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
 
 
 if __name__ == "__main__":
-    globals()["serve"](Worker())
+    globals()["serve"](TemplateWorker())

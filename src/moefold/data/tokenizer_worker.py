@@ -32,7 +32,7 @@ Answer = tuple[dict[str, Any], bytes]
 _STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class Worker:
+class TokenizerWorker:
     """A tokenizer that answers requests."""
 
     _tokenizer: tokenizers.Tokenizer
@@ -325,4 +325,4 @@ def _unmapped(piece: str) -> bytes:
 
 
 if __name__ == "__main__":
-    globals()["serve"](Worker())
+    globals()["serve"](TokenizerWorker())
