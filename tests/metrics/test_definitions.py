@@ -64,10 +64,10 @@ def test_what_trackers_and_inspect_show_is_of_the_record():
     extra = {"worst_expert_load"}
     assert {name for _, name in _SCALARS} - extra <= set(NAMES[""])
     assert {name for _, name in _LAYER_SCALARS} <= set(NAMES["moe_layers."])
-    assert set(RL_CURVES) <= set(NAMES["rl."])
-    assert set(SITE_CURVES) <= set(NAMES["sites."])
-    assert set(ATTENTION_CURVES) <= set(NAMES[""])
-    assert set(PREFERENCE_CURVES) <= set(NAMES["loss_metrics."])
+    assert set(RL_CURVES.names) <= set(NAMES["rl."])
+    assert set(SITE_CURVES.names) <= set(NAMES["sites."])
+    assert set(ATTENTION_CURVES.names) <= set(NAMES[""])
+    assert set(PREFERENCE_CURVES.names) <= set(NAMES["loss_metrics."])
 
 
 def test_each_word_of_the_line_of_a_step_is_defined():
