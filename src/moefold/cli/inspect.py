@@ -112,11 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG + "".join(f"  {text}\n" for text in MISREAD),
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run.dir of a training run")
-    parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show (default: the least even)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw all layers (.png, .svg or .pdf)")
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument("--definitions", action="store_true", help="print what every reported number counts")
+    parser.option("--layer", int, "N", "layer whose experts to show (default: the least even)")
+    parser.flag("--json", "print one JSON object, all layers in numbers")
+    parser.option("--picture", Path, "FILE", "also draw all layers (.png, .svg or .pdf)")
+    parser.flag("--force", "replace files that exist")
+    parser.flag("--definitions", "print what every reported number counts")
     return parser
 
 

@@ -230,7 +230,7 @@ def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Arra
         axes.plot(steps, values.mean(1), color="#b5301f", linewidth=1.6, marker=marker, label="mean")
 
 
-def _style_curve(axes: "Axes", title: str) -> None:
+def _style_curve(axes: Any, title: str) -> None:
     """Style axes with curves over the steps."""
     axes.set_title(title, fontsize=9.5, color=INK, loc="left", pad=4)
     axes.set_xlabel("step", color=INK, fontsize=9)
