@@ -40,8 +40,8 @@ from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective, recipe_objective
 from moefold.verify.oracle_schedule import oracle_rate
-from moefold.verify.oracle_sites import OracleSites
 from tests.objectives.losses import policy, preference
+from tests.train.oracle_sites import OracleSites
 from tests.verify.recipes import LATENT, tiny
 from tests.verify.test_compare import perfect
 

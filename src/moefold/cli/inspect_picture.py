@@ -9,7 +9,7 @@ import numpy as np
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
-from moefold.metrics.metric_curves import RL_CURVES, SITE_CURVES, MetricCurve
+from moefold.metrics.metric_curves import CURVE_TABLES, MetricCurve
 from moefold.metrics.plot import escape_plot_text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def save_picture(
     if rewards:
         _draw_rewards(further[0], rewards)
     if sites:
-        _draw_panels(further[-1], sites, SITE_CURVES)
+        _draw_panels(further[-1], sites, CURVE_TABLES["sites"].names)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -201,7 +201,7 @@ def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
     """Draw a panel for each curve of reinforcement learning; the held-out reward in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     held_out = next((one for one in curves if one.name == HELD_OUT), None)
-    for axes, curve in zip(_draw_panels(figure, panels, RL_CURVES), panels, strict=True):
+    for axes, curve in zip(_draw_panels(figure, panels, CURVE_TABLES["rl"].names), panels, strict=True):
         if curve.name == "reward" and held_out is not None:
             axes.plot(*held_out.binned(MAX_BINS), color="#b5301f", linewidth=1.2, marker="o", markersize=3)
             axes.lines[-1].set_label("held out, greedy")

@@ -1,6 +1,6 @@
 """Curves of single metrics over the steps of metrics.jsonl: reinforcement learning, attention, sites. numpy only."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,39 +10,67 @@ import numpy as np
 from moefold.metrics.expert_balance import Array, finite_number, split_into_bins
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
-RL_CURVES = {
-    "reward": "reward",
-    "eval_reward": "held-out reward",
-    "length_mean": "length, tokens",
-    "entropy": "entropy, nats",
-    "mismatch_mean": "mismatch, nats",
-}
-"""Metrics of the key "rl", with their names in a table or picture."""
-PREFERENCE_CURVES = {
-    "accuracy": "accuracy",
-    "margin": "margin, nats",
-    "chosen_reward": "chosen, nats",
-    "rejected_reward": "rejected, nats",
-    "desirable_reward": "desirable, nats",
-    "undesirable_reward": "undesirable, nats",
-}
-"""Metrics of the key "loss_metrics" of a run on preferences, likewise."""
-ATTENTION_CURVES = {
-    "attention_max_over_mean": "busiest rank",
-    "attention_moved_rows": "moved rows",
-    "attention_bytes": "bytes sent",
-}
-"""Metrics of planned attention, likewise."""
-SITE_CURVES = {
-    "difference": "difference",
-    "agreement": "agreement",
-    "routing_overlap": "routing overlap",
-    "router_distance": "router distance",
-    "spike": "loss spike",
-}
-"""Metrics of the key "sites", likewise."""
 ENDS = 10
 """The start and the end of a curve are means over a tenth of its values."""
+
+
+@dataclass(frozen=True)
+class CurveTable:
+    """Metrics of one section of the records, whose curves stand together in a table or picture."""
+
+    title: str
+    section: str | None
+    """Key of the record whose values they are; None: the record itself."""
+    names: Mapping[str, str]
+    """Keys of the metrics, with their names in a table or picture."""
+
+
+CURVE_TABLES = {
+    "rl": CurveTable(
+        "reinforcement learning",
+        "rl",
+        {
+            "reward": "reward",
+            "eval_reward": "held-out reward",
+            "length_mean": "length, tokens",
+            "entropy": "entropy, nats",
+            "mismatch_mean": "mismatch, nats",
+        },
+    ),
+    "preferences": CurveTable(
+        "preferences",
+        "loss_metrics",
+        {
+            "accuracy": "accuracy",
+            "margin": "margin, nats",
+            "chosen_reward": "chosen, nats",
+            "rejected_reward": "rejected, nats",
+            "desirable_reward": "desirable, nats",
+            "undesirable_reward": "undesirable, nats",
+        },
+    ),
+    "attention": CurveTable(
+        "attention",
+        None,
+        {
+            "attention_max_over_mean": "busiest rank",
+            "attention_moved_rows": "moved rows",
+            "attention_bytes": "bytes sent",
+        },
+    ),
+    "sites": CurveTable(
+        "rounds of sites",
+        "sites",
+        {
+            "difference": "difference",
+            "agreement": "agreement",
+            "routing_overlap": "routing overlap",
+            "router_distance": "router distance",
+            "spike": "loss spike",
+        },
+    ),
+}
+"""Tables of curves by their key in the JSON report of `moefold inspect`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +78,7 @@ class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Key of `RL_CURVES`, `PREFERENCE_CURVES`, `ATTENTION_CURVES` or `SITE_CURVES`."""
+    """Key of the `names` of a `CurveTable`."""
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -73,56 +101,33 @@ class MetricCurve:
         return steps, values
 
 
-def read_reward_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of a run of reinforcement learning; none of another run.
+def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
+    """Read the curves of each table from metrics.jsonl; none of metrics that the run has not.
+
+    Values of other types than numbers count as not recorded.
 
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    return _read_curves(run_dir, RL_CURVES, "rl")
-
-
-def read_preference_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of a run on preferences; none of another run.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
-    return _read_curves(run_dir, PREFERENCE_CURVES, "loss_metrics")
-
-
-def read_attention_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of a run with documents and planned attention; none of another run.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
-    return _read_curves(run_dir, ATTENTION_CURVES, None)
-
-
-def read_site_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of the rounds of a site; none of a run without sites.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
-    return _read_curves(run_dir, SITE_CURVES, "sites")
-
-
-def _read_curves(run_dir: Path, names: Iterable[str], section: str | None) -> list[MetricCurve]:
-    """Read metrics of a step, or of one of its sections; values of other types count as not recorded."""
-    found: dict[str, dict[float, float]] = {name: {} for name in names}
+    found: dict[str, dict[str, dict[float, float]]] = {
+        key: {name: {} for name in table.names} for key, table in CURVE_TABLES.items()
+    }
     for _, record in read_records(run_dir / METRICS_FILE):
-        metrics: Any = record if record is None or section is None else record.get(section)
-        if record is None or not isinstance(metrics, dict):
-            continue
-        step = finite_number(record.get("step"))
-        for name, values in found.items():
-            value = finite_number(metrics.get(name))
-            if not np.isnan(step) and not np.isnan(value):
-                values[step] = value
-    return [
-        MetricCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
-        for name, values in found.items()
-        if values
-    ]
+        step = finite_number(None if record is None else record.get("step"))
+        for key, curves in found.items():
+            section = CURVE_TABLES[key].section
+            metrics: Any = record if record is None or section is None else record.get(section)
+            if not isinstance(metrics, dict) or np.isnan(step):
+                continue
+            for name, values in curves.items():
+                value = finite_number(metrics.get(name))
+                if not np.isnan(value):
+                    values[step] = value
+    return {
+        key: [
+            MetricCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
+            for name, values in curves.items()
+            if values
+        ]
+        for key, curves in found.items()
+    }
