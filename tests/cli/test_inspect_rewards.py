@@ -6,7 +6,7 @@ import pytest
 
 from moefold.cli.inspect import print_curves
 from moefold.cli.main import main
-from moefold.metrics.metric_curves import CURVE_TABLES, read_metric_curves
+from moefold.metrics.metric_curves import read_metric_curves
 from tests.cli.test_inspect import _run
 from tests.metrics.undefined import undefined
 
@@ -77,10 +77,10 @@ def test_the_picture_has_a_row_of_rewards(run_dir, tmp_path, capsys):
 
 def test_other_runs_have_no_curves(tmp_path, capsys):
     _run(tmp_path)
-    assert not any(read_metric_curves(tmp_path).values())
+    assert read_metric_curves(tmp_path)["rl"] == []
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "rl" not in json.loads(capsys.readouterr().out)
-    print_curves(None, CURVE_TABLES["rl"], [])
+    print_curves(None, "reinforcement learning", [])
 
 
 def test_preferences_have_their_accuracy_and_margin(tmp_path, capsys):

@@ -3,30 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from moefold.metrics.expert_balance import Array, finite_number, split_into_bins
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
-ENDS = 10
-"""The start and the end of a curve are means over a tenth of its values."""
-
 
 @dataclass(frozen=True)
-class CurveTable:
-    """Metrics of one section of the records, whose curves stand together in a table or picture."""
+class CurveGroup:
+    """Metrics that are shown together."""
 
     title: str
-    section: str | None
-    """Key of the record whose values they are; None: the record itself."""
+    section: str
+    """Key of a record that holds them; empty: the record itself."""
     names: Mapping[str, str]
-    """Keys of the metrics, with their names in a table or picture."""
+    """The metrics, with their names in a table or picture."""
 
 
-CURVE_TABLES = {
-    "rl": CurveTable(
+CURVE_GROUPS = {
+    "rl": CurveGroup(
         "reinforcement learning",
         "rl",
         {
@@ -37,7 +33,7 @@ CURVE_TABLES = {
             "mismatch_mean": "mismatch, nats",
         },
     ),
-    "preferences": CurveTable(
+    "preferences": CurveGroup(
         "preferences",
         "loss_metrics",
         {
@@ -49,16 +45,16 @@ CURVE_TABLES = {
             "undesirable_reward": "undesirable, nats",
         },
     ),
-    "attention": CurveTable(
+    "attention": CurveGroup(
         "attention",
-        None,
+        "",
         {
             "attention_max_over_mean": "busiest rank",
             "attention_moved_rows": "moved rows",
             "attention_bytes": "bytes sent",
         },
     ),
-    "sites": CurveTable(
+    "sites": CurveGroup(
         "rounds of sites",
         "sites",
         {
@@ -70,7 +66,9 @@ CURVE_TABLES = {
         },
     ),
 }
-"""Tables of curves by their key in the JSON report of `moefold inspect`."""
+"""The groups by their keys in `moefold inspect --json`."""
+ENDS = 10
+"""The start and the end of a curve are means over a tenth of its values."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Key of the `names` of a `CurveTable`."""
+    title: str
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -102,32 +100,28 @@ class MetricCurve:
 
 
 def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
-    """Read the curves of each table from metrics.jsonl; none of metrics that the run has not.
-
-    Values of other types than numbers count as not recorded.
+    """Read the curves of a run, by the key of their group; values of other types count as not recorded.
 
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    found: dict[str, dict[str, dict[float, float]]] = {
-        key: {name: {} for name in table.names} for key, table in CURVE_TABLES.items()
+    found: dict[tuple[str, str], dict[float, float]] = {
+        (key, name): {} for key, group in CURVE_GROUPS.items() for name in group.names
     }
     for _, record in read_records(run_dir / METRICS_FILE):
-        step = finite_number(None if record is None else record.get("step"))
-        for key, curves in found.items():
-            section = CURVE_TABLES[key].section
-            metrics: Any = record if record is None or section is None else record.get(section)
-            if not isinstance(metrics, dict) or np.isnan(step):
-                continue
-            for name, values in curves.items():
-                value = finite_number(metrics.get(name))
-                if not np.isnan(value):
-                    values[step] = value
-    return {
-        key: [
-            MetricCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
-            for name, values in curves.items()
-            if values
-        ]
-        for key, curves in found.items()
-    }
+        step = np.nan if record is None else finite_number(record.get("step"))
+        if record is None or np.isnan(step):
+            continue
+        for (key, name), values in found.items():
+            section = CURVE_GROUPS[key].section
+            metrics = record.get(section) if section else record
+            value = finite_number(metrics.get(name)) if isinstance(metrics, dict) else np.nan
+            if not np.isnan(value):
+                values[step] = value
+    curves: dict[str, list[MetricCurve]] = {key: [] for key in CURVE_GROUPS}
+    for (key, name), values in found.items():
+        if values:
+            steps = sorted(values)
+            title = CURVE_GROUPS[key].names[name]
+            curves[key].append(MetricCurve(name, title, np.array(steps), np.array([values[step] for step in steps])))
+    return curves
