@@ -1,4 +1,6 @@
-"""A model that a test of the bench computes in milliseconds."""
+"""Sizes that a test of the bench computes in milliseconds: a model, and the operations of a probe."""
+
+from moefold.bench.device_probe import ProbeSizes
 
 SIZES = [
     "model.num_layers=2",
@@ -14,3 +16,14 @@ SIZES = [
     "train.micro_batch_size=2",
     "train.global_batch_size=2",
 ]
+
+SMALLEST_SIZES = ProbeSizes(
+    copy_bytes=1 << 20,
+    gemms=((64, 64, 16), (64, 64, 128)),
+    seq_lens=(32, 64),
+    attention_tokens=64,
+    heads=2,
+    experts=(64, 32, 32, 4),
+    collective_bytes=(1 << 8, 1 << 12),
+)
+"""Sizes that show that everything runs, in a second; their times say nothing."""

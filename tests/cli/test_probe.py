@@ -11,11 +11,12 @@ from moefold.config.schema import config_to_dict
 from moefold.cost.hardware import load_device
 from moefold.metrics.step_metrics import METRICS_FILE
 from moefold.recipe import load_config
+from tests.bench.small_sizes import SMALLEST_SIZES
 
 
 @pytest.fixture(autouse=True)
 def smallest_sizes(monkeypatch):
-    monkeypatch.setitem(device_probe.SIZES, "cpu", device_probe.SMALLEST_SIZES)
+    monkeypatch.setitem(device_probe.SIZES, "cpu", SMALLEST_SIZES)
 
 
 @pytest.mark.e2e

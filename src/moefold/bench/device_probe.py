@@ -75,16 +75,6 @@ SIZES = {
         collective_bytes=(1 << 14, 1 << 20, 1 << 24, 1 << 28),
     ),
 }
-SMALLEST_SIZES = ProbeSizes(
-    copy_bytes=1 << 20,
-    gemms=((64, 64, 16), (64, 64, 128)),
-    seq_lens=(32, 64),
-    attention_tokens=64,
-    heads=2,
-    experts=(64, 32, 32, 4),
-    collective_bytes=(1 << 8, 1 << 12),
-)
-"""Sizes that show that everything runs, in a second; their times say nothing."""
 
 
 class DeviceProbe:

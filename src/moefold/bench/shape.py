@@ -53,9 +53,7 @@ def bench_shapes() -> dict[str, BenchShape]:
     return {shape.name: shape for shape in shapes}
 
 
-def bench_config(
-    shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int = 0, device: str = "cpu", seed: int = 0
-) -> Config:
+def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int = 0, device: str = "cpu") -> Config:
     """Build the recipe of a shape.
 
     Args:
@@ -64,7 +62,6 @@ def bench_config(
         tokens: tokens of a step; 0: the shape's default.
         experts: experts of each layer; 0: as many as the model has.
         device: "cpu" or "cuda".
-        seed: seed of weights and data.
 
     Raises:
         ConfigError: the tokens are not a whole number of samples, or there are too few experts for the router.
@@ -85,7 +82,7 @@ def bench_config(
             raise ConfigError(f"--experts {experts} must be at least {least}, and a multiple of the router's groups")
         model["num_experts"] = experts
     tree: dict[str, Any] = {
-        "run": {"dtype": dtype, "device": device, "seed": seed},
+        "run": {"dtype": dtype, "device": device, "seed": 0},
         "model": model,
         "train": {
             "seq_len": seq_len,
