@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -30,6 +29,8 @@ from moefold.inference.settings import (
     GENERATE_OOM_HINT,
     KERNELS_OPTION,
     InferenceRequest,
+    ModelOptions,
+    SamplingOptions,
     batch_bytes,
     launched_config,
 )
@@ -64,7 +65,7 @@ MAX_DEFAULT_SEQ_LEN = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class EvalOptions(ModelOptions):
     """Settings of an evaluation apart from the model and its data."""
 
     seq_len: int | None = None
@@ -73,46 +74,22 @@ class EvalOptions:
     """Evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8
     """Sequences at once on each data-parallel rank."""
-    tokenizer: str = ""
-    """"bytes" or the path of a tokenizer.json, instead of the model's; for text."""
-    dtype: str = "auto"
-    """Compute type; auto: the type of the stored weights."""
-    device: str = "auto"
-    """"cpu", "cuda" or "auto"."""
     force: bool = False
     """Replace the file of the logits if it exists."""
-    ignore_key: Sequence[str] = ()
-    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(SamplingOptions):
     """Settings of a generation apart from the model, its prompts and the sampling."""
 
     chat: bool = False
-    """Prompts are messages, which the model's chat template encloses."""
-    chat_template: str = ""
-    """File of a template instead of the model's; with `chat` only."""
-    want: str = ""
-    """Reward to ask for instead of align.want, or "none"; with `chat` only."""
+    """Prompts are messages, which the chat template encloses; `chat_template`, `want` and `system` need it."""
     system: str = ""
-    """System message before each prompt; with `chat` only."""
+    """System message before each prompt."""
     ignore_eos: bool = False
     """Continue after an end-of-text token."""
-    tokenizer: str = ""
-    """"bytes" or the path of a tokenizer.json, instead of the model's."""
-    dtype: str = "auto"
-    """Compute type; auto: the type of the stored weights."""
-    device: str = "auto"
-    """"cpu", "cuda" or "auto"."""
     cache_gib: float = 0.0
     """GiB of the KV cache of a rank; 0: for all prompts, up to 64 on a data-parallel rank."""
-    experts: Literal["exchange", "fetch"] = "exchange"
-    """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
-    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
-    """Kernels of the layers, see run.kernels."""
-    ignore_key: Sequence[str] = ()
-    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from moefold.inference.engine.capacity import cache_pages, check_requests, pages
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, launched_config
+from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 from moefold.rl.reward import check_columns, check_reward, reward_names
@@ -40,7 +40,7 @@ ROLLOUT_WORDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutRequest:
+class RolloutRequest(SamplingOptions):
     """Arguments of `moefold rollout`."""
 
     model: str
@@ -61,21 +61,11 @@ class RolloutRequest:
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()
     overrides: tuple[str, ...] = ()
-    tokenizer: str = ""
-    chat_template: str = ""
-    dtype: str = "auto"
-    device: str = "auto"
     slots: int = 256
-    experts: Literal["exchange", "fetch"] = "exchange"
-    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     cache_gib: float = 0.0
     force: bool = False
     skip_bad_rows: bool = False
     """Skip rows of the files that are no prompt, and log their number."""
-    want: str = ""
-    """Reward to ask for instead of align.want, or "none"."""
-    ignore_key: Sequence[str] = ()
-    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Config of evaluation and generation: a source's model under its own mapping, and its memory needs. Torch-free."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import lcm
@@ -49,6 +49,34 @@ EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 
 KERNELS_OPTION = ((r"run\.(kernels|dtype|device)='(\w+)'", r"--\1 \2"), (r"run\.(kernels|dtype|device)\b", r"--\1"))
 """Rewords errors about run.kernels for the command line."""
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Settings of all inference commands."""
+
+    tokenizer: str = ""
+    """"bytes" or the path of a tokenizer.json, instead of the model's."""
+    dtype: str = "auto"
+    """Compute type; auto: the type of the stored weights."""
+    device: str = "auto"
+    """"cpu", "cuda" or "auto"."""
+    ignore_key: Sequence[str] = ()
+    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(ModelOptions):
+    """Settings of the commands that sample."""
+
+    chat_template: str = ""
+    """File of a chat template instead of the model's."""
+    want: str = ""
+    """Reward to ask for instead of align.want, or "none"."""
+    experts: Literal["exchange", "fetch"] = "exchange"
+    """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
+    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
+    """Kernels of the layers, see run.kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)

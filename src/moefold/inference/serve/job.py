@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
@@ -15,7 +14,7 @@ from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.serve.reasoning import check_reasons
-from moefold.inference.settings import InferenceRequest, launched_config
+from moefold.inference.settings import InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_chat_template, open_tokenizer
 
@@ -23,7 +22,7 @@ OOM_HINT = "give a smaller --cache-gib, or shard the model with parallel.tp and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(SamplingOptions):
     """Settings of a server apart from the model and its mapping."""
 
     host: str = "127.0.0.1"
@@ -42,28 +41,12 @@ class ServeOptions:
     """Most samples that run or wait; further requests are answered with status 429."""
     max_body_kib: int = 1024
     """Largest body of a request, in KiB."""
-    tokenizer: str = ""
-    """"bytes" or the path of a tokenizer.json, instead of the model's."""
-    chat_template: str = ""
-    """File of a chat template instead of the model's."""
     reasoning: bool = False
     """Whether answers of chats have what stands between <think> and </think> as `reasoning_content`."""
-    want: str = ""
-    """Reward that chats ask for instead of align.want, or "none"."""
-    experts: Literal["exchange", "fetch"] = "exchange"
-    """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
-    kernels: Literal["auto", "plain", "triton", "c"] = "auto"
-    """Kernels of the layers, see run.kernels."""
-    dtype: str = "auto"
-    """Compute type; auto: the type of the stored weights."""
-    device: str = "auto"
-    """"cpu", "cuda" or "auto"."""
     api_key: str = field(default="", repr=False)
     """Key that clients must send; empty: none."""
     access_log: str = ""
     """File to which a line for each request is added, "-" for standard error; empty: none."""
-    ignore_key: Sequence[str] = ()
-    """Keys of the JSON files of a Hugging Face folder that moefold does not know, and that change nothing."""
 
 
 @dataclass(frozen=True)
