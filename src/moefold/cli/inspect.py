@@ -18,23 +18,8 @@ from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.metric_curves import (
-    ATTENTION_CURVES,
-    PREFERENCE_CURVES,
-    RL_CURVES,
-    SITE_CURVES,
-    CurveGroup,
-    MetricCurve,
-)
+from moefold.metrics.metric_curves import CURVE_GROUPS, MetricCurve
 from moefold.terminal import print_escaped, printable
-
-CURVE_GROUPS = {
-    "rl": RL_CURVES,
-    "preferences": PREFERENCE_CURVES,
-    "attention": ATTENTION_CURVES,
-    "sites": SITE_CURVES,
-}
-"""Curves of runs that have them, by their key in the output of --json."""
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
 loads in RUN/metrics.jsonl, which do not identify the experts; works while the run goes on
@@ -64,10 +49,10 @@ def run(argv: list[str]) -> int:
         reject_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
-    from moefold.metrics.metric_curves import read_curves
+    from moefold.metrics.metric_curves import read_metric_curves
 
     balance = read_balance(arguments.run)
-    curves = {name: read_curves(arguments.run, group) for name, group in CURVE_GROUPS.items()}
+    curves = read_metric_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
             f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
@@ -89,16 +74,15 @@ def run(argv: list[str]) -> int:
             "num_experts": balance.num_experts,
             "layers": [asdict(summary) for summary in balance.summaries()],
         }
-        for name, found in curves.items():
-            record |= {name: {curve.name: curve.summary() for curve in found}} if found else {}
+        record |= {key: {one.name: one.summary() for one in group} for key, group in curves.items() if group}
         print(json.dumps(record))
     else:
         from moefold.console import PrintableConsole
 
         console = PrintableConsole(highlight=False)
         print_balance(console, balance, arguments.layer)
-        for name, group in CURVE_GROUPS.items():
-            print_curves(console, group, curves[name])
+        for key, group in curves.items():
+            print_curves(console, CURVE_GROUPS[key].title, group)
     return 0
 
 
@@ -207,12 +191,18 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
         console.print(Text(f"{left_out} experts between the busiest and the idlest left out", style="dim"))
 
 
-def print_curves(console: Console, group: CurveGroup, curves: Sequence[MetricCurve]) -> None:
-    """Print the numbers of each curve of a group, and its course; nothing if there is none."""
+def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
+    """Print the numbers of each curve, and its course; nothing if there is none.
+
+    Args:
+        console: output.
+        title: what the curves describe.
+        curves: the curves.
+    """
     if not curves:
         return
     summaries = [curve.summary() for curve in curves]
-    columns = [Column(name=group.title, cells=[group.names[curve.name] for curve in curves])]
+    columns = [Column(name=title, cells=[curve.title for curve in curves])]
     for name in ("start", "end", "min", "max"):
         columns.append(Column(name=name, cells=[f"{summary[name]:.4g}" for summary in summaries], justify="right"))
     console.print()
@@ -227,7 +217,7 @@ def print_curves(console: Console, group: CurveGroup, curves: Sequence[MetricCur
         levels = ((values - low) / span * len(blocks)).astype(int).clip(0, len(blocks) - 1)
         width = max(1, MIN_ROW_COLUMNS // len(values))
         row = "".join(blocks[level] * width for level in levels.tolist())
-        console.print(Text(f"{group.names[curve.name]:>16}  {row}", no_wrap=True, overflow="crop"))
+        console.print(Text(f"{curve.title:>16}  {row}", no_wrap=True, overflow="crop"))
 
 
 def _blocks(console: Console) -> str:

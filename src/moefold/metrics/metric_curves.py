@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,63 +12,61 @@ from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """Metrics of a step, or of one section of its record.
-
-    Attributes:
-        title: what they describe.
-        section: key of the record; None: the record itself.
-        names: name of each metric in a table or picture.
-    """
+    """Metrics that are shown together."""
 
     title: str
-    section: str | None
+    section: str
+    """Key of a record that holds them; empty: the record itself."""
     names: Mapping[str, str]
+    """The metrics, with their names in a table or picture."""
 
 
-RL_CURVES = CurveGroup(
-    "reinforcement learning",
-    "rl",
-    {
-        "reward": "reward",
-        "eval_reward": "held-out reward",
-        "length_mean": "length, tokens",
-        "entropy": "entropy, nats",
-        "mismatch_mean": "mismatch, nats",
-    },
-)
-PREFERENCE_CURVES = CurveGroup(
-    "preferences",
-    "loss_metrics",
-    {
-        "accuracy": "accuracy",
-        "margin": "margin, nats",
-        "chosen_reward": "chosen, nats",
-        "rejected_reward": "rejected, nats",
-        "desirable_reward": "desirable, nats",
-        "undesirable_reward": "undesirable, nats",
-    },
-)
-ATTENTION_CURVES = CurveGroup(
-    "attention",
-    None,
-    {
-        "attention_max_over_mean": "busiest rank",
-        "attention_moved_rows": "moved rows",
-        "attention_bytes": "bytes sent",
-    },
-)
-"""Of documents with planned attention."""
-SITE_CURVES = CurveGroup(
-    "rounds of sites",
-    "sites",
-    {
-        "difference": "difference",
-        "agreement": "agreement",
-        "routing_overlap": "routing overlap",
-        "router_distance": "router distance",
-        "spike": "loss spike",
-    },
-)
+CURVE_GROUPS = {
+    "rl": CurveGroup(
+        "reinforcement learning",
+        "rl",
+        {
+            "reward": "reward",
+            "eval_reward": "held-out reward",
+            "length_mean": "length, tokens",
+            "entropy": "entropy, nats",
+            "mismatch_mean": "mismatch, nats",
+        },
+    ),
+    "preferences": CurveGroup(
+        "preferences",
+        "loss_metrics",
+        {
+            "accuracy": "accuracy",
+            "margin": "margin, nats",
+            "chosen_reward": "chosen, nats",
+            "rejected_reward": "rejected, nats",
+            "desirable_reward": "desirable, nats",
+            "undesirable_reward": "undesirable, nats",
+        },
+    ),
+    "attention": CurveGroup(
+        "attention",
+        "",
+        {
+            "attention_max_over_mean": "busiest rank",
+            "attention_moved_rows": "moved rows",
+            "attention_bytes": "bytes sent",
+        },
+    ),
+    "sites": CurveGroup(
+        "rounds of sites",
+        "sites",
+        {
+            "difference": "difference",
+            "agreement": "agreement",
+            "routing_overlap": "routing overlap",
+            "router_distance": "router distance",
+            "spike": "loss spike",
+        },
+    ),
+}
+"""The groups by their keys in `moefold inspect --json`."""
 ENDS = 10
 """The start and the end of a curve are means over a tenth of its values."""
 
@@ -79,7 +76,7 @@ class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Its key in the record."""
+    title: str
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -102,24 +99,29 @@ class MetricCurve:
         return steps, values
 
 
-def read_curves(run_dir: Path, group: CurveGroup) -> list[MetricCurve]:
-    """Read the curves of a run; none of a run without these metrics. Values of other types count as not recorded.
+def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
+    """Read the curves of a run, by the key of their group; values of other types count as not recorded.
 
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    found: dict[str, dict[float, float]] = {name: {} for name in group.names}
+    found: dict[tuple[str, str], dict[float, float]] = {
+        (key, name): {} for key, group in CURVE_GROUPS.items() for name in group.names
+    }
     for _, record in read_records(run_dir / METRICS_FILE):
-        metrics: Any = record if record is None or group.section is None else record.get(group.section)
-        if record is None or not isinstance(metrics, dict):
+        step = np.nan if record is None else finite_number(record.get("step"))
+        if record is None or np.isnan(step):
             continue
-        step = finite_number(record.get("step"))
-        for name, values in found.items():
-            value = finite_number(metrics.get(name))
-            if not np.isnan(step) and not np.isnan(value):
+        for (key, name), values in found.items():
+            section = CURVE_GROUPS[key].section
+            metrics = record.get(section) if section else record
+            value = finite_number(metrics.get(name)) if isinstance(metrics, dict) else np.nan
+            if not np.isnan(value):
                 values[step] = value
-    return [
-        MetricCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
-        for name, values in found.items()
-        if values
-    ]
+    curves: dict[str, list[MetricCurve]] = {key: [] for key in CURVE_GROUPS}
+    for (key, name), values in found.items():
+        if values:
+            steps = sorted(values)
+            title = CURVE_GROUPS[key].names[name]
+            curves[key].append(MetricCurve(name, title, np.array(steps), np.array([values[step] for step in steps])))
+    return curves
