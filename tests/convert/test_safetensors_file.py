@@ -15,7 +15,6 @@ from moefold.convert.safetensors_file import (
     create_file,
     plan_file_layout,
     read_header,
-    read_part,
 )
 
 SHAPES = [(), (5,), (3, 4), (2, 3, 4), (0, 3)]
@@ -34,7 +33,7 @@ def test_what_the_library_wrote_is_read(tmp_path):
     for name, tensor in tensors().items():
         stored = header[name]
         assert stored.shape == tuple(tensor.shape)
-        values = read_part(stored, tuple(slice(0, size, 1) for size in stored.shape))
+        values = stored.read(tuple(slice(0, size, 1) for size in stored.shape))
         assert values.dtype == tensor.dtype
         assert torch.equal(values, tensor)
 
@@ -46,7 +45,7 @@ def test_what_the_library_wrote_is_read(tmp_path):
 def test_parts_equal_the_whole(tmp_path, index):
     save_file(tensors(), tmp_path / "x.safetensors")
     stored = read_header(tmp_path / "x.safetensors")["F32.3"]
-    assert torch.equal(read_part(stored, index), tensors()["F32.3"][index])
+    assert torch.equal(stored.read(index), tensors()["F32.3"][index])
 
 
 def test_what_is_written_in_pieces_is_the_librarys_file_to_the_byte(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moefold.convert.safetensors_file import bytes_of, read_header, read_part
+from moefold.convert.safetensors_file import bytes_of, read_header
 from moefold.convert.weights import TensorHashes
 
 VALUES = {"fused": torch.randn(6, 4), "number": torch.tensor(3.0), "part": torch.randn(4, 2).bfloat16()}
@@ -23,7 +23,7 @@ def test_a_tensor_read_whole_is_hashed_once_and_a_part_not(locations):
             def on_rows(location, offset, values):
                 hashes.add(name, location, offset, values)
 
-            found = read_part(locations[name], (slice(first, stop, step), slice(0, 4, 1)), on_rows)
+            found = locations[name].read((slice(first, stop, step), slice(0, 4, 1)), on_rows)
             assert torch.equal(found, VALUES[name][first:stop:step])
 
         # Every other row of a matrix that holds two of our parameters; its rows come twice, and overlap.
@@ -31,13 +31,13 @@ def test_a_tensor_read_whole_is_hashed_once_and_a_part_not(locations):
         read("fused", 1, 4)
         read("fused", 3, 6)
         read("fused", 0, 6)
-        read_part(locations["number"], (), lambda *rows: hashes.add("number", *rows))
-        read_part(locations["part"], (slice(1, 4, 1), slice(0, 2, 1)), lambda *rows: hashes.add("part", *rows))
+        locations["number"].read((), lambda *rows: hashes.add("number", *rows))
+        locations["part"].read((slice(1, 4, 1), slice(0, 2, 1)), lambda *rows: hashes.add("part", *rows))
     expected = {name: hashlib.sha256(bytes_of(VALUES[name])).hexdigest() for name in ("fused", "number")}
     assert hashes.complete() == expected
 
 
 def test_values_are_mapped_and_changes_stay_in_memory(locations):
-    values = read_part(locations["fused"], (slice(0, 6, 1), slice(0, 4, 1)))
+    values = locations["fused"].read((slice(0, 6, 1), slice(0, 4, 1)))
     values.zero_()
-    assert torch.equal(read_part(locations["fused"], (slice(0, 6, 1), slice(0, 4, 1))), VALUES["fused"])
+    assert torch.equal(locations["fused"].read((slice(0, 6, 1), slice(0, 4, 1))), VALUES["fused"])

@@ -93,23 +93,13 @@ def print_content(
     console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in model.items())))
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
     for name, part in _group_by_part(tensors).items():
-        size_mib = sum(tensor.size_bytes for tensor in part) / 2**20
-        table.add_row(
-            printable(f"{name}: {len(part)}"),
-            "",
-            "",
-            f"{size_mib:,.1f}",
-            str(sum(tensor.num_chunks for tensor in part)),
-        )
+        size_mib = f"{sum(tensor.size_bytes for tensor in part) / 2**20:,.1f}"
+        num_chunks = str(sum(tensor.num_chunks for tensor in part))
+        table.add_row(printable(f"{name}: {len(part)}"), "", "", size_mib, num_chunks)
         for tensor in part if lists_tensors else ():
             shape = "x".join(map(str, tensor.shape))
-            table.add_row(
-                printable(f"  {tensor.name}"),
-                shape,
-                tensor.dtype,
-                f"{tensor.size_bytes / 2**20:,.2f}",
-                str(tensor.num_chunks),
-            )
+            size_mib = f"{tensor.size_bytes / 2**20:,.2f}"
+            table.add_row(printable(f"  {tensor.name}"), shape, tensor.dtype, size_mib, str(tensor.num_chunks))
     console.print(table)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.screen import Column, print_columns
+from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.definitions import MISREAD, definitions_text
@@ -158,7 +158,7 @@ def _numbers(summaries: Sequence[LayerSummary]) -> list[Column]:
         "dropped": [_format_optional(one.dropped_fraction, "{:.1%}") for one in summaries],
         "entropy": [_format_optional(one.router_entropy, "{:.3f}") for one in summaries],
     }
-    return [Column(name=name, cells=column, justify="right") for name, column in cells.items()]
+    return [numbers(name, column) for name, column in cells.items()]
 
 
 def _format_optional(value: float | None, form: str) -> str:
@@ -204,7 +204,7 @@ def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) ->
     summaries = [curve.summary() for curve in curves]
     columns = [Column(name=title, cells=[curve.title for curve in curves])]
     for name in ("start", "end", "min", "max"):
-        columns.append(Column(name=name, cells=[f"{summary[name]:.4g}" for summary in summaries], justify="right"))
+        columns.append(numbers(name, [f"{summary[name]:.4g}" for summary in summaries]))
     console.print()
     print_columns(console, columns)
     console.print()

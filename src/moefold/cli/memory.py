@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
-from moefold.cli.screen import Column, open_console, print_columns, print_prose
+from moefold.cli.screen import Column, numbers, open_console, print_columns, print_prose
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
@@ -263,7 +263,7 @@ def print_parts(rows: Mapping[int, Mapping[str, int]], title: str) -> None:
     columns = [Column(name="part", cells=[*parts, "total"])]
     for rank, row in rows.items():
         cells = [*(format_size(row.get(part, 0)) for part in parts), format_size(sum(row.values()))]
-        columns.append(Column(name=f"rank {rank}", cells=cells, justify="right"))
+        columns.append(numbers(f"rank {rank}", cells))
     print_columns(console, columns)
 
 
@@ -273,8 +273,8 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
     imbalances = [rank_imbalance(layout, ranks, i) for i in range(len(ranks))]
     even = compute_rank_memory(cfg, kernels=kernels)
     columns = [
-        Column(name="rank", cells=[str(rank.rank) for rank in ranks], justify="right"),
-        Column(name="measured", cells=[format_size(rank.activations) for rank in ranks], justify="right"),
+        numbers("rank", [str(rank.rank) for rank in ranks]),
+        numbers("measured", [format_size(rank.activations) for rank in ranks]),
         *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
     # Where ranks take over tokens of others, the router alone does not determine a rank's rows.
@@ -285,9 +285,7 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
             (by_imbalance[one] if one else even)[rank.pp_rank].activations.total
             for rank, one in zip(ranks, imbalances, strict=True)
         ]
-        columns.append(
-            Column(name="rows", cells=["-" if one is None else f"{one:.2f}x" for one in imbalances], justify="right")
-        )
+        columns.append(numbers("rows", ["-" if one is None else f"{one:.2f}x" for one in imbalances]))
         columns += _formula_columns("with rows", ranks, routed)
     console.print("\nactivations at their peak, measured and by formula\n", style="bold")
     print_columns(console, columns)
@@ -322,10 +320,7 @@ def _formula_columns(name: str, ranks: Sequence["MeasuredMemory"], sizes: Sequen
         f"{100 * (size / rank.activations - 1):+.1f}%" if rank.activations else "-"
         for rank, size in zip(ranks, sizes, strict=True)
     ]
-    return [
-        Column(name=name, cells=[format_size(size) for size in sizes], justify="right"),
-        Column(name="off by", cells=shares, justify="right"),
-    ]
+    return [numbers(name, [format_size(size) for size in sizes]), numbers("off by", shares)]
 
 
 def _explanation(*, uneven: bool) -> str:

@@ -62,10 +62,9 @@ def _lines(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> It
     yield ""
     yield " seq len   batch    folded   coupled      gain  ep in dp      gain"
     for one in comparisons:
-        yield (
-            f"{one.seq_len:8d}{one.global_batch_size:8d}{_format_seconds(one.folded)}{_format_seconds(one.coupled)}{_format_gain(one.gain)}"
-            f"{_format_seconds(one.within_dp)}{_format_gain(one.gain_within_dp)}"
-        )
+        coupled = f"{_format_seconds(one.coupled)}{_format_gain(one.gain)}"
+        within_dp = f"{_format_seconds(one.within_dp)}{_format_gain(one.gain_within_dp)}"
+        yield f"{one.seq_len:8d}{one.global_batch_size:8d}{_format_seconds(one.folded)}{coupled}{within_dp}"
     for one in comparisons:
         yield ""
         yield from _wrap(f"{one.seq_len}: {one.reason}", "    ")

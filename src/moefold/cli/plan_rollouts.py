@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moefold.cli.screen import Column, print_columns
+from moefold.cli.screen import Column, numbers, print_columns
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
@@ -61,13 +61,9 @@ def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: Roll
         "decode": [plan.decode_s for plan in plans],
         "copy": [plan.reshard_s for plan in plans],
     }
-    columns += [
-        Column(name=name, cells=[format_seconds(seconds) for seconds in times], justify="right")
-        for name, times in parts.items()
-    ]
+    columns += [numbers(name, [format_seconds(seconds) for seconds in times]) for name, times in parts.items()]
     gib = [f"{plan.memory_bytes / GIB:.1f}{'' if plan.fits else ' (too much)'}" for plan in plans]
-    columns.append(Column(name="GiB", cells=gib, justify="right"))
-    print_columns(console, columns)
+    print_columns(console, [*columns, numbers("GiB", gib)])
 
 
 def _sampling(plan: RolloutPlan) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moefold.cli.screen import Column, print_columns, print_prose
+from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_seconds
 from moefold.planner.sites import MAX_PUBLISHED_EVERY, TARGET, SitePlan, SiteRate
@@ -50,7 +50,7 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
     seconds = [format_seconds(sum(rate.exchanges_s)) for rate in first]
     columns = [
         Column(name="sent", cells=[_code_text(plan, rate) for rate in first]),
-        Column(name="exchange, s", cells=seconds, justify="right"),
+        numbers("exchange, s", seconds),
     ]
     for rates in (first, last) if first != last else (first,):
         columns += _columns(rates)
@@ -107,7 +107,4 @@ def _columns(rates: Sequence[SiteRate]) -> list[Column]:
     overlap = "=every" if settings.overlap == settings.every else f" {settings.overlap}"
     every = [f"{rate.settings.every:,}" for rate in rates]
     sent = [format_bytes(rate.bytes_per_day) for rate in rates]
-    return [
-        Column(name=f"every, overlap{overlap}", cells=every, justify="right"),
-        Column(name="a day", cells=sent, justify="right"),
-    ]
+    return [numbers(f"every, overlap{overlap}", every), numbers("a day", sent)]

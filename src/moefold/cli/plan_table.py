@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moefold.cli.screen import Column, print_columns, print_prose
+from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
@@ -62,10 +62,10 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
             Column(name="", cells=marks),
             Column(name="family", cells=names, wraps=True),
             Column(name="mapping", cells=[format_compact_degrees(one.plan.mapping) for one in distinct], wraps=True),
-            _numbers("step, s", [format_seconds(time.total_s) for time in times]),
-            _numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
-            _numbers("tokens/s", [format_rate(time.tokens_per_s_per_gpu) for time in times]),
-            _numbers("GiB", [f"{one.plan.memory.total / GIB:.0f}" for one in distinct]),
+            numbers("step, s", [format_seconds(time.total_s) for time in times]),
+            numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
+            numbers("tokens/s", [format_rate(time.tokens_per_s_per_gpu) for time in times]),
+            numbers("GiB", [f"{one.plan.memory.total / GIB:.0f}" for one in distinct]),
         ],
         num_keys=2,
     )
@@ -90,14 +90,14 @@ def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bo
     times = [plan.time for plan in plans]
     console.print()
     rank = Column(name="#", cells=[str(place) for place in range(1, len(plans) + 1)], justify="right")
-    step = _numbers("step, s", [format_seconds(time.total_s) for time in times])
-    mfu = _numbers("MFU, %", [f"{100 * time.mfu:.0f}" for time in times])
-    gib = _numbers("GiB", [f"{plan.memory.total / GIB:.1f}" for plan in plans])
+    step = numbers("step, s", [format_seconds(time.total_s) for time in times])
+    mfu = numbers("MFU, %", [f"{100 * time.mfu:.0f}" for time in times])
+    gib = numbers("GiB", [f"{plan.memory.total / GIB:.1f}" for plan in plans])
     bound = Column(name="bound by", cells=[plan.bottleneck for plan in plans], wraps=True)
     if wide:
         rates = (
-            _numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
-            _numbers("tokens/s/GPU", [f"{time.tokens_per_s_per_gpu:.0f}" for time in times]),
+            numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
+            numbers("tokens/s/GPU", [f"{time.tokens_per_s_per_gpu:.0f}" for time in times]),
         )
         print_columns(console, [rank, *_mapping_columns(plans), step, mfu, *rates, gib, bound])
         return
@@ -118,7 +118,7 @@ def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
         labels = Column(name=unit, cells=[*(name.replace("_", " ") for name in names), "total"])
         totals = [sum(amount.values()) for amount in amounts]
         columns = [
-            _numbers(f"#{place}", [*(f"{amount[name]:.{digits}f}" for name in names), f"{total:.{digits}f}"])
+            numbers(f"#{place}", [*(f"{amount[name]:.{digits}f}" for name in names), f"{total:.{digits}f}"])
             for place, (amount, total) in enumerate(zip(amounts, totals, strict=True), 1)
         ]
         print_columns(console, [labels, *columns])
@@ -127,16 +127,12 @@ def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
 def _mapping_columns(plans: Sequence[PlannedMapping]) -> list[Column]:
     mappings = [plan.mapping for plan in plans]
     return [
-        *(_numbers(name, [str(getattr(m, name)) for m in mappings]) for name in DEGREES),
+        *(numbers(name, [str(getattr(m, name)) for m in mappings]) for name in DEGREES),
         Column(name="schedule", cells=[schedule_named(m.schedule).kind if m.pp > 1 else "-" for m in mappings]),
         Column(name="dispatcher", cells=[_dispatcher(m) for m in mappings], wraps=True),
         Column(name="recompute", cells=[", ".join(m.recompute) or "-" for m in mappings], wraps=True),
         Column(name="offload", cells=[", ".join(m.offload) or "-" for m in mappings], wraps=True),
     ]
-
-
-def _numbers(name: str, cells: Sequence[str]) -> Column:
-    return Column(name=name, cells=cells, justify="right")
 
 
 def _dispatcher(mapping: ParallelMapping) -> str:

@@ -46,6 +46,11 @@ class Column:
         return max(len(word) for cell in (self.name, *self.cells) for word in str(cell).split() or [""])
 
 
+def numbers(name: str, cells: "Sequence[str | Text]") -> Column:
+    """Return a column of numbers."""
+    return Column(name=name, cells=cells, justify="right")
+
+
 def open_console() -> "PrintableConsole":
     """Return a console with the width of COLUMNS, else of the terminal, else `DEFAULT_WIDTH`."""
     from moefold.console import PrintableConsole

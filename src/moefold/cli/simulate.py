@@ -219,20 +219,18 @@ def _simulate(
 
 
 def _print(timeline: Timeline) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from moefold.cli.screen import numbers, open_console, print_columns
 
-    from moefold.console import PrintableConsole
-
-    console = PrintableConsole()
-    console.print(format_summary(timeline), highlight=False)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("pp rank", "work, s", "idle, s", "exposed, s", "in flight"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank in range(timeline.num_ranks):
-        seconds = (timeline.work_s(rank), timeline.idle_s(rank), timeline.exposed_s(rank))
-        table.add_row(str(rank), *(f"{value:.4g}" for value in seconds), str(timeline.max_in_flight(rank)))
-    console.print(table)
+    console = open_console()
+    console.print(format_summary(timeline))
+    ranks = range(timeline.num_ranks)
+    seconds = {"work, s": timeline.work_s, "idle, s": timeline.idle_s, "exposed, s": timeline.exposed_s}
+    columns = [
+        numbers("pp rank", [str(rank) for rank in ranks]),
+        *(numbers(name, [f"{of_rank(rank):.4g}" for rank in ranks]) for name, of_rank in seconds.items()),
+        numbers("in flight", [str(timeline.max_in_flight(rank)) for rank in ranks]),
+    ]
+    print_columns(console, columns)
 
 
 def _parser() -> argparse.ArgumentParser:

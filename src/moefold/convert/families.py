@@ -76,6 +76,7 @@ _QWEN_EXPERTS: tuple[ConfigField, ...] = (
 )
 _LATENT: tuple[ConfigField, ...] = (
     *latent_fields(),
+    constants(attention="mla"),
     *renamed(
         intermediate_size="ffn_hidden_size",
         n_routed_experts="num_experts",

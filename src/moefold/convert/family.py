@@ -18,7 +18,6 @@ from moefold.convert.config_fields import (
     LatentHeadSizes,
     MultiHeadKeyValue,
     Renamed,
-    constants,
     renamed,
     same,
 )
@@ -318,11 +317,10 @@ def attention_fields(
 def latent_fields(
     *, has_head_dim: bool = True, writes_head_dim: bool = False, **defaults: int
 ) -> tuple[ConfigField, ...]:
-    """Return the fields of latent attention (MLA), given the defaults of its sizes; `LatentHeadSizes` has the flags."""
+    """Return the fields of the sizes of latent attention, given their defaults; `LatentHeadSizes` has the flags."""
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return (
         MultiHeadKeyValue(),
-        constants(attention="mla"),
         LatentHeadSizes(has_head_dim, writes_head_dim),
         Renamed("q_lora_rank", "q_lora_rank", 0, writes_null=True),
         *same(*(size for size in sizes if size not in defaults), **defaults),

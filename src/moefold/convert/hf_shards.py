@@ -26,7 +26,7 @@ from moefold.convert.mtp import (
     is_mtp_tensor,
     mtp_layer_numbers,
 )
-from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation, read_blocks
+from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import group_by_parameters
 from moefold.data.tokenizer_folder import TEMPLATE_DIR
@@ -107,7 +107,7 @@ def _parse_entry(entry: Mapping[str, Any]) -> ManifestEntry:
 def hash_tensor(location: TensorLocation) -> str:
     """Return the SHA-256 of a tensor's bytes in a file, read block by block."""
     digest = hashlib.sha256()
-    for block in read_blocks(location):
+    for block in location.blocks():
         digest.update(block)
     return digest.hexdigest()
 

@@ -1,7 +1,7 @@
 """Import of a Hugging Face folder as a checkpoint, tensor by tensor, on any number of processes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ from moefold.convert.hf_sidecar_files import RECIPE_FILE, SIDECAR_DIR, tokenizer
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.quantized_tensors import DequantizedTensor
-from moefold.convert.safetensors_file import DEFAULT_METADATA, read_metadata
-from moefold.convert.weights import HfSource, TensorHashes, WeightSource, verify_against_folder
+from moefold.convert.safetensors_file import DEFAULT_METADATA, TensorLocation, read_metadata
+from moefold.convert.weights import HfSource, TensorHashes, WeightSource, share_of_rank, verify_against_folder
 from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
@@ -162,6 +162,42 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
     return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
 
 
+def write_checkpoint(
+    source: WeightSource,
+    out: Path,
+    world: World,
+    finish: Callable[[Path], None],
+    sidecar_dir: Path | None,
+    excluded: Collection[str] = (),
+    *,
+    on_bytes: OnBytes,
+) -> tuple[str, ...]:
+    """Write the weights of a source as a checkpoint, and copy sidecar files. Collective over `world`.
+
+    Args:
+        source: the weights.
+        out: the checkpoint; must not exist.
+        world: the processes that share the work.
+        finish: called on rank 0 with the folder, to add metadata and recipe.
+        sidecar_dir: folder of the sidecar files; None for none.
+        excluded: sidecar files that are not copied.
+        on_bytes: called with the progress of this process.
+
+    Returns:
+        The copied files, on rank 0.
+    """
+    copied: tuple[str, ...] = ()
+    with atomic_directory(out, world) as tmp_dir:
+        digests = write_weights(source, tmp_dir, world, on_bytes)
+        if world.is_rank0:
+            if sidecar_dir is not None:
+                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
+            finish(tmp_dir)
+        raise_on_all_ranks(world, "")
+        write_manifest_in_parallel(tmp_dir, world, digests)
+    return copied
+
+
 def finish_checkpoint(
     tmp_dir: Path,
     out: Path,
@@ -259,22 +295,11 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
 
 def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:
     """Return this rank's contiguous share of the chunks, balanced by bytes."""
-    sizes = [_chunk_bytes(chunk, source) for chunk in chunks]
-    total = sum(sizes)
-    done = 0
-    mine = []
-    for chunk, size in zip(chunks, sizes, strict=True):
-        if min(world.size - 1, done * world.size // max(1, total)) == world.rank:
-            mine.append(chunk)
-        done += size
-    return mine
-
-
-def _chunk_bytes(chunk: TensorChunk, source: WeightSource) -> int:
-    row_bytes = source.dtype(chunk.name).itemsize
-    for size in source.shapes[chunk.name][1:]:
-        row_bytes *= size
-    return row_bytes * (chunk.stop - chunk.start)
+    row_bytes = {
+        name: source.dtype(name).itemsize * math.prod(source.shapes[name][1:])
+        for name in {chunk.name for chunk in chunks}
+    }
+    return share_of_rank(chunks, [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in chunks], world)
 
 
 def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> list[TensorChunk]:
@@ -291,9 +316,7 @@ def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manif
     """
     folder: HfFolder = source.folder
     hashes = {name: digest for part in world.all_gather_object(dict(known)) for name, digest in part.items()}
-    names = sorted(folder.tensors.keys() - hashes.keys())
-    mine = {name: hash_tensor(folder.tensors[name]) for name in names[world.rank :: world.size]}
-    hashes |= {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
+    hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
     own = read_manifest(folder.path)
     if own is not None and (changed := changed_tensors(own, hashes | _hashes_of_parts(folder, world))):
         raise ConfigError(
@@ -310,12 +333,17 @@ def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manif
 
 
 def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
-    """Hash the stored parts of quantised weights, each on one process."""
+    """Hash the stored parts of quantised weights."""
     parts = {
         part: location
         for name, stored in folder.tensors.items()
         if isinstance(stored, DequantizedTensor)
         for part, location in stored.parts(name).items()
     }
-    mine = {name: hash_tensor(parts[name]) for name in sorted(parts)[world.rank :: world.size]}
+    return _hash_together(parts, world)
+
+
+def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
+    """Hash tensors, each on one process."""
+    mine = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
     return {name: digest for found in world.all_gather_object(mine) for name, digest in found.items()}

@@ -18,18 +18,16 @@ from torch import Tensor
 from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skipped_checkpoints
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
-from moefold.checkpoint.streaming_io import write_manifest_in_parallel
 from moefold.comm.groups import World, current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.convert.adapted_weights import open_weights
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
-from moefold.convert.hf_shards import copy_sidecar_files, save_sidecar_files
-from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, tokenizer_unsupported_reason
-from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.hf_shards import save_sidecar_files
+from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_checkpoint
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import (
     export_message,
@@ -244,17 +242,13 @@ def upcycle_folder(
     if not is_hf_folder(dense):
         sidecar_dir = find_sidecar_dir(dense)
         tokenizer = trained_tokenizer(dense, read_meta(dense))
-    copied: tuple[str, ...] = ()
     run_tokenizer = find_run_tokenizer(dense)
     excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
-    with atomic_directory(out, world) as tmp_dir:
-        digests = write_weights(source, tmp_dir, world, on_bytes)
-        if world.is_rank0:
-            if sidecar_dir is not None:
-                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
-            finish_checkpoint(tmp_dir, out, without_upcycling(model), f"upcycle of {dense}", tokenizer)
-        raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world, digests)
+
+    def finish(tmp_dir: Path) -> None:
+        finish_checkpoint(tmp_dir, out, without_upcycling(model), f"upcycle of {dense}", tokenizer)
+
+    copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     reason = ""
     if sidecar_dir is not None and not tokenizer:

@@ -149,7 +149,7 @@ _EXPERTS: tuple[ConfigField, ...] = (
 _KIMI_LINEAR: tuple[ConfigField, ...] = (
     *backbone_fields(1e-5, None),
     *latent_fields(has_head_dim=False),
-    constants(rope_pattern="N"),
+    constants(attention="mla", rope_pattern="N"),
     *allowed(mla_use_nope=(True,)),
     KimiLinearSizes(),
     MlpLayerTypes(default=1),
@@ -165,7 +165,13 @@ _BAILING: tuple[ConfigField, ...] = (
     *backbone_fields(1e-6, RopeParameters(6e6, scales_scores=True)),
     *allowed(tie_word_embeddings=(False,)),
     *latent_fields(has_head_dim=False, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    constants(rope_interleaved=True, attention_gate=True, attention_gate_width="head", linear_full_rank_gates=True),
+    constants(
+        attention="mla",
+        rope_interleaved=True,
+        attention_gate=True,
+        attention_gate_width="head",
+        linear_full_rank_gates=True,
+    ),
     LingLayers(),
     DecayBound(),
     MlpLayerTypes(default=2),

@@ -150,12 +150,9 @@ _QWEN_HYBRID: tuple[ConfigField, ...] = (
     *allowed(attention_bias=(False,)),
     LINEAR_LAYERS,
     constants(attention_gate=True, qk_norm=True, zero_centered_norms=True),
-    *renamed(
-        linear_conv_kernel_dim=("linear_conv_kernel", 4),
-        num_experts_per_tok="top_k",
-        moe_intermediate_size="moe_ffn_hidden_size",
-    ),
+    *renamed(linear_conv_kernel_dim=("linear_conv_kernel", 4)),
     *same(linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32),
+    *renamed(num_experts_per_tok="top_k", moe_intermediate_size="moe_ffn_hidden_size"),
     num_experts("num_experts"),
     GatedSharedExpert(),
 )

@@ -85,7 +85,13 @@ LONGCAT_FAMILIES = (
                 writes_head_dim=True, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
             ),
             Renamed("q_lora_rank", "q_lora_rank", 1536),
-            constants(rope_interleaved=True, mla_scale_latents=True, router_softmax="pre", expert_bias=True),
+            constants(
+                attention="mla",
+                rope_interleaved=True,
+                mla_scale_latents=True,
+                router_softmax="pre",
+                expert_bias=True,
+            ),
             *allowed(
                 mla_scale_q_lora=(True, None),
                 mla_scale_kv_lora=(True, None),

@@ -16,12 +16,10 @@ from torch import Tensor
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, check_integrity
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
-from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
+from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.hf_shards import copy_sidecar_files
-from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir, recipe_tokenizer
-from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_weights
+from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_checkpoint
 from moefold.convert.preflight import read_model, without_upcycling
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer
@@ -117,23 +115,14 @@ def merge_checkpoints(
         if sidecar_dir is None
         else choose_tokenizer(sources[0].meta, sidecar_dir, find_run_tokenizer(checkpoints[0])).excluded
     )
-    copied: tuple[str, ...] = ()
-    with atomic_directory(out, world) as tmp_dir:
-        digests = write_weights(source, tmp_dir, world, on_bytes)
-        if world.is_rank0:
-            if sidecar_dir is not None:
-                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR, excluded=excluded))
-            dtypes = {source.meta.dtype for source in sources}
-            finish_checkpoint(
-                tmp_dir,
-                out,
-                without_upcycling(read_model(checkpoints[0])),
-                f"merge of {shares}",
-                next(filter(None, tokenizers), ""),
-                dtypes.pop() if len(dtypes) == 1 else "",
-            )
-        raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world, digests)
+    dtypes = {source.meta.dtype for source in sources}
+
+    def finish(tmp_dir: Path) -> None:
+        model = without_upcycling(read_model(checkpoints[0]))
+        tokenizer = next(filter(None, tokenizers), "")
+        finish_checkpoint(tmp_dir, out, model, f"merge of {shares}", tokenizer, min(dtypes) if len(dtypes) == 1 else "")
+
+    copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     return Conversion(len(source.shapes), size, copied)
 

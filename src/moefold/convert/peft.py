@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.checkpoint_dir import META_FILE, CheckpointMeta, check_integrity, locate_checkpoint, read_meta
-from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
+from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
@@ -24,8 +24,8 @@ from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.hf_shards import copy_sidecar_files
-from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
-from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_weights
+from moefold.convert.hf_sidecar_files import find_sidecar_dir
+from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
 from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.peft_config import (
     CONFIG_FILE,
@@ -51,7 +51,6 @@ from moefold.convert.safetensors_file import (
     create_file,
     plan_file_layout,
     read_header,
-    read_part,
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
@@ -299,16 +298,12 @@ def import_adapters(
         "base": str(base.resolve()),
         "base_digest": folder_digest(base),
     }
-    copied: tuple[str, ...] = ()
-    with atomic_directory(out, world) as tmp_dir:
-        digests = write_weights(PeftSource(tensors), tmp_dir, world, on_bytes)
-        if world.is_rank0:
-            sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
-            if sidecar_dir is not None:
-                copied = tuple(copy_sidecar_files(sidecar_dir, tmp_dir / SIDECAR_DIR))
-            finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
-        raise_on_all_ranks(world, "")
-        write_manifest_in_parallel(tmp_dir, world, digests)
+    sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
+
+    def finish(tmp_dir: Path) -> None:
+        finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
+
+    copied = write_checkpoint(PeftSource(tensors), out, world, finish, sidecar_dir, on_bytes=on_bytes)
     size = sum(values.nbytes for values in tensors.values())
     return Conversion(len(tensors), size, copied)
 
@@ -324,7 +319,9 @@ def _read_adapters(
     everything = adapted_weights(model, LoraConfig(rank=rank, alpha=alpha))
     parameters = stacked_parameters(model, family, everything)
     stacked_files = stored.keys() & stacked_names(parameters)
-    tensors = read_stacked({name: _read_whole(stored[name]) for name in stacked_files}, parameters, rank)
+    tensors = read_stacked(
+        {name: stored[name].read_rows(0, stored[name].shape[0]) for name in stacked_files}, parameters, rank
+    )
     stacked = {name for name in everything if adapter_names(name)[0] in tensors}
     modules = find_modules(model, family, {name: w for name, w in everything.items() if name not in stacked})
     _rename_to_folder(stored, modules, family)
@@ -345,7 +342,7 @@ def _read_adapters(
         )
     shapes = {name: adapter.shape for name, adapter in adapter_weights(model, lora).items()}
     for module in needed:
-        pair = [_read_whole(stored[name]) for name in module.tensor_names]
+        pair = [stored[name].read_rows(0, stored[name].shape[0]) for name in module.tensor_names]
         _check_shapes(folder, module, pair, everything[module.name], rank)
         for name, values in zip(adapter_names(module.name), module.from_peft(*pair), strict=True):
             if module.expert is None:
@@ -362,10 +359,6 @@ def _rename_to_folder(stored: dict[str, TensorLocation], modules: list[PeftModul
         for name, name_in_model in zip(module.tensor_names, in_model.tensor_names, strict=True):
             if name not in stored and name_in_model in stored:
                 stored[name] = stored.pop(name_in_model)
-
-
-def _read_whole(location: TensorLocation) -> Tensor:
-    return read_part(location, [slice(0, size, 1) for size in location.shape])
 
 
 def _check_shapes(folder: Path, module: PeftModule, pair: list[Tensor], weight: ParamSpec, rank: int) -> None:

@@ -122,8 +122,7 @@ class DequantizedTensor(TensorLocation, ABC):
         row_bytes = max(1, self.num_bytes // max(1, self.shape[0]))
         step = max(1, _ROWS_BYTES // row_bytes)
         for start in range(0, self.shape[0], step):
-            rows = slice(start, min(start + step, self.shape[0]), 1)
-            values = self.read((rows, *(slice(0, size, 1) for size in self.shape[1:])))
+            values = self.read_rows(start, min(start + step, self.shape[0]))
             yield bytes(bytes_of(values.contiguous()))
 
 

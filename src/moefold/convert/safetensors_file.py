@@ -59,7 +59,13 @@ class TensorLocation:
         return math.prod(self.shape) * _STORED_DTYPES[self.dtype].itemsize
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
-        """Read a part of the tensor, see `read_part`."""
+        """Read a part of the tensor into a new tensor: only the rows from the first to the last one of the part.
+
+        Args:
+            index: a slice of every dim, with start, stop and step given.
+            on_rows: called with the rows that were read, and the byte offset of the first within the tensor. It is not
+                called for a tensor that is computed from others.
+        """
         dtype = _STORED_DTYPES[self.dtype]
         if not self.shape:
             value = _read_values(self.file, self.start, 1, dtype)
@@ -75,6 +81,10 @@ class TensorLocation:
             on_rows(self, start - self.start, values)
         part = values[(slice(0, num_rows, rows.step), *index[1:])]
         return part if part.numel() == values.numel() else part.contiguous()
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Read some rows of the tensor, or its only value."""
+        return self.read((slice(start, stop, 1), *(slice(0, size, 1) for size in self.shape[1:])))
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of the values, at most `BLOCK_BYTES` at a time."""
@@ -157,30 +167,11 @@ def _parse_sizes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def read_part(location: TensorLocation, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
-    """Read a part of a tensor into a new tensor.
-
-    Reads only the rows (steps of the first dim) from the first to the last one of the part.
-
-    Args:
-        location: the tensor.
-        index: a slice of every dim, with start, stop and step given.
-        on_rows: called with the rows that were read, and the byte offset of the first within the tensor. The rows of a
-            tensor that is computed from others are not rows of the file: it is not called for them.
-    """
-    return location.read(index, on_rows)
-
-
-def read_blocks(location: TensorLocation) -> Iterator[bytes]:
-    """Yield the bytes of a tensor in blocks."""
-    return location.blocks()
-
-
 def bytes_equal(one: TensorLocation, other: TensorLocation) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return all(a == b for a, b in zip(read_blocks(one), read_blocks(other), strict=True))
+    return all(a == b for a, b in zip(one.blocks(), other.blocks(), strict=True))
 
 
 def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,15 @@
 """Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +26,12 @@ from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_sidecar_files import DUPLICATE_REASONS, find_duplicate_tensors
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.mtp import is_mtp_tensor
-from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, bytes_of, read_part
+from moefold.convert.safetensors_file import DTYPES, TensorLocation, bytes_equal, bytes_of
 from moefold.convert.tensor_mapping import Region, Shape, SliceMapping, StateDictMapping, build_mapping
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError, format_list
 
+Item = TypeVar("Item")
 MTP_REASON = "multi-token prediction"
 """Reason to ignore a tensor of an MTP layer that is left out."""
 
@@ -100,7 +103,7 @@ class HfSource:
                 slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
             )
             on_rows = None if self.hashes is None else partial(self.hashes.add, part.hf_name)
-            hf_values = read_part(self.location(part.hf_name), part.hf_region(), on_rows)
+            hf_values = self.location(part.hf_name).read(part.hf_region(), on_rows)
             copy_permuted(values[box], hf_values.permute(part.permutation()))
         return values
 
@@ -270,13 +273,8 @@ def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorC
 
 def rows_equal(location: TensorLocation, rows: TensorChunk, values: Tensor) -> bool:
     """Return whether some rows of a tensor in a file equal `values`, byte by byte."""
-    found = read_rows(location, rows)
+    found = location.read_rows(rows.start, rows.stop)
     return found.dtype == values.dtype and torch.equal(_as_bytes(found), _as_bytes(values))
-
-
-def read_rows(location: TensorLocation, rows: TensorChunk) -> Tensor:
-    """Read some rows of a tensor in a file."""
-    return read_part(location, (slice(rows.start, rows.stop, 1), *(slice(0, size, 1) for size in location.shape[1:])))
 
 
 def _as_bytes(values: Tensor) -> Tensor:
@@ -296,15 +294,18 @@ def group_by_parameters(mapping: StateDictMapping) -> list[tuple[str, ...]]:
 def assign_groups(mapping: StateDictMapping, world: World) -> list[tuple[str, ...]]:
     """Return this rank's contiguous share of `group_by_parameters`, balanced by the number of values."""
     groups = group_by_parameters(mapping)
-    sizes = [sum(_numel(mapping.hf_shapes[name]) for name in group) for group in groups]
-    total = sum(sizes)
-    done = 0
-    mine = []
-    for group, size in zip(groups, sizes, strict=True):
-        if min(world.size - 1, done * world.size // max(1, total)) == world.rank:
-            mine.append(group)
-        done += size
-    return mine
+    return share_of_rank(groups, [sum(math.prod(mapping.hf_shapes[name]) for name in group) for group in groups], world)
+
+
+def share_of_rank(items: Sequence[Item], sizes: Sequence[int], world: World) -> list[Item]:
+    """Return this rank's contiguous share of some items, balanced by their sizes."""
+    total = max(1, sum(sizes))
+    starts = accumulate(sizes, initial=0)
+    return [
+        item
+        for item, start in zip(items, starts, strict=False)
+        if min(world.size - 1, start * world.size // total) == world.rank
+    ]
 
 
 def verify_against_folder(source: WeightSource, folder: HfSource, world: World) -> None:
@@ -328,13 +329,6 @@ def verify_against_folder(source: WeightSource, folder: HfSource, world: World) 
                 wrong.append(hf_name)
         source.clear_cache()
     raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def copy_permuted(target: Tensor, source: Tensor) -> None:
