@@ -18,6 +18,7 @@ from moefold.config.bounds import max_magnitude
 from moefold.config.find import kinds_in_words, unknown_kind
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
+from moefold.config.moved import without_moved_keys
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part
 from moefold.config.part_table import build_part, is_part_value, shown_value
@@ -74,7 +75,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         MissingPartError: a part is not here: its file is not named, or its package is not installed.
         ConfigError: a section, key, type, choice or preset is wrong.
     """
-    tree, parts, wrong_parts = _take_parts(tree)
+    tree, parts, wrong_parts = _take_parts(without_moved_keys(tree))
     problems = wrong_parts | _structure_problems(tree)
     filled = _fill_preset(tree, problems)
     try:

@@ -32,7 +32,6 @@ from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDec
 
 if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
-    from moefold.optim.gradient_delay import GradientDelay
     from moefold.optim.outer import OuterOptimizer
     from moefold.optim.owned_experts import OwnedExperts
     from moefold.optim.states import StateStore
@@ -184,13 +183,6 @@ class TrainingStep:
             from moefold.train.outer_state import make_outer_optimizer
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
-        self._delay: GradientDelay | None = None
-        if cfg.train.gradient_delay:
-            from moefold.optim import gradient_delay
-
-            self._delay = gradient_delay.GradientDelay(
-                self.optimizer, model.trained_parameters, cfg.train.delay_correction
-            )
         self._passes: ForwardPasses | None = None
         if isinstance(self.optimizer, ForwardOnlyOptimizer):
             from moefold.train import forward_passes
@@ -331,23 +323,15 @@ class TrainingStep:
         set_step_count(self.optimizer, count)
         self.moment_updates = count
 
-    def restore_pending_gradient(self, num_steps: int) -> None:
-        """Set whether a pending gradient was loaded, given the steps that were trained and not skipped."""
-        if self._delay is not None:
-            self._delay.has_pending = num_steps > 0
-
     def _update_weights(self, totals: ReducedMetrics) -> int:
-        """Update the weights; return the number of updates of the moments: 0 where a delay has no gradient yet."""
+        """Update the weights; return the number of updates of the moments: 0 where the optimizer has made none."""
         if self._passes is not None:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
             return 1
         if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
             clip_gradients(self._clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
-        if self._delay is not None:
-            return int(self._delay.step())
-        self.optimizer.step()
-        return 1
+        return int(self.optimizer.step() is not False)
 
     @property
     def checks_replicas(self) -> bool:

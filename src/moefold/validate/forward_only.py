@@ -25,8 +25,6 @@ def validate_forward_passes(run: RunConfig, parallel: ParallelConfig, train: Tra
     name, p = _without_gradients(train), parallel
     if not name:
         return
-    if train.gradient_delay:
-        yield f"train.gradient_delay=1 delays gradients, and {name} has none; set gradient_delay=0"
     if p.overlap_experts:
         yield (
             f"parallel.overlap_experts=true overlaps forward with backward passes, and {name} has only forward passes; "

@@ -6,10 +6,10 @@ from torch import nn
 
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
-from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.states import named_moments, reset_moments
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
+from moefold_experiments.gradient_delay.part import DelayedAdamW
 from tests.optim.alone import build_alone
 
 
@@ -19,14 +19,14 @@ def test_each_update_belongs_to_the_step_before(correction):
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in range(5)]
     delayed, plain = (nn.Parameter(torch.ones(5, 3, dtype=torch.float64)) for _ in range(2))
-    cfg = TrainConfig(lr=0.1, weight_decay=0.2)
-    optimizer, reference = (build_alone({"w": weight}, cfg) for weight in (delayed, plain))
-    delay = GradientDelay(optimizer, {"w": delayed}, correction)
+    delay = DelayedAdamW(weight_decay=0.2, correction=correction)
+    optimizer = build_alone({"embedding.weight": delayed}, TrainConfig(lr=0.1, optimizer=delay))
+    reference = build_alone({"embedding.weight": plain}, TrainConfig(lr=0.1, weight_decay=0.2))
     last = torch.zeros(5, 3, dtype=torch.float64)
     for step, gradient in enumerate(gradients):
         delayed.grad = gradient.clone()
         before = delayed.detach().clone()
-        assert delay.step() == (step > 0)
+        assert optimizer.step() == (step > 0)
         assert torch.equal(optimizer.state[delayed]["pending_gradient"], gradient)
         if not step:
             assert torch.equal(delayed, before)
@@ -42,11 +42,11 @@ def test_each_update_belongs_to_the_step_before(correction):
 
 def test_a_parameter_without_a_gradient_stays_and_a_reset_keeps_what_is_pending():
     used, unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
-    optimizer = build_alone({"used": used, "unused": unused}, TrainConfig(lr=0.1))
-    delay = GradientDelay(optimizer, {"used": used, "unused": unused}, 1.0)
+    given = {"embedding.weight": used, "head.weight": unused}
+    optimizer = build_alone(given, TrainConfig(lr=0.1, optimizer=DelayedAdamW(correction=1.0)))
     for _ in range(3):
         used.grad = torch.full((2, 2), 3.0)
-        delay.step()
+        optimizer.step()
     assert torch.equal(unused, torch.ones(2, 2))
     assert not torch.equal(used, torch.ones(2, 2))
     reset_moments(optimizer)
@@ -57,15 +57,26 @@ def test_a_parameter_without_a_gradient_stays_and_a_reset_keeps_what_is_pending(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["run.steps=1"], "train.gradient_delay=1 updates nothing in the first step, and run.steps=1 has no other"),
-        (["sites.count=2"], "train.gradient_delay=1 would apply gradients of weights that a round of sites.method="),
+        (["run.steps=1"], "train.optimizer='delayed_adamw' updates nothing in the first step, and run.steps=1 has no"),
+        (["sites.count=2"], "train.optimizer='delayed_adamw' would apply gradients of weights that a round of sites."),
         (
             ["data.kind=task", "rl.group_size=8"],
-            "train.gradient_delay=1 would apply the last gradients of a round of rollouts",
+            "train.optimizer='delayed_adamw' would apply the last gradients of a round of rollouts",
+        ),
+        (
+            ["train.optimizer.moment_dtype=bfloat16", "train.optimizer.beta1=0.99"],
+            "train.optimizer.beta1=0.99 must be at most 0.98",
+        ),
+        (["train.beta1=0.8"], "train.beta1=0.8 has no effect: train.optimizer='delayed_adamw' does not read it"),
+        (["train.optimizer.correction=-1.0"], "train.optimizer.correction=-1.0 must be at least 0"),
+        (
+            ["train.optimizer=delayed_muon", 'train.optimizer.groups=["router", "router"]'],
+            "train.optimizer.groups names 'router' 2 times",
         ),
     ],
+    ids=range(7),
 )
-def test_delays_without_a_meaning_are_refused(overrides, message):
+def test_settings_without_a_meaning_are_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
-        check_config(load_config(None, ["run.steps=100", "train.gradient_delay=1", *overrides]))
+        check_config(load_config(None, ["run.steps=100", "train.optimizer=delayed_adamw", *overrides]))
     assert message in str(refused.value)
