@@ -61,8 +61,16 @@ CASES = [
     ("sites.every=5", [], ["sites.count=2"]),
     ("sites.experts=own", [], ["sites.count=2"]),
     ("sites.merge_experts=0.1", ["sites.count=2"], ["sites.count=2", "sites.experts=own"]),
-    ("sites.merge_every=60", ["sites.count=2", "sites.experts=own"], ["sites.count=2", "sites.method=spes"]),
-    ("sites.merge_until=60", ["sites.count=2", "sites.experts=own"], ["sites.count=2", "sites.method=spes"]),
+    (
+        "sites.merge_every=60",
+        ["sites.count=2", "sites.experts=own"],
+        ["sites.count=2", "sites.experts=own", "sites.merge_experts=0.01"],
+    ),
+    (
+        "sites.merge_until=60",
+        ["sites.count=2", "sites.experts=own"],
+        ["sites.count=2", "sites.experts=own", "sites.merge_experts=0.01"],
+    ),
     ("sites.method=spes", [], ["sites.count=2"]),
     ("sites.first=5", [], ["sites.method=diloco"]),
     ("sites.nesterov=false", ["sites.count=2"], ["sites.count=2", "sites.method=diloco"]),

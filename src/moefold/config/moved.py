@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-EXPERIMENTS = MappingProxyType({"optimizer": ("delayed_adamw", "delayed_muon", "spsa")})
+EXPERIMENTS = MappingProxyType(
+    {
+        "optimizer": ("delayed_adamw", "delayed_muon", "spsa"),
+        "site_method": ("co2", "noloco", "sparseloco", "spes"),
+    }
+)
 """Kinds of the distribution, by group."""
 
 

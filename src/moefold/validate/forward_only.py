@@ -71,7 +71,7 @@ def validate_forward_method(train: TrainConfig, rl: RLConfig, sites: SitesConfig
         )
     if sites.is_active:
         yield (
-            f"sites.method={sites.method!r} exchanges the weights of sites, and {name} has no exchange of bytes "
+            f"sites.method='{sites.method}' exchanges the weights of sites, and {name} has no exchange of bytes "
             "between them; leave [sites] out: data-parallel ranks already send two numbers a step"
         )
 

@@ -57,8 +57,7 @@ class Delayed(OptimizerPart):
             yield replace(problem, key=f"{self.key}.{key}")
         if recipe.sites.is_active:
             yield self._problem(
-                f"would apply gradients of weights that a round of sites.method={str(recipe.sites.method)!r} has "
-                "replaced",
+                f"would apply gradients of weights that a round of sites.method='{recipe.sites.method}' has replaced",
                 "choose another optimizer, or leave [sites] out",
             )
         if recipe.rl.is_on:
