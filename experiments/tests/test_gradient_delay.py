@@ -1,15 +1,21 @@
 """Delayed gradients on single parameters, against updates by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from moefold.config.parallel import ParallelConfig
+from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
+from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError
 from moefold.optim.states import named_moments, reset_moments
 from moefold.recipe import load_config
+from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
-from moefold_experiments.gradient_delay.part import DelayedAdamW
+from moefold_experiments.gradient_delay.part import DelayedAdamW, DelayedMuon
 from tests.optim.alone import build_alone
 
 
@@ -80,3 +86,21 @@ def test_settings_without_a_meaning_are_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
         check_config(load_config(None, ["run.steps=100", "train.optimizer=delayed_adamw", *overrides]))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("offload", ["none", "ssd"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [DelayedAdamW(), DelayedAdamW(correction=1.0), DelayedMuon(correction=1.0, moment_dtype="bfloat16")],
+    ids=lambda part: f"{part}-{part.correction}",
+)
+def test_every_byte_of_its_states(optimizer, offload):
+    """What is pending stays on the device when moments are offloaded."""
+    train = TrainConfig(optimizer=optimizer, seq_len=64, offload_optimizer=offload, offload_min_kib=1)
+    train = replace(train, offload_dir="/nowhere" if offload == "ssd" else "")
+    cfg = Config(train=train, parallel=ParallelConfig(world_size=4, tp=2, ep=2, zero=3))
+    check_config(cfg)
+    states = StateMemory(cfg)
+    away = states.offloaded_moments[0].offloaded
+    assert (away > 0) == (offload == "ssd")
+    assert states.by_pp_rank((0, 0))[0].optimizer - away == sharded_state_bytes(cfg, 0).optimizer
