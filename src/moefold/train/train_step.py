@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import Group
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
@@ -18,7 +20,6 @@ from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
 from moefold.model.loss_metrics import MISMATCH
 from moefold.optim.build import build_optimizer
-from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
@@ -32,6 +33,7 @@ from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDec
 
 if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
+    from moefold.optim.forward_only import ProjectedGradient
     from moefold.optim.outer import OuterOptimizer
     from moefold.optim.owned_experts import OwnedExperts
     from moefold.optim.states import StateStore
@@ -125,7 +127,7 @@ class ReducedMetrics:
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
     attention: AttentionMetrics | None
-    projected: ProjectedGradient | None
+    projected: "ProjectedGradient | None"
     """None with gradients."""
 
     @property
@@ -184,7 +186,7 @@ class TrainingStep:
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
         self._passes: ForwardPasses | None = None
-        if isinstance(self.optimizer, ForwardOnlyOptimizer):
+        if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
             from moefold.train import forward_passes
 
             self._passes = forward_passes.ForwardPasses(model, self.optimizer)
