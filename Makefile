@@ -46,9 +46,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[dev,tensorboard]'
 	@touch $@
 
-# The package of tests/plugin, whose parts the tests name; it is no part of what moefold installs. No network is asked.
-$(PLUGIN): tests/plugin/pyproject.toml $(STAMP)
-	$(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation -e tests/plugin
+# The packages whose parts the tests name; they are no part of what moefold installs. No network is asked.
+$(PLUGIN): tests/plugin/pyproject.toml experiments/pyproject.toml $(STAMP)
+	$(BIN)/python -m pip install -q --no-index --no-deps --no-build-isolation -e tests/plugin -e experiments
 	@touch $@
 
 train: $(STAMP) ## train the quickstart: eight ranks, attention and experts folded over them
@@ -63,10 +63,10 @@ lint: $(STAMP) ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## check types
+types: $(PLUGIN) ## check types
 	$(BIN)/mypy
 
-rules: $(STAMP) ## check the budgets and the import rules
+rules: $(PLUGIN) ## check the budgets and the import rules
 	$(PYTEST) -q tests/architecture
 
 house: $(STAMP) ## count the debts of the structure: none may rise above tools/house.json (ARGS=--write: store falls)

@@ -29,7 +29,6 @@ CASES = {
     "dpo, adapters": ((*PAIRS, "align.method=dpo", *ADAPTERS), 1e-5),
     "reinforcement learning": (RL, 1e-6),
     "reinforcement learning, adapters": ((*RL, *ADAPTERS), 1e-5),
-    "SPSA": ((*SFT, "train.optimizer=spsa"), 1e-6),
 }
 
 

@@ -56,8 +56,7 @@ def random_config(seed: int) -> Config:
             train=TrainConfig(
                 seq_len=192, global_batch_size=world * 8, optimizer="muon" if muon else "adamw",
                 muon_groups=("attention", "experts") if muon else TrainConfig().muon_groups,
-                moment_dtype=pick.choice(("float32", "bfloat16")), gradient_delay=int(seed % 4 == 0),
-                delay_correction=float(seed % 8 == 0),
+                moment_dtype=pick.choice(("float32", "bfloat16")),
             ),
             sites=SitesConfig(
                 count=1 + seed % 2, momentum=seed % 4 / 4, residual=float(seed % 3 == 1),

@@ -26,6 +26,7 @@ RUN_BY_TESTS = {
     "docs/tutorials/": "tests/docs/test_tutorials.py",
 }
 """Pages whose shell and Python blocks a test runs, except those that are marked."""
+NAMED_PATH = re.compile(r"(?<![\w/])(?:experiments/)?(?:tests|docs)/[\w/.]*\w")
 _VARIABLE = re.compile(r"\$\{?\w+\}?")
 OPERATORS = frozenset({"|", "||", "&", "&&", ";", "(", ")", ">", ">>", "<", ">&", "do", "done"})
 
@@ -166,7 +167,7 @@ def test_a_block_that_no_test_runs_says_why(page):
     assert unmarked == [], "write <!-- not run: REASON --> before the block, or in the head of the page"
     reasons = {block.not_run for block in blocks(page) if block.not_run}
     assert all(len(reason) > 10 for reason in reasons)
-    named = [path for reason in reasons for path in re.findall(r"\b(?:tests|docs)/[\w/.]*\w", reason)]
+    named = [path for reason in reasons for path in NAMED_PATH.findall(reason)]
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 

@@ -38,8 +38,6 @@ FEATURES: dict[str, Case] = {
     "gated": {"model": GATED},
     "scaled": {"model": SCALED},
     "Muon": {"train": {"optimizer": "muon"}},
-    "SPSA": {"train": {"optimizer": "spsa", "spsa_max_gradient": 5.0}},
-    "delayed gradients": {"train": {"gradient_delay": 1, "delay_correction": 1.0}},
     "reset moments": {"train": {"reset_moments_every": 1}},
     "loss in chunks": {"train": {"loss_chunk": 4}},
     "loss in one chunk": {"train": {"loss_chunk": -1}},

@@ -17,7 +17,7 @@ from moefold.config.chosen import LAYER_GROUPS, chosen, readers
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
 from moefold.config.groups.attention import AttentionPart, OutputGate, QueryKeyNorm
-from moefold.config.part import FlatKey, KindOf, Part, flat_keys
+from moefold.config.part import FlatKey, KindOf, Part, flat_keys, flat_keys_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, key_types, part_keys
 from moefold.errors import ConfigError
@@ -29,6 +29,8 @@ PACKAGE = moefold.parts.__name__
 PARTS = Path(moefold.parts.__file__).parent
 KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.group)]
 ids = [f"{group.group}-{kind}" for group, kind in KINDS]
+BASES = {"moefold.config.part", *(group.__module__ for group in groups())}
+"""Modules of base classes, whose `formula` is none."""
 LIBRARIES = {"torch", "numpy", "math", "functools", "dataclasses", "typing", "collections"}
 """What a formula may import, beside its own file and `config`."""
 
@@ -100,7 +102,7 @@ def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
         assert part.formula is Part.formula
         return
     assert part.formula not in (Part.formula, group.formula), "each built-in kind is judged"
-    _check_formula(part, {field.name for field in fields(part)})
+    check_formula(part)
 
 
 @pytest.mark.parametrize("kind", built_in_kinds("attention"))
@@ -113,12 +115,16 @@ def test_the_formula_of_an_attention_reads_each_field_and_no_method(kind):
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read
 
 
+def check_formula(part) -> None:
+    """Check that the formula of a part reads each of its fields, and none of its methods."""
+    _check_formula(part, {field.name for field in fields(part)})
+
+
 def _check_formula(part, names: set[str]) -> set[str]:
     """Check that the formula of a part reads fields, and no method; return what it reads."""
     read = _attributes(part)
-    formats = {
-        field for field, name in flat_keys(part.group, kind_of(part)) if judged().get(name, Judged.SIZE) is not None
-    }
+    keys = (pair for base in part.__mro__ if issubclass(base, Part) for pair in flat_keys_of(base))
+    formats = {field for field, name in keys if judged().get(name, Judged.SIZE) is not None}
     assert names - formats <= read
     methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
     assert read & (methods - {"formula"}) == set()
@@ -131,7 +137,7 @@ def _attributes(part) -> set[str]:
     The formula of a part may call the formula of the part that it extends, and functions of the oracle.py of another.
     """
     trees = []
-    for base in (base for base in part.__mro__ if "formula" in vars(base) and base.__module__.startswith(PACKAGE)):
+    for base in (base for base in part.__mro__ if "formula" in vars(base) and base.__module__ not in BASES):
         trees.append(ast.parse(textwrap.dedent(inspect.getsource(base.formula))))
         oracle = Path(inspect.getfile(base)).with_name("oracle.py")
         trees += [ast.parse(oracle.read_text())] if _has_folder(base) and oracle.exists() else []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.sites import METHODS
+from moefold.config.find import find_part
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import SiteLink
 from moefold.cost.layer_spec import model_weights
@@ -28,6 +28,8 @@ from moefold.planner.sites import (
 )
 from moefold.recipe import load_config
 
+SPARSE = {"density": 1 / 64, "values": 2, "residual": 0.95}
+"""Settings of top-k as in SparseLoCo."""
 RECIPE = """
 [run]
 steps = 2000
@@ -90,7 +92,7 @@ def test_bandwidth_equals_the_scaling_laws_of_diloco(parameters, step_s, every, 
 @pytest.mark.parametrize(("parameters", "layers", "step_s"), [(1e9, 24, 0.1), (10e9, 48, 0.8), (100e9, 108, 4.9)])
 def test_streaming_reaches_its_utilisation_at_1_to_5_gbit_a_second(parameters, layers, step_s):
     """Of 95 %, with fragments of 3 layers in 4 bits, every 100 steps and overlapped with one (arXiv:2501.18512)."""
-    method = METHODS["streaming"]
+    method = find_part("site_method", "streaming")().values(30)
     count = layers // method["fragment_layers"]
     volumes = [parameters / count * (0.5 + 4 / 256)] * count
 
@@ -164,12 +166,12 @@ def test_least_round_that_is_exchanged_during_the_next_one():
 
 def test_rounds_of_co2_stay_whole_and_top_k_stays_top_k(tmp_path):
     num_bytes = 2 * sum(part.num_coded for part in site_traffic(planned(tmp_path, bytes_per_s=1e9)[0])) * 4
-    co2 = METHODS["co2"] | {"every": 5, "overlap": 5}
+    co2 = {"momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1.0, "every": 5, "overlap": 5}
     cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **co2)
     settings = with_site_settings(cfg, plan).sites
     assert settings.overlap == settings.every > 5
     assert plan.chosen.reaches_target
-    sparse = METHODS["sparseloco"] | {"every": 1}
+    sparse = SPARSE | {"every": 1}
     cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **sparse)
     assert [first.settings.precision for first, _ in plan.options] == ["float32"]
     settings = with_site_settings(cfg, plan).sites
@@ -225,9 +227,7 @@ def test_a_residual_needs_a_code_and_a_share_of_local_weights_an_overlap(tmp_pat
 
 def test_what_a_method_fixes_stays(tmp_path):
     """Top-k has a format of its own, CO2 an overlap of a whole round; averaged moments allow no overlap."""
-    method = METHODS["sparseloco"]
-    values = {key: method[key] for key in ("density", "values", "residual")}
-    cfg, plan = planned(tmp_path, bytes_per_s=1e4, **values)
+    cfg, plan = planned(tmp_path, bytes_per_s=1e4, **SPARSE)
     assert [rate.settings.precision for rate, _ in plan.options] == ["float32"]
     sent = sum(part.num_coded for part in site_traffic(cfg)) // 4096 * (96 + 16 + 16)
     assert plan.cost.volumes["float32"][0].num_bytes == sent

@@ -279,21 +279,6 @@ def test_a_resume_between_two_resets_of_the_moments_gives_the_same_bits(pool, tm
     assert [read_meta(path).moment_updates for path in last] == [1, 1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *slow([("muon",)])])
-def test_a_resume_with_a_pending_gradient_gives_the_same_bits(pool, tmp_path, optimizer):
-    """From the step that updates no weight, and from a later one."""
-    train = {"optimizer": optimizer, "gradient_delay": 1, "delay_correction": 1.0}
-    pool.run(2, _train, recipe(tmp_path / "whole", 4, every=1, train=train, world_size=2, ep=2, zero=3))
-    saved = [tmp_path / "whole" / "checkpoints" / f"step-{step:06d}" for step in (1, 2, 3, 4)]
-    weights = [{difference.name for difference in differing_tensors(*pair, "model.")} for pair in pairwise(saved)]
-    assert all("embedding.weight" in " ".join(names) for names in weights)
-    assert [read_meta(path).moment_updates for path in saved] == [0, 1, 2, 3]
-    for first in (saved[0], saved[2]):
-        cfg = recipe(tmp_path / first.name, 4, every=4, train=train, world_size=2, ep=2, zero=3)
-        pool.run(2, _train, replace(cfg, checkpoint=replace(cfg.checkpoint, resume=str(first))))
-        assert differing_tensors(saved[3], tmp_path / first.name / "checkpoints" / saved[3].name) == []
-
-
 def test_a_reset_zeroes_the_moments_after_its_step_and_no_other(pool, tmp_path):
     pool.run(2, _train, recipe(tmp_path, 4, every=1, train={"reset_moments_every": 2}, world_size=2, zero=3))
     saved = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in (1, 2, 3, 4)]

@@ -16,7 +16,7 @@ from moefold.topology.fragments import (
 from moefold.validate.config import check_config
 
 TWO = ("sites.count=2", "run.steps=100")
-OWN = (*TWO, "sites.method=spes")
+OWN = (*TWO, "sites.experts=own", "sites.every=50", "sites.merge_experts=0.01")
 
 REFUSED = [
     ((*TWO, "sites.number=2", "sites.meet=h:1"), "sites.number=2 must be below sites.count=2"),
@@ -37,7 +37,6 @@ REFUSED = [
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
     ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.num_layers="),
-    (("sites.method=noloco",), "sites.topology='pairs' (sites.method='noloco') exchanges between two sites"),
     ((*TWO, "sites.topology=pairs", "sites.overlap=30"), "sites.topology='pairs' needs a sites.overlap below"),
     ((*TWO, "sites.topology=pairs", "sites.experts=own"), "sites.topology='pairs' exchanges with one other site"),
     ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),
@@ -46,7 +45,7 @@ REFUSED = [
     ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
     ((*TWO, "sites.density=0.5", "sites.precision=int8"), "sites.density=0.5 sends values of sites.values bits"),
     (
-        (*TWO, "sites.method=sparseloco", "sites.momentum=0.9"),
+        (*TWO, "sites.density=0.015625", "sites.residual=0.95", "sites.momentum=0.9"),
         "sites.momentum=0.9 and sites.residual=0.95 with sites.density=0.015625 would count a difference twice",
     ),
     (
@@ -103,13 +102,6 @@ def test_method_fills_the_keys_that_are_left_out():
     assert (sites.lr, sites.momentum) == (0.7, 0.9)
     sites = config_from_dict({"sites": {"count": 2, "method": "diloco", "momentum": 0.5}}).sites
     assert (sites.lr, sites.momentum) == (0.7, 0.5)
-    sites = config_from_dict({"sites": {"count": 2, "method": "spes"}}).sites
-    assert (sites.experts, sites.every, sites.merge_experts, sites.lr, sites.momentum) == ("own", 50, 0.01, 1.0, 0.0)
-    sites = config_from_dict({"sites": {"count": 2, "method": "co2", "every": 48}}).sites
-    assert (sites.overlap, sites.lr, sites.momentum, sites.clip, sites.penalty) == (48, 1.0, 0.2, 1.0, True)
-    assert config_from_dict({"sites": {"count": 2, "method": "co2"}}).sites.overlap == 30
-    sites = config_from_dict({"sites": {"count": 2, "method": "sparseloco", "residual": 0.9}}).sites
-    assert (sites.density, sites.values, sites.residual, sites.momentum) == (1 / 64, 2, 0.9, 0.0)
     assert not config_from_dict({}).sites.is_active
     assert config_from_dict({"sites": {"method": "diloco"}}).sites.is_active
 

@@ -299,7 +299,6 @@ UNEVEN_VOCAB = [
         "ep": 2,
         "dispatcher": "allgather",
     },
-    {"model": {"vocab_size": 33}, "train": {"optimizer": "spsa"}, "world_size": 4, "tp": 2, "ep": 2, "zero": 3},
     {
         "model": {"vocab_size": 33, "mtp_layers": 1},
         "world_size": 4,
@@ -317,38 +316,6 @@ MOMENTS_RESET = [
     {"train": RESET, "world_size": 2, "zero": 3},
     {"train": RESET | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
     {"train": RESET | {"optimizer": "muon"}, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
-]
-
-# Delayed gradients, with and without the correction of updates; four steps have three updates.
-
-CORRECTED = {"gradient_delay": 1, "delay_correction": 1.0, "global_batch_size": 4}
-DELAYED = [
-    {"train": CORRECTED, "world_size": 4, "cp": 2, "ep": 2, "zero": 3},
-    {"train": CORRECTED | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
-    {"train": CORRECTED | {"optimizer": "muon"}, "world_size": 4, "pp": 2, "etp": 2, "zero": 2},
-    {"train": CORRECTED | {"delay_correction": 0.5, "reset_moments_every": 2}, "world_size": 2, "zero": 0},
-    {"train": {"gradient_delay": 1, "global_batch_size": 4}, "world_size": 2, "zero": 1},
-    {"train": {"gradient_delay": 1, "global_batch_size": 4, "optimizer": "muon"}, "world_size": 1},
-    {"train": CORRECTED, "world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
-]
-
-# Two forward passes instead of gradients; weights are perturbed by the same numbers under every mapping.
-
-SPSA = {"optimizer": "spsa", "spsa_max_gradient": 5.0, "global_batch_size": 4}
-SPSA_LOSSES = {"moe": {"aux_loss": 0.1, "z_loss": 0.1}, "model": SHARED | TIED | {"mtp_layers": 1, "expert_bias": True}}
-SPSA_MAPPED = [
-    {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "cp": 2, "pp": 2, "ep": 2, "zero": 2},
-    {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "tp": 2, "ep": 2, "etp": 2, "zero": 3},
-    {"train": SPSA, **SPSA_LOSSES, "world_size": 1},
-    {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "zero": 0},
-    {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "zero": 1},
-    {"train": SPSA, "world_size": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": 1},
-    {"train": SPSA, "model": {"moe_bias": True}, "world_size": 4, "ep": 2, "etp": 2, "zero": 3},
-    {"train": SPSA, "moe": {"aux_kind": "global_batch", "aux_loss": 0.1}, "world_size": 2, "pp": 2},
-    {"train": SPSA, "moe": {"aux_kind": "last_global_batch", "aux_loss": 0.1}, "world_size": 2, "ep": 2},
-    {"train": SPSA, "moe": {"capacity_factor": 1.0, "input_jitter": 0.1}, "world_size": 2, "tp": 2},
-    {"train": SPSA, "lora": {"rank": 2}, "world_size": 4, "tp": 2, "ep": 2, "zero": 2},
-    {"train": SPSA, **SPSA_LOSSES, "world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, "zero": 3},
 ]
 
 MUON = {"optimizer": "muon", "global_batch_size": 4}
@@ -541,8 +508,6 @@ CASES = [
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
     *cases("vocabulary that tp does not divide", UNEVEN_VOCAB[:1], UNEVEN_VOCAB[1:]),
     *cases("muon", MUON_MAPPED[1:3], [MUON_MAPPED[0], *MUON_MAPPED[3:]], steps=3),
-    *cases("delayed gradients", DELAYED[:1], DELAYED[1:], steps=4),
-    *cases("spsa", SPSA_MAPPED[:1], SPSA_MAPPED[1:]),
     *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", [FP8_ROWS[0], FP8_ROWS[2]], [FP8_ROWS[1], *FP8_ROWS[3:]]),

@@ -183,7 +183,7 @@ def test_an_unknown_name_is_refused(key):
         _train(_with(legal, key, value), legal)
 
 
-@pytest.mark.parametrize("settings", [{}, {"train": {"optimizer": "spsa"}}, {"lora": {"rank": 2}}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 2}}], ids=str)
 def test_a_parameter_without_a_formula_is_refused(settings):
     cfg = _small(**settings)
     _train(cfg)
@@ -258,7 +258,6 @@ def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
 
 def test_a_schedule_that_the_steps_do_not_reach_is_read():
     _train(_small(train={"warmup_steps": 2, "lr_schedule": "wsd", "decay_steps": 1, "min_lr": 1e-3}))
-    _train(_small(train={"gradient_delay": 1, "beta1": 0.8, "eps": 1e-6, "weight_decay": 0.0, "delay_correction": 1.0}))
 
 
 def test_each_method_of_alignment_is_judged():
@@ -362,9 +361,9 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
     def ranks(*args: object) -> list[Any]:
         raise AssertionError("the ranks start")
 
-    cfg = _small()
-    with pytest.raises(NoFormulaError, match=r"no formula for train\.gradient_delay=7"):
-        verify(_with(cfg, "train.gradient_delay", 7), 1, ranks)
+    cfg = _small(model=SPARSE)
+    with pytest.raises(NoFormulaError, match=r"no formula for train\.indexer_stage='unheard-of'"):
+        verify(_with(cfg, "train.indexer_stage", "unheard-of"), 1, ranks)
     capsys.readouterr()
 
     monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)

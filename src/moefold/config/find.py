@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.aliases import our_value
+from moefold.config.moved import missing_experiment
 from moefold.config.outside import (
     class_faults,
     entry_point_of,
@@ -68,6 +69,8 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
         kind: its value.
         words: the built-in kinds that count; empty: all.
     """
+    if missing := missing_experiment(name, group, kind):
+        return missing
     choices = kinds(group, words)
     spelled = [choice for choice in choices if choice.lower() == kind.lower()]
     ours = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)

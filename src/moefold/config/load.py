@@ -15,15 +15,16 @@ from pydantic import TypeAdapter, ValidationError
 from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
-from moefold.config.find import kinds_in_words, unknown_kind
+from moefold.config.find import find_part, kinds_in_words, unknown_kind
+from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
+from moefold.config.moved import without_moved_keys
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part
 from moefold.config.part_table import build_part, is_part_value, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.config.sites import method_values
 from moefold.config.suggestions import (
     choices_of,
     closest_match,
@@ -74,9 +75,9 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         MissingPartError: a part is not here: its file is not named, or its package is not installed.
         ConfigError: a section, key, type, choice or preset is wrong.
     """
-    tree, parts, wrong_parts = _take_parts(tree)
+    tree, parts, wrong_parts = _take_parts(without_moved_keys(tree))
     problems = wrong_parts | _structure_problems(tree)
-    filled = _fill_preset(tree, problems)
+    filled = _fill_preset(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
     except ValidationError as error:
@@ -219,8 +220,14 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
-    """Return the known sections and keys of the tree, with missing keys filled from model.preset and sites.method."""
+def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str], method: Part | None) -> Tree:
+    """Return the known sections and keys of the tree, with missing keys filled from model.preset and sites.method.
+
+    Args:
+        tree: the tree without parts from outside.
+        problems: errors by "section.key", to which others are added.
+        method: the part of sites.method, if it is from outside.
+    """
     known = {
         section: {key: value for key, value in keys.items() if key in key_types(section)}
         for section, keys in tree.items()
@@ -237,8 +244,16 @@ def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str]) -> Tree:
         except ConfigError as error:
             problems["model.preset"] = str(error)
     if "sites" in known:
-        known["sites"] = {**method_values(known["sites"]), **known["sites"]}
+        known["sites"] = {**_method_values(known["sites"], method), **known["sites"]}
     return known
+
+
+def _method_values(keys: Mapping[str, Any], method: Part | None) -> Mapping[str, Any]:
+    """Return the values that the method of a section [sites] gives to the keys that it leaves out."""
+    kind = keys.get("method")
+    if method is None and isinstance(kind, str):
+        method = find_part(SiteMethodPart.group, kind)()
+    return method.values(keys.get("every", default_of("sites", "every"))) if isinstance(method, SiteMethodPart) else {}
 
 
 def _type_problem(section: str, key: str, value: Any) -> str:

@@ -25,6 +25,7 @@ from moefold.config.find import (
     kinds_in_words,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
+from moefold.config.moved import missing_experiment
 from moefold.config.outside import (
     ENTRY_POINTS,
     MissingPartError,
@@ -196,6 +197,8 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
                 f"{name}={kind!r} is a part that a program made; declare it as an entry point of the group "
                 f"{ENTRY_POINTS}{group}, or name its file, FILE.py:CLASS"
             )
+        if missing := missing_experiment(name, group, kind):
+            raise MissingPartError(missing)
         guess = closest_match(kind, kinds(group))
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"{name}.kind={kind!r} must be one of {kinds_in_words(group)}, or FILE.py:CLASS{hint}")

@@ -1,56 +1,15 @@
 """The [sites] section: training across jobs that exchange weights rarely; see docs/sites.md."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from moefold.config.field import BELOW_ONE, POSITIVE, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
+from moefold.config.part import KindOf, Part
 
 DEFAULT_EVERY = 30
-METHODS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
-    {
-        "mean": MappingProxyType({"lr": 1.0, "momentum": 0.0}),
-        "diloco": MappingProxyType({"lr": 0.7, "momentum": 0.9}),
-        "streaming": MappingProxyType(
-            {
-                "lr": 0.4,
-                "momentum": 0.9,
-                "fragment_layers": 3,
-                "overlap": 1,
-                "keep_local": 0.5,
-                "precision": "fp4",
-            }
-        ),
-        "noloco": MappingProxyType({"topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False, "every": 50}),
-        "sparseloco": MappingProxyType(
-            {"lr": 1.0, "momentum": 0.0, "density": 1 / 64, "values": 2, "residual": 0.95},
-        ),
-        "co2": MappingProxyType({"lr": 1.0, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1.0}),
-        "spes": MappingProxyType(
-            {"lr": 1.0, "momentum": 0.0, "every": 50, "experts": "own", "merge_experts": 0.01},
-        ),
-    }
-)
-"""Values of a method for the keys that the recipe leaves out. mean: local SGD with a plain mean (arXiv:1805.09767).
-diloco: arXiv:2311.08105, where every is 500. streaming: arXiv:2501.18512, where every is 30 or 100. noloco:
-arXiv:2506.10911 and its code. sparseloco: arXiv:2508.15706, where every is 15 to 250. co2: arXiv:2401.16265, where
-every is 48. spes: arXiv:2602.11543."""
 READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum", also="sites.penalty")
 NUM_SIMILAR = 4
 """Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
-
-
-def method_values(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values that the method of a section gives to the keys that it leaves out; empty without a method.
-
-    Args:
-        keys: the section of the recipe, unchecked.
-    """
-    method = keys.get("method")
-    values: Mapping[str, Any] = METHODS.get(method, {}) if isinstance(method, str) else {}
-    # CO2 exchanges the differences of a round during the whole next one.
-    return {**values, "overlap": keys.get("every", DEFAULT_EVERY)} if method == "co2" else values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +31,11 @@ class SitesConfig:
     secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Annotated[
-        Literal["mean", "diloco", "streaming", "noloco", "sparseloco", "co2", "spes"], READ_IF_ROUNDS, Judged.FILES
-    ] = "mean"
+    method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS, Judged.FILES] = "mean"
     """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512). noloco: random pairs of sites, whose outer weights also pull each other (arXiv:2506.10911).
-    sparseloco: the largest 64 of 4096 differences, in 2 bits, the others are added to the next round
-    (arXiv:2508.15706). co2: differences are exchanged during the whole next round (arXiv:2401.16265). spes: the mean,
-    and each site trains its own experts (arXiv:2602.11543)."""
+    (arXiv:2501.18512). noloco, sparseloco, co2 and spes are [experiments](experiments/index.md)."""
     every: Annotated[int, at_least(1), READ_IF_ROUNDS] = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
     may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""

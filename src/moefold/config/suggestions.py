@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
 from moefold.config.find import built_in_kinds
+from moefold.config.moved import moved_key
 from moefold.config.part import KindOf
 from moefold.config.schema import Config
 
@@ -171,6 +172,8 @@ def explain_unknown_key(section: str, key: str) -> str:
     name = f"{section}.{key}"
     if name in DERIVED:
         return DERIVED[name]
+    if moved := moved_key(name):
+        return moved
     owners = sections_with(key)
     if owners and not is_known_path(name):
         return f"unknown key {name}; did you mean {' or '.join(f'{owner}.{key}' for owner in owners)}?"

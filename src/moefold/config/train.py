@@ -44,8 +44,7 @@ class TrainConfig:
     global_batch_size: Annotated[int, at_least(1), Most(2**22), Judged.SIZE] = 8
     """Samples per optimizer step over all ranks."""
     optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
-    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
-    spsa: two forward passes and no backward pass, to fine-tune with little memory ([spsa.md](spsa.md))."""
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
     muon_groups: tuple[str, ...] = MUON_GROUPS
     """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
     embeddings, head, norms, biases and gates."""
@@ -53,12 +52,6 @@ class TrainConfig:
     """Decay of Muon's Nesterov momentum."""
     muon_ns_steps: Annotated[int, at_least(1), Most(100)] = 5
     """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
-    spsa_eps: Annotated[float, POSITIVE] = 1e-3
-    """Factor of the normal numbers z that the two passes of SPSA add to and subtract from the weights
-    (arXiv:2305.17333)."""
-    spsa_max_gradient: Annotated[float, POSITIVE] = 10.0
-    """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
-    (arXiv:2306.10015); larger ones are clamped."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
     min_lr: Annotated[float, at_least(0)] = 0.0
@@ -86,14 +79,6 @@ class TrainConfig:
     reset_moments_every: Annotated[int, at_least(0, "0: never")] = 0
     """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
     and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
-    gradient_delay: Literal[0, 1] = 0
-    """1: an update takes the gradients of the step before, clipped there, and the first step updates nothing
-    (arXiv:2606.30634). It is the training of a pipeline with two versions of the weights (PipeDream-2BW,
-    arXiv:2006.09503), to measure what the delay costs in loss; no communication is hidden by it
-    ([design/044](design/044-gradient-delay.md)). 0: no delay."""
-    delay_correction: Annotated[float, at_least(0, "0: none"), ReadIf("train.gradient_delay")] = 0.0
-    """Factor c of the correction of a delay: with u(t) what the optimizer subtracts, weights x become
-    x - u(t) - c * (u(t) - u(t-1)). 1 in arXiv:2606.30634; 0: none."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     recompute: Annotated[tuple[str, ...], Judged.SPEED] = ()

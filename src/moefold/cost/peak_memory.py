@@ -81,7 +81,8 @@ def compute_rank_memory(
     """
     states = states or StateMemory(cfg, kernels)
     formula = ActivationMemory(cfg, recompute, kernels, imbalance)
-    if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
+    optimizer = chosen_in(cfg.train, OptimizerPart)
+    if not optimizer.needs_gradients:
         return _forward_rank_memory(formula, states)
     table = activation_table(formula, offload)
     chunks, _ = recipe_stages(cfg)
@@ -90,8 +91,8 @@ def compute_rank_memory(
     for rank, (snapshots, state_bytes, moments) in enumerate(ranks):
         peak = _activation_peak(snapshots, formula, table)
         resident = replace(state_bytes, optimizer=state_bytes.optimizer - moments.offloaded)
-        # The correction of a delay keeps the weights of before the update, as many bytes as the gradients.
-        copies = state_bytes.gradients if cfg.train.delay_correction else 0
+        # As many bytes as the gradients.
+        copies = state_bytes.gradients if optimizer.copies_weights else 0
         update = max(0, moments.in_transit + copies - peak.total)
         in_flight = [int(snapshots.in_flight[:, stage].max()) for stage in snapshots.stages]
         graphs = graph_bytes(formula, [chunks[stage] for stage in snapshots.stages], in_flight)

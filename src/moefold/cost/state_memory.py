@@ -194,7 +194,7 @@ def offloaded_moment_sizes(shard_spec: ShardSpec, weights: Iterable[ParamSpec], 
         offloaded = 0
         for state in shard_spec.optimizer.states(weight):
             size = own_numel * shard_spec.state_item_bytes(state)
-            offloaded += size if size >= min_bytes and not state.is_count else 0
+            offloaded += size if size >= min_bytes and not (state.is_count or state.is_kept) else 0
         if numel * shard_spec.master_bytes >= min_bytes:
             offloaded += numel * shard_spec.outer_bytes
         if own_numel * shard_spec.master_bytes >= min_bytes:

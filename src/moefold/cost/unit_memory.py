@@ -44,7 +44,7 @@ class StateBytes:
     gradient_sums: int = 0
     """Unsharded gradients of this rank, summed over micro-batches before they are reduced."""
     optimizer: int = 0
-    """States of the optimizer, of the outer optimizer and of a delay."""
+    """States of the optimizer and of the outer optimizer."""
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
 
@@ -94,8 +94,6 @@ class ShardSpec:
     """Bytes of the outer residual per weight; 0 without one."""
     expert_owners: int = 1
     """Number of sites among which the experts are divided: moments and residual are of the own ones."""
-    delay_bytes: int = 0
-    """Bytes of the pending gradient and the last update per weight; 0 without train.gradient_delay."""
 
     def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
@@ -114,7 +112,7 @@ class ShardSpec:
             for state in self.optimizer.states(weight):
                 moments += self.state_item_bytes(state) * (1 if state.is_count else own_numel)
             moments += own_numel * self.residual_bytes
-            moments += numel * (self.outer_bytes + self.delay_bytes)
+            moments += numel * self.outer_bytes
         return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
 
     def owners(self, weight: ParamSpec) -> int:
@@ -156,7 +154,6 @@ def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradie
         outer_bytes=master * cfg.sites.num_states,
         residual_bytes=master * cfg.sites.has_residual,
         expert_owners=cfg.sites.num_expert_owners,
-        delay_bytes=master * (train.gradient_delay + (train.delay_correction > 0)),
     )
 
 

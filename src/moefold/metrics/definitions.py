@@ -83,11 +83,15 @@ STEP = _definitions(
     (
         "grad_norm",
         "",
-        "Euclidean norm of the gradient of the total over all parameters, before clipping. With SPSA: magnitude of the "
-        "projected gradient, whose mean square equals the mean square of the norm",
+        "Euclidean norm of the gradient of the total over all parameters, before clipping. Without gradients: "
+        "magnitude of the projected gradient, whose mean square equals the mean square of the norm",
         "grad norm (Megatron), grad_norm (HF)",
     ),
-    ("projected_gradient", "", "with SPSA: gradient along the perturbation, as rounded to a byte; else null"),
+    (
+        "projected_gradient",
+        "",
+        "of an optimizer without gradients: gradient along the perturbation, as rounded for the update; else null",
+    ),
     (
         "lr",
         "",

@@ -12,22 +12,19 @@ from moefold.model.local_param import local_tensor
 
 STEP = "step"
 """State key of the number of updates since the moments were zero."""
-PENDING_GRADIENT = "pending_gradient"
-"""State key of the gradient that `train.gradient_delay` applies in the next step."""
-LAST_UPDATE = "last_update"
-"""State key of what the optimizer subtracted in the last step, for `train.delay_correction`."""
 
 
-def is_moment(name: str) -> bool:
-    """Return whether a state is one of the optimizer itself: a store may offload it, and a reset zeroes it."""
-    return name not in (STEP, PENDING_GRADIENT, LAST_UPDATE)
+def is_moment(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Return whether a state is a moment: a store may offload it, and a reset zeroes it.
+
+    Others are the step count, and states that the part of the optimizer lists as `StateSpec.is_kept`, whose names are
+    in `optimizer.kept_states`.
+    """
+    return name != STEP and name not in getattr(optimizer, "kept_states", ())
 
 
 def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the state tensors by name.
-
-    Each is `<parameter>.<state>`; the states of a delay of gradients are among them, and step counts are not.
-    """
+    """Return the state tensors by name, `<parameter>.<state>`, without step counts."""
     return {
         f"{name}.{moment}": value
         for name, parameter in parameters.items()
@@ -40,15 +37,14 @@ def named_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:
     """Zero the moments of every parameter, and the step count of the bias correction, in place; local.
 
-    The next step is as in a new optimizer. Offloaded moments are zeroed where they are stored. A pending gradient and
-    the last update are not moments, and stay.
+    The next step is as in a new optimizer. Offloaded moments are zeroed where they are stored.
     """
     state_store = getattr(optimizer, "state_store", StateStore())
     for state in optimizer.state.values():
         for name, value in state.items():
             if name == STEP:
                 value.zero_()
-            elif is_moment(name):
+            elif is_moment(optimizer, name):
                 state_store.zero(value)
 
 

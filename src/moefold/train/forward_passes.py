@@ -19,7 +19,8 @@ class ForwardPasses:
         optimizer: perturbs and updates the weights.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: ForwardOnlyOptimizer) -> None:
+    def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+        assert isinstance(optimizer, ForwardOnlyOptimizer), "what `build` of a part without gradients returns"
         self._model = model
         self._optimizer = optimizer
         self._losses: list[Tensor] = []

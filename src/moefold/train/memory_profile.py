@@ -25,7 +25,6 @@ from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import build_optimizer
-from moefold.optim.gradient_delay import GradientDelay
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.states import StateStore, is_moment
@@ -149,11 +148,10 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         sites = replace(cfg.sites, number=0)
         owned = OwnedExperts(trained, experts, sites)
         optimizer = build_optimizer(owned.parameters, cfg.run, cfg.model, cfg.train, cfg.lora, groups.attn.stage)
-        if cfg.train.gradient_delay:
-            GradientDelay(optimizer, trained, cfg.train.delay_correction)
         states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]
         moments = sum(
-            0 if is_moment(name) and _is_offloaded(cfg.train, shard) else _tensor_bytes(shard) for name, shard in states
+            0 if is_moment(optimizer, name) and _is_offloaded(cfg.train, shard) else _tensor_bytes(shard)
+            for name, shard in states
         )
         if cfg.sites.is_active:
             outer = OuterOptimizer(trained, {}, sites, StateStore(), experts=experts)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import Group
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names
 from moefold.metrics.memory_breakdown import PARTS, MemoryByPart, peak_memory_gib
@@ -18,7 +20,6 @@ from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics
 from moefold.model.loss_metrics import MISMATCH
 from moefold.optim.build import build_optimizer
-from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.optim.lr_schedule import learning_rate
 from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
@@ -32,7 +33,7 @@ from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDec
 
 if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
-    from moefold.optim.gradient_delay import GradientDelay
+    from moefold.optim.forward_only import ProjectedGradient
     from moefold.optim.outer import OuterOptimizer
     from moefold.optim.owned_experts import OwnedExperts
     from moefold.optim.states import StateStore
@@ -126,7 +127,7 @@ class ReducedMetrics:
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
     attention: AttentionMetrics | None
-    projected: ProjectedGradient | None
+    projected: "ProjectedGradient | None"
     """None with gradients."""
 
     @property
@@ -184,15 +185,8 @@ class TrainingStep:
             from moefold.train.outer_state import make_outer_optimizer
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
-        self._delay: GradientDelay | None = None
-        if cfg.train.gradient_delay:
-            from moefold.optim import gradient_delay
-
-            self._delay = gradient_delay.GradientDelay(
-                self.optimizer, model.trained_parameters, cfg.train.delay_correction
-            )
         self._passes: ForwardPasses | None = None
-        if isinstance(self.optimizer, ForwardOnlyOptimizer):
+        if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
             from moefold.train import forward_passes
 
             self._passes = forward_passes.ForwardPasses(model, self.optimizer)
@@ -331,23 +325,15 @@ class TrainingStep:
         set_step_count(self.optimizer, count)
         self.moment_updates = count
 
-    def restore_pending_gradient(self, num_steps: int) -> None:
-        """Set whether a pending gradient was loaded, given the steps that were trained and not skipped."""
-        if self._delay is not None:
-            self._delay.has_pending = num_steps > 0
-
     def _update_weights(self, totals: ReducedMetrics) -> int:
-        """Update the weights; return the number of updates of the moments: 0 where a delay has no gradient yet."""
+        """Update the weights; return the number of updates of the moments: 0 where the optimizer has made none."""
         if self._passes is not None:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
             return 1
         if needs_clip(totals.grad_norm, self._cfg.train.clip_grad):
             clip_gradients(self._clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
-        if self._delay is not None:
-            return int(self._delay.step())
-        self.optimizer.step()
-        return 1
+        return int(self.optimizer.step() is not False)
 
     @property
     def checks_replicas(self) -> bool:

@@ -25,8 +25,6 @@ def validate_forward_passes(run: RunConfig, parallel: ParallelConfig, train: Tra
     name, p = _without_gradients(train), parallel
     if not name:
         return
-    if train.gradient_delay:
-        yield f"train.gradient_delay=1 delays gradients, and {name} has none; set gradient_delay=0"
     if p.overlap_experts:
         yield (
             f"parallel.overlap_experts=true overlaps forward with backward passes, and {name} has only forward passes; "
@@ -73,7 +71,7 @@ def validate_forward_method(train: TrainConfig, rl: RLConfig, sites: SitesConfig
         )
     if sites.is_active:
         yield (
-            f"sites.method={sites.method!r} exchanges the weights of sites, and {name} has no exchange of bytes "
+            f"sites.method='{sites.method}' exchanges the weights of sites, and {name} has no exchange of bytes "
             "between them; leave [sites] out: data-parallel ranks already send two numbers a step"
         )
 

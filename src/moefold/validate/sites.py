@@ -55,7 +55,7 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
         return
     if sites.in_pairs and sites.count == 1:
         yield (
-            f"sites.topology='pairs' (sites.method={sites.method!r}) exchanges between two sites, and sites.count=1; "
+            f"sites.topology='pairs' (sites.method='{sites.method}') exchanges between two sites, and sites.count=1; "
             "set sites.count, or choose sites.method='diloco'"
         )
     if sites.in_pairs and sites.owns_experts:

@@ -181,32 +181,10 @@ def validate_loss_chunk(parallel: ParallelConfig, train: TrainConfig) -> Iterato
         )
 
 
-def validate_gradient_delay(run: RunConfig, train: TrainConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
-    """Check that delayed gradients meet neither rounds of sites nor rollouts, and that the run has an update."""
-    if not train.gradient_delay:
-        return
-    if sites.is_active:
-        yield (
-            f"train.gradient_delay=1 would apply gradients of weights that a round of sites.method={sites.method!r}"
-            " has replaced; set gradient_delay=0, or leave [sites] out"
-        )
-    if rl.is_on:
-        yield (
-            "train.gradient_delay=1 would apply the last gradients of a round of rollouts in the next round; set "
-            "gradient_delay=0 (rl.staleness trains on older rollouts)"
-        )
-    if run.steps == 1:
-        yield (
-            "train.gradient_delay=1 updates nothing in the first step, and run.steps=1 has no other; set run.steps to "
-            "2 or more"
-        )
-
-
 TRAIN_RULES = (
     validate_learning_rate,
     validate_warmup,
     validate_keep_best,
-    validate_gradient_delay,
     validate_loss_chunk,
     validate_evaluation,
     validate_mtp,

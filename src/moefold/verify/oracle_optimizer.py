@@ -1,4 +1,4 @@
-"""Frame of the oracle's optimizers: clipping, delay, learning rate and resets around the formula of the part."""
+"""Frame of the oracle's optimizers: clipping, learning rate and resets around the formula of the part."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.verify.no_formula import formula_of, unknown_kind
+from moefold.verify.no_formula import formula_of
 from moefold.verify.oracle_schedule import oracle_rate
 
 
@@ -27,8 +27,6 @@ class OracleOptimizer:
         self._states: dict[str, dict[str, Tensor]] = {}
         self._steps = 0
         self._moment_updates = 0
-        self._pending: dict[str, Tensor] = {}
-        self._last_update: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def step(
@@ -47,28 +45,17 @@ class OracleOptimizer:
             specs: shapes and groups of the weights.
         """
         train = self._train
-        correction = train.delay_correction
         self._steps += 1
         rate = oracle_rate(train, self._run.steps, self._steps)
         clip = min(1.0, train.clip_grad / (norm + 1e-6)) if train.clip_grad else 1.0
         clipped = {name: gradient * clip for name, gradient in gradients.items()}
-        match train.gradient_delay:
-            case 0:
-                pass
-            case 1:
-                self._pending, clipped = clipped, self._pending
-            case unknown:
-                unknown_kind("train.gradient_delay", unknown)
-        self._moment_updates += bool(clipped)
+        self._moment_updates += 1
         for name, weight in weights.items():
             if name not in clipped:
                 continue
             state = self._states.setdefault(name, {})
-            change = rate * self._update(specs[name], weight, clipped[name], state, self._moment_updates)
-            weight.sub_(change)
-            if correction:
-                weight.sub_(correction * (change - self._last_update.get(name, 0.0)))
-                self._last_update[name] = change
+            change = self._update(specs[name], weight, clipped[name], state, self._moment_updates)
+            weight.sub_(change(rate) if callable(change) else rate * change)
         if train.reset_moments_every and self._steps % train.reset_moments_every == 0:
             self._states = {}
             self._moment_updates = 0

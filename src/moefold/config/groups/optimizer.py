@@ -12,7 +12,7 @@ from moefold.config.part import Part, UnusedKeys
 class StateSpec(NamedTuple):
     """State of one weight between two steps: `optimizer.state[parameter][name]`.
 
-    It has the shape of the weight and is sharded as the weight is. It is saved, offloaded and reset like a moment.
+    It has the shape of the weight and is sharded as the weight is. It is saved, offloaded and reset as a moment.
     """
 
     name: str
@@ -20,6 +20,9 @@ class StateSpec(NamedTuple):
     """float32 or bfloat16; empty: the type of the master weights."""
     is_count: bool = False
     """Whether it is the count of steps instead, one number on each rank: its name is `step`."""
+    is_kept: bool = False
+    """Whether it is no moment: a reset leaves it, and it stays on the device. The optimizer that `build` returns names
+    it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):
@@ -65,6 +68,11 @@ class OptimizerPart(Part):
     rates: ClassVar[MethodRates | None] = None
     """Learning rates of a recipe that leaves `train.lr` out; None: they follow from the method of training."""
 
+    @property
+    def copies_weights(self) -> bool:
+        """Return whether an update has a copy of the trained weights."""
+        return False
+
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
         """Return the states of a weight, which `build` allocates."""
         raise NotImplementedError
@@ -84,6 +92,8 @@ class OptimizerPart(Part):
     def build(self, parameters: Mapping[str, Any], run: Any) -> Any:
         """Return the optimizer, a `torch.optim.Optimizer`, with all states; may be collective over the stage.
 
+        Its `step` returns False where it has updated nothing.
+
         Args:
             parameters: parameters of this rank, by name, `nn.Parameter`: DTensors where ranks shard them.
             run: an `optim.build.OptimizerRun`.
@@ -94,8 +104,9 @@ class OptimizerPart(Part):
         """Return the update written a second time, for the oracle; None: it has no formula.
 
         With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> what one step
-        subtracts from the weight at learning rate 1, weight decay included. `state` is a dict that the formula fills,
-        empty in step 1. Without gradients it is called once a step, with a `ForwardOnlyStep`,
+        subtracts from the weight at learning rate 1, weight decay included; or a function of the learning rate, where
+        the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
+        reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`,
         updates the weights in place and returns the norm of the gradient that it found.
         """
         return None

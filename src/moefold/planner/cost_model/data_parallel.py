@@ -352,7 +352,7 @@ def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec],
 
 def _moment_bytes(states: Sequence[StateSpec]) -> int:
     """Return the bytes of the states of each number of a weight, with float32 master weights."""
-    return sum(ITEM_BYTES[state.dtype or "float32"] for state in states if not state.is_count)
+    return sum(ITEM_BYTES[state.dtype or "float32"] for state in states if not (state.is_count or state.is_kept))
 
 
 def _exposed_zero3_s(comm: float, compute: Any) -> Any:

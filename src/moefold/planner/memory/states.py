@@ -12,7 +12,9 @@ from heapq import nlargest
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import is_own
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
@@ -286,7 +288,7 @@ class OptimizerPrefetch:
         self._largest: dict[tuple[object, ...], list[int]] = {}
 
     def extra_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of prefetched moments and of the weights that the correction of a delay keeps, [snapshots].
+        """Return the bytes of prefetched moments and of the weights that the optimizer copies, [snapshots].
 
         No moments are prefetched if none are offloaded, or if the host updates them.
 
@@ -295,7 +297,7 @@ class OptimizerPrefetch:
             state_counts: state counts of the rank, [snapshots, `MemoryColumns.state_size`].
         """
         found = np.zeros(len(state_counts))
-        if self._state_memory.cfg.train.delay_correction:
+        if chosen_in(self._state_memory.cfg.train, OptimizerPart).copies_weights:
             # As many bytes as the reduced gradients.
             table = self._state_memory.bytes_by_part(mapping, accumulates_gradients=False)
             found = state_counts @ table[STATE_PARTS.index("gradients")]

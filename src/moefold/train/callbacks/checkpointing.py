@@ -304,7 +304,6 @@ class Checkpointing(Callback):
         training.guard.restore(guard)
         updates = meta.step - training.guard.num_skipped if meta.moment_updates is None else meta.moment_updates
         training.restore_moment_updates(updates)
-        training.restore_pending_gradient(meta.step - training.guard.num_skipped)
         self.checkpoint_dp = meta.dp
         self.resume_messages = _resume_messages(run, meta)
         run.position.checked_step = meta.checked_step

@@ -12,12 +12,13 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.init import seed_for
-from moefold.parts.optimizer.spsa.module import SPSA, decode_gradient, encode_gradient
-from moefold.parts.optimizer.spsa.oracle import perturbation
+from moefold_experiments.spsa.module import SPSA, decode_gradient, encode_gradient
+from moefold_experiments.spsa.oracle import perturbation
+from moefold_experiments.spsa.part import Spsa
 from tests.optim.alone import build_alone
 
 NAMES = {"layers.0.ffn.experts.w_up": (3, 5, 7), "layers.0.attention.wq": (6, 10), "head.norm.weight": (10,)}
-CFG = Config(run=RunConfig(seed=4), train=TrainConfig(optimizer="spsa", weight_decay=0.5, spsa_eps=0.25))
+CFG = Config(run=RunConfig(seed=4), train=TrainConfig(optimizer=Spsa(weight_decay=0.5, eps=0.25)))
 
 
 def _parameters() -> dict[str, nn.Parameter]:
@@ -46,7 +47,7 @@ def _values(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def test_both_passes_and_the_update(monkeypatch):
-    monkeypatch.setattr("moefold.parts.optimizer.spsa.module.CHUNK_NUMBERS", 16)
+    monkeypatch.setattr("moefold_experiments.spsa.module.CHUNK_NUMBERS", 16)
     parameters = _parameters()
     before = _values(parameters)
     z = _perturbation(4, 9, parameters)

@@ -2,8 +2,8 @@
 
 import torch
 
-from moefold.parts.optimizer.spsa.counter_normal import normal_rows, philox, uniform
-from moefold.parts.optimizer.spsa.oracle import normal_matrix
+from moefold_experiments.spsa.counter_normal import normal_rows, philox, uniform
+from moefold_experiments.spsa.oracle import normal_matrix
 
 PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0xA4093822 | 0x299F31D0 << 32)
 """Digits of pi as counter and key: the third vector of Random123's kat_vectors for philox4x32-10."""

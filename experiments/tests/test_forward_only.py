@@ -7,7 +7,6 @@ from moefold.recipe import load_config
 from moefold.validate.config import check_config
 
 MESSAGES = {
-    "train.gradient_delay=1": "train.gradient_delay=1 delays gradients, and train.optimizer='spsa' has none",
     "parallel.overlap_experts=true": "parallel.overlap_experts=true overlaps forward with backward passes, and train",
     "parallel.pp=2 parallel.world_size=2 parallel.schedule=zero-bubble": (
         "parallel.schedule='zero-bubble' splits the backward pass, and train.optimizer='spsa' has none; choose "

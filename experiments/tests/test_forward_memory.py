@@ -6,10 +6,11 @@ from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
 from moefold.train.memory_profile import MeasuredMemory
 from moefold.validate.memory_need import CERTAIN_FRACTION
+from moefold_experiments.spsa.part import Spsa
 from tests.cost.test_activation_memory import _config, _on_one_rank, measured
 from tests.slow import slow
 
-SPSA = {"optimizer": "spsa"}
+SPSA = {"optimizer": Spsa()}
 WIDE = [
     ({"model": {"mtp_layers": 1}},),
     ({"dtype": "bfloat16"},),

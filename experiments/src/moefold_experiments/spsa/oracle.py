@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.config.groups.optimizer import ForwardOnlyStep
 
 if TYPE_CHECKING:
-    from moefold.parts.optimizer.spsa.part import Spsa
+    from moefold_experiments.spsa.part import Spsa
 
 
 def philox_block(counter: tuple[int, int, int, int], key: int) -> list[int]:

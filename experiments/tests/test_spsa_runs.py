@@ -16,13 +16,14 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, open_samples, run_distributed
+from moefold_experiments.spsa.part import Spsa
 from tests.train.test_trainer import _train, recipe, records
 from tests.verify.oracle import errors_of_broken_run
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
-SPSA = {"optimizer": "spsa", "global_batch_size": 4}
+SPSA = {"optimizer": Spsa(), "global_batch_size": 4}
 
 
 def _training(cfg: Config) -> tuple[TrainingStep, BatchSharder]:
@@ -102,7 +103,7 @@ def _without_router_losses(cfg: Config) -> DistributedRecord:
 
 
 def _with_one_draw_for_all_steps(cfg: Config) -> DistributedRecord:
-    from moefold.parts.optimizer.spsa import module
+    from moefold_experiments.spsa import module
 
     draw = module.normal_rows
     module.normal_rows = lambda key, stream, rows, columns: draw(key, 1, rows, columns)
@@ -110,7 +111,7 @@ def _with_one_draw_for_all_steps(cfg: Config) -> DistributedRecord:
 
 
 def _without_rounding(cfg: Config) -> DistributedRecord:
-    from moefold.parts.optimizer.spsa import module
+    from moefold_experiments.spsa import module
 
     module.encode_gradient = lambda gradient, largest, seed, step: gradient * 127 / largest
     return run_distributed(cfg, 1)
@@ -137,7 +138,7 @@ def test_the_loss_of_a_fine_tuning_falls(pool, tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    train = SPSA | {"seq_len": 64, "lr": 3e-3, "weight_decay": 0.0}
+    train = SPSA | {"seq_len": 64, "lr": 3e-3, "optimizer": Spsa(weight_decay=0.0)}
     model = {"vocab_size": 256, "init_std": 0.02}
     data = {"kind": "sft", "path": str(path)}
     cfg = recipe(tmp_path / "run", 60, dtype="float32", every=0, train=train, model=model, data=data)

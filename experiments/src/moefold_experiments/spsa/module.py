@@ -16,8 +16,8 @@ from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.optim.states import group_by_decay
-from moefold.parts.optimizer.spsa.counter_normal import normal_rows, uniform
-from moefold.parts.optimizer.spsa.part import Spsa
+from moefold_experiments.spsa.counter_normal import normal_rows, uniform
+from moefold_experiments.spsa.part import Spsa
 
 MAX_CODE = 127
 """Largest magnitude of a code, which is an int8."""
@@ -35,7 +35,7 @@ def encode_gradient(gradient: float, largest: float, seed: int, step: int) -> in
 
     Args:
         gradient: projected gradient.
-        largest: largest magnitude, train.spsa_max_gradient.
+        largest: largest magnitude, train.optimizer.max_gradient.
         seed: seed of the run.
         step: number of the step.
     """

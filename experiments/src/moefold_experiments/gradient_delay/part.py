@@ -1,0 +1,121 @@
+"""AdamW and Muon with the gradients of the step before (arXiv:2606.30634)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from moefold.config.field import BELOW_ONE, POSITIVE, Most, at_least
+from moefold.config.groups.optimizer import OptimizerPart, StateSpec
+from moefold.config.param_spec import ParamSpec
+from moefold.config.problem import Problem
+from moefold.config.rule import ask
+from moefold.config.train import MUON_GROUPS
+from moefold.parts.optimizer.adamw.part import AdamW
+from moefold.parts.optimizer.muon.part import Muon
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from moefold.config.schema import Config
+    from moefold.optim.build import OptimizerRun
+
+PENDING_GRADIENT = "pending_gradient"
+"""State with the gradient that the next step applies."""
+LAST_UPDATE = "last_update"
+"""State with what the optimizer subtracted in the last step, for the correction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed(OptimizerPart):
+    """Apply the gradient of the step before, clipped there; the first step updates nothing."""
+
+    interface: ClassVar[int] = 1
+
+    correction: Annotated[float, at_least(0, "0: none")] = 0.0
+    """Factor c: with u(t) what the optimizer subtracts, weights x become x - u(t) - c * (u(t) - u(t-1)). 1 in
+    arXiv:2606.30634; 0: none."""
+
+    @property
+    def copies_weights(self) -> bool:
+        """Return whether an update has a copy of the trained weights, to measure u(t)."""
+        return self.correction > 0
+
+    def kept_states(self) -> tuple[StateSpec, ...]:
+        """Return the states of the delay, of any weight."""
+        names = (PENDING_GRADIENT, LAST_UPDATE) if self.correction else (PENDING_GRADIENT,)
+        return tuple(StateSpec(name, is_kept=True) for name in names)
+
+    def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
+        """Return the states of the optimizer and of the delay."""
+        return (*super().states(weight), *self.kept_states())
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:  # type: ignore[override]
+        """Yield what delayed gradients do not go with: rounds of sites, rollouts, and a run of one step."""
+        for problem in ask(super().check, recipe):
+            key = problem.key.removeprefix("train.").removeprefix("muon_")
+            yield replace(problem, key=f"{self.key}.{key}")
+        if recipe.sites.is_active:
+            yield self._problem(
+                f"would apply gradients of weights that a round of sites.method='{recipe.sites.method}' has replaced",
+                "choose another optimizer, or leave [sites] out",
+            )
+        if recipe.rl.is_on:
+            yield self._problem(
+                "would apply the last gradients of a round of rollouts in the next round",
+                "choose another optimizer (rl.staleness trains on older rollouts)",
+            )
+        if recipe.run.steps == 1:
+            yield self._problem(
+                "updates nothing in the first step, and run.steps=1 has no other", "set run.steps to 2 or more"
+            )
+
+    def _problem(self, rule: str, way_out: str) -> Problem:
+        return Problem(self.key, self.kind, rule, way_out)
+
+    def formula(self) -> Callable[..., Any]:
+        """Return the update of one weight; see the base class."""
+        from moefold_experiments.gradient_delay.oracle import delayed
+
+        inner = super().formula()
+        assert inner is not None, "AdamW and Muon have formulas"
+        return delayed(inner, self.correction)
+
+    def build(self, parameters: "Mapping[str, nn.Parameter]", run: "OptimizerRun") -> "Optimizer":
+        """Build the optimizer with delayed steps; collective over the stage where the optimizer is."""
+        from moefold_experiments.gradient_delay.module import delay_steps
+
+        names = tuple(state.name for state in self.kept_states())
+        return delay_steps(super().build(parameters, run), parameters, run, names, self.correction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedAdamW(Delayed, AdamW):
+    """AdamW (arXiv:1711.05101) with the gradients of the step before."""
+
+    state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "correction")
+
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, POSITIVE] = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: Annotated[float, at_least(0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the moments between steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedMuon(DelayedAdamW, Muon):  # type: ignore[misc]
+    """Muon (arXiv:2502.16982) for matrices and AdamW for the rest, with the gradients of the step before."""
+
+    state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups", "correction")
+
+    groups: tuple[str, ...] = MUON_GROUPS
+    """Groups of matrices that Muon updates."""
+    momentum: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of Muon's Nesterov momentum."""
+    ns_steps: Annotated[int, at_least(1), Most(100)] = 5
+    """Newton-Schulz iterations."""

@@ -1,0 +1,1 @@
+"""Methods of sites: presets of the rounds in which jobs exchange their weights."""

@@ -1,0 +1,5 @@
+"""The fixtures of the tests of the package."""
+
+from tests.conftest import _no_plots, _same_random_numbers, pool
+
+__all__ = ["_no_plots", "_same_random_numbers", "pool"]

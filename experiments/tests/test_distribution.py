@@ -1,0 +1,74 @@
+"""The distribution: its kinds, what a recipe is told without it, and what old keys are answered with."""
+
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import moefold_experiments
+from moefold.config import find, outside, part_table
+from moefold.config.find import find_part, kind_of
+from moefold.config.load import config_from_dict
+from moefold.config.moved import EXPERIMENTS, MOVED_KEYS
+from moefold.config.schema import Config, config_to_dict
+from moefold.errors import ConfigError
+from moefold.recipe import load_config
+from tests.architecture.test_imports import imports_torch
+from tests.parts.test_parts import check_formula
+
+PROJECT = Path(__file__).parents[1]
+KINDS = [(group, kind) for group, kinds in EXPERIMENTS.items() for kind in kinds]
+
+
+def test_the_entry_points_are_the_kinds_that_the_package_knows_by_name():
+    points = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert {name.removeprefix("moefold."): tuple(sorted(kinds)) for name, kinds in points.items()} == EXPERIMENTS
+    assert distribution("moefold-experiments").version == "0.1.0"
+    assert Path(moefold_experiments.__file__).is_relative_to(PROJECT)
+
+
+def test_the_package_imports_no_experiment():
+    files = Path(find.__file__).parents[1].rglob("*.py")
+    assert [str(file) for file in files if "moefold_experiments" in file.read_text()] == []
+
+
+@pytest.mark.parametrize(("group", "kind"), KINDS)
+def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
+    part = find_part(group, kind)
+    assert kind_of(part) == kind
+    check_formula(part)
+
+
+def test_parts_are_read_without_torch():
+    modules = [find_part(group, kind).__module__ for group, kind in KINDS]
+    assert imports_torch([*dict.fromkeys(modules)]) == []
+
+
+@pytest.mark.parametrize(("group", "kind"), KINDS)
+@pytest.mark.parametrize("form", ["{}", '{{kind="{}"}}'])
+def test_without_the_distribution_a_recipe_is_told_what_to_install(monkeypatch, group, kind, form):
+    for module in (find, outside, part_table):
+        monkeypatch.setattr(module, "entry_points_of", lambda group: {})
+    find.kinds.cache_clear()
+    key = find.find_group(group).key
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [f"{key}={form.format(kind)}"])
+    find.kinds.cache_clear()
+    assert str(refused.value) == (
+        f"{key}={kind!r} is a part of moefold-experiments, which is not installed; pip install moefold-experiments, "
+        "or in a checkout pip install ./experiments"
+    )
+
+
+@pytest.mark.parametrize("name", MOVED_KEYS)
+def test_an_old_key_is_refused_with_the_new_word_and_its_default_is_read(name):
+    section, _, key = name.partition(".")
+    moved = MOVED_KEYS[name]
+    value = not moved.default if isinstance(moved.default, bool) else f"{moved.default}1"
+    with pytest.raises(ConfigError, match=rf"^{name} is now a setting of a part of moefold-experiments; write ") as old:
+        load_config(None, [f"{name}={value}"])
+    assert str(old.value).endswith(moved.instead)
+    tree = config_to_dict(Config())
+    tree[section][key] = moved.default
+    assert config_from_dict(tree) == Config()
