@@ -63,7 +63,8 @@ def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
     meaning = key.help.replace("*", r"\*")
     if elsewhere:
         meaning += f" Elsewhere: {', '.join(f'`{name}`' for name in elsewhere)}."
-    head = f"{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
+    kinds = f"Of {', '.join(f'`{kind}`' for kind in key.kinds)}. " if key.kinds else ""
+    head = f"{kinds}{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
     filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
 

@@ -130,12 +130,14 @@ TRAINING = {
         "data.document_end=256 must be below model.vocab_size=256; choose an id of the vocabulary, or -1 for samples "
         "of one document"
     ),
-    "train.min_lr=1e-3": (
-        "train.min_lr=0.001 must be at most train.lr=0.0003, the default of pretraining; choose 0.0 to 0.0003"
+    "train.lr_schedule.min_lr=1e-3": (
+        "train.lr_schedule.min_lr=0.001 must be at most train.lr=0.0003, the default of pretraining; choose 0.0 to "
+        "0.0003"
     ),
     "train.warmup_steps=101": ("train.warmup_steps=101 must be at most run.steps=100; choose 0 to 100"),
-    "train.lr_schedule=wsd train.warmup_steps=50 train.decay_steps=51": (
-        "train.decay_steps=51 and train.warmup_steps=50 must fit into run.steps=100; choose decay_steps of at most 50"
+    "train.lr_schedule=wsd train.warmup_steps=50 train.lr_schedule.decay_steps=51": (
+        "train.lr_schedule.decay_steps=51 and train.warmup_steps=50 must fit into run.steps=100; choose decay_steps of "
+        "at most 50"
     ),
     "train.eval_every=5 data.validation_fraction=0": (
         "train.eval_every=5 needs held-out text, and data.validation_fraction=0.0 holds out none; choose "
@@ -404,9 +406,9 @@ ACCEPTED = [
     "moe.eval_capacity_factor=1.0 train.eval_every=5 moe.drop_policy=position",
     "moe.input_jitter=0.01 moe.router_dtype=float64",
     "model.layer_pattern=D",
-    "train.min_lr=3e-4",
+    "train.lr_schedule.min_lr=3e-4",
     "train.warmup_steps=100",
-    "train.lr_schedule=wsd train.warmup_steps=50 train.decay_steps=50",
+    "train.lr_schedule=wsd train.warmup_steps=50 train.lr_schedule.decay_steps=50",
     "data.validation_fraction=0",
     "train.eval_every=1000",
     'train.optimizer=muon train.muon_groups=["experts","router"]',

@@ -268,8 +268,6 @@ CASES = [
     ('train.offload=["layer"]', ["model.index_topk=8", "train.indexer_stage=warmup"], ["model.index_topk=8"]),
     ("train.indexer_stage=warmup", [], ["model.index_topk=8"]),
     ("train.indexer_loss=0.5", [], ["model.index_topk=8"]),
-    ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),
-    ("train.decay_steps=10", [], ["train.lr_schedule=wsd"]),
     ("train.eval_samples=8", [], ["train.eval_every=10"]),
     ("data.path=somewhere", [], ["data.kind=text"]),
     ("data.token_dtype=int64", ["data.kind=text"], ["data.kind=tokens"]),
@@ -480,10 +478,10 @@ def test_the_message_says_why_and_what_to_do():
 
 def test_several_are_listed_and_each_once():
     with pytest.raises(ConfigError) as error:
-        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.decay_steps=10"])
+        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.delay_correction=1.0"])
     lines = str(error.value).splitlines()
     assert lines[0] == "2 settings cannot work:"
-    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.decay_steps"]
+    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.delay_correction"]
 
 
 def test_a_default_that_is_spelled_out_asks_for_nothing():

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 _KEYS = """
 train.lr: learning_rate lr optimizer.lr optim.lr
-train.min_lr: min_learning_rate lr_end
+train.lr_schedule.min_lr: min_learning_rate lr_end
 train.lr_schedule: lr_scheduler_type lr_decay_style lr_scheduler decay_type
-train.decay_steps: lr_wsd_decay_iters num_decay_steps
+train.lr_schedule.decay_steps: lr_wsd_decay_iters num_decay_steps
 train.warmup_steps: num_warmup_steps lr_warmup_iters warmup_iters lr_scheduler.warmup_steps
 train.optimizer: optim optimizer_name optimizer.name
 train.weight_decay: wd
@@ -120,8 +120,8 @@ faults.timeout_s: ddp_timeout
 metrics.rollouts_every: log_completions
 """
 _RELATED = """
-train.min_lr: min_lr_factor
-train.decay_steps: lr_decay_iters lr_decay_steps
+train.lr_schedule.min_lr: min_lr_factor
+train.lr_schedule.decay_steps: lr_decay_iters lr_decay_steps
 train.warmup_steps: lr_warmup_samples warmup_ratio
 train.global_batch_size: gradient_accumulation_steps
 train.seq_len: max_length

@@ -10,7 +10,7 @@ from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, settings_of
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -34,7 +34,13 @@ def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -
         group: the base class of the group.
         kind: a kind of it.
     """
-    return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
+    part = read_key(recipe, group.key)
+    if not isinstance(part, Part) or kind not in built_in_kinds(group.group):
+        return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
+    owner = find_part(group.group, kind)
+    shared = [name for name in settings_of(owner) if name in settings_of(type(part))]
+    found: AnyPart = part if type(part) is owner else owner(**{name: getattr(part, name) for name in shared})
+    return found
 
 
 @cache
@@ -46,7 +52,7 @@ def default_part(group: type[AnyPart]) -> AnyPart:
 def with_part(recipe: Config, part: Part) -> Config:
     """Return a recipe with other settings of a part: in the key that holds it, or in its flat keys."""
     key = getattr(part, "key", "")
-    if key and type(read_key(recipe, key)) is type(part):
+    if key and isinstance(read_key(recipe, key), Part):
         return _with_key(recipe, key, part)
     for field, key in flat_keys(part.group, part.kind):
         value = getattr(part, field)

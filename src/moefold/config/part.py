@@ -23,7 +23,7 @@ COMMUNICATION = ("moefold.comm.", "torch.distributed.")
 
 
 class FlatKey(NamedTuple):
-    """Recipe key that a field of a built-in part is read from; type, bounds and help stand on the key."""
+    """Recipe key that a field of a built-in part of a model is read from; type, bounds and help stand on the key."""
 
     name: str
     """As "section.key"."""
@@ -35,6 +35,8 @@ class KindOf(NamedTuple):
     group: str
     words: tuple[str, ...] = ()
     """Built-in kinds that the key may name; empty: all."""
+    is_flat: bool = False
+    """Whether built-in kinds read their settings from keys of sections (`FlatKey`), and take no table."""
 
 
 class UnusedKeys(NamedTuple):

@@ -18,11 +18,11 @@ class RLConfig:
     ] = 0
     """Rollouts sampled for each prompt, G (arXiv:2402.03300); 0: no reinforcement learning. train.global_batch_size
     counts rollouts, and is a multiple of it."""
-    objective: Annotated[str | Part, KindOf("objective")] = "policy"
+    objective: Annotated[str | Part, KindOf("objective", is_flat=True)] = "policy"
     """Loss of the sampled tokens. policy: REINFORCE, advantage times log-probability. clip: clipped ratios of the
     policy to the sampler (PPO, GRPO). cispo: clipped importance weights (arXiv:2506.13585). sequence: ratios of whole
     rollouts (GSPO, arXiv:2507.18071)."""
-    advantage: Annotated[str | Part, KindOf("advantage")] = "group"
+    advantage: Annotated[str | Part, KindOf("advantage", is_flat=True)] = "group"
     """Advantage of a rollout. group: reward minus the mean of its group (Dr. GRPO). group_std: divided by the group's
     standard deviation (GRPO). leave_one_out: minus the mean of the others of its group (RLOO). batch: minus the mean of
     its group, divided by the standard deviation of the batch (REINFORCE++-baseline)."""
@@ -41,7 +41,7 @@ class RLConfig:
     """Lower clip range of the ratio, below 1."""
     clip_high: Annotated[float, POSITIVE] = 0.28
     """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
-    correction: Annotated[str | Part, KindOf("correction")] = "none"
+    correction: Annotated[str | Part, KindOf("correction", is_flat=True)] = "none"
     """Importance weight of a token where the sampler computes other log-probabilities than training: c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
     is clamped to [correction_low, correction_high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
@@ -62,7 +62,7 @@ class RLConfig:
     1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
-    kl_kind: Annotated[str | Part, KindOf("kl"), ReadIf("rl.kl")] = "k3"
+    kl_kind: Annotated[str | Part, KindOf("kl", is_flat=True), ReadIf("rl.kl")] = "k3"
     """Estimator of the KL divergence (J. Schulman, 2020), with d = log(reference/policy). k3: exp(d) - d - 1. k2:
     d**2 / 2."""
     reference: Annotated[

@@ -7,6 +7,7 @@ from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Judged, Most, ReadI
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part
+from moefold.config.section import Section
 
 LARGE_LOGITS = 1 << 28
 """Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
@@ -34,7 +35,7 @@ RECOMPUTE_PARTS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Batch, optimizer, learning-rate schedule, memory savings and evaluation."""
 
     seq_len: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS), Judged.SIZE] = 256
@@ -43,7 +44,7 @@ class TrainConfig:
     """Samples per micro-batch, B."""
     global_batch_size: Annotated[int, at_least(1), Most(2**22), Judged.SIZE] = 8
     """Samples per optimizer step over all ranks."""
-    optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
+    optimizer: Annotated[str | Part, KindOf("optimizer", is_flat=True)] = "adamw"
     """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest.
     spsa: two forward passes and no backward pass, to fine-tune with little memory ([spsa.md](spsa.md))."""
     muon_groups: tuple[str, ...] = MUON_GROUPS
@@ -61,16 +62,12 @@ class TrainConfig:
     (arXiv:2306.10015); larger ones are clamped."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
-    min_lr: Annotated[float, at_least(0)] = 0.0
-    """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps and
-    decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does not
-    fit."""
+    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps
+    and decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does
+    not fit."""
     lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
-    """Shape of the schedule after the warm-up; wsd stays at the peak until the last decay_steps."""
-    decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Length of the final linear decay of wsd; 0: a tenth of the steps."""
+    """Shape of the schedule after the warm-up."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: Annotated[float, BELOW_ONE] = 0.9
