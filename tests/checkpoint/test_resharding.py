@@ -14,6 +14,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.section import make_part
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -136,8 +137,8 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param({"moment_dtype": "bfloat16"}, marks=pytest.mark.slow),
-        {"optimizer": "muon", "moment_dtype": "bfloat16"},
+        pytest.param({"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")}, marks=pytest.mark.slow),
+        {"optimizer": make_part("optimizer", "muon", moment_dtype="bfloat16")},
     ],
     ids=["adamw", "muon"],
 )

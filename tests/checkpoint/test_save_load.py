@@ -152,7 +152,7 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
     errors = pool.run(2, _load, replace(cfg, train=replace(cfg.train, optimizer="muon")))
     assert errors[0] == errors[1]
     assert f"is of another optimizer, it has other moments instead of momentum of optimizer.{'layers.0'}" in errors[0]
-    assert "; set train.optimizer, train.muon_groups, train.gradient_delay and train.delay_corr" in errors[0]
+    assert "; set train.optimizer, train.optimizer.groups, train.gradient_delay and train.delay_corr" in errors[0]
     (error,) = pool.run(1, _load, recipe(tmp_path, train={"gradient_delay": 1}))
     assert "it has other moments instead of pending_gradient of optimizer." in error
 
@@ -163,7 +163,7 @@ def test_states_that_an_optimizer_would_drop_are_refused(pool, tmp_path):
     (error,) = pool.run(1, _load, recipe(tmp_path))
     assert "is of another optimizer, it also has optimizer." in error
     assert ".pending_gradient" in error
-    assert "more; set train.optimizer, train.muon_groups, train.gradient_delay" in error
+    assert "more; set train.optimizer, train.optimizer.groups, train.gradient_delay" in error
 
 
 def test_moments_that_an_optimizer_does_not_have_are_refused(pool, tmp_path):

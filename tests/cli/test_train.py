@@ -67,7 +67,7 @@ def test_keys_are_listed_without_a_recipe(capsys):
         (
             "lr",
             ["train.lr", "train.lr_schedule.min_lr", "train.lr_schedule", "sites.lr"],
-            ["train.beta1", "[moe]", "Presets"],
+            ["train.optimizer.beta1", "[moe]", "Presets"],
         ),
         ("PARALLEL.*p", ["parallel.tp", "parallel.etp"], ["parallel.zero", "model.top_k"]),
         ("top_k", ["model.top_k"], ["moe.choice"]),

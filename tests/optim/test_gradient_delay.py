@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.optim.gradient_delay import GradientDelay
@@ -19,7 +20,7 @@ def test_each_update_belongs_to_the_step_before(correction):
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in range(5)]
     delayed, plain = (nn.Parameter(torch.ones(5, 3, dtype=torch.float64)) for _ in range(2))
-    cfg = TrainConfig(lr=0.1, weight_decay=0.2)
+    cfg = TrainConfig(lr=0.1, optimizer=make_part("optimizer", "adamw", weight_decay=0.2))
     optimizer, reference = (build_alone({"w": weight}, cfg) for weight in (delayed, plain))
     delay = GradientDelay(optimizer, {"w": delayed}, correction)
     last = torch.zeros(5, 3, dtype=torch.float64)

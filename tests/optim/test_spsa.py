@@ -10,6 +10,7 @@ from moefold.config.groups.optimizer import ForwardOnlyStep
 from moefold.config.param_spec import ParamSpec
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.model.init import seed_for
 from moefold.parts.optimizer.spsa.module import SPSA, decode_gradient, encode_gradient
@@ -17,7 +18,9 @@ from moefold.parts.optimizer.spsa.oracle import perturbation
 from tests.optim.alone import build_alone
 
 NAMES = {"layers.0.ffn.experts.w_up": (3, 5, 7), "layers.0.attention.wq": (6, 10), "head.norm.weight": (10,)}
-CFG = Config(run=RunConfig(seed=4), train=TrainConfig(optimizer="spsa", weight_decay=0.5, spsa_eps=0.25))
+CFG = Config(
+    run=RunConfig(seed=4), train=TrainConfig(optimizer=make_part("optimizer", "spsa", weight_decay=0.5, eps=0.25))
+)
 
 
 def _parameters() -> dict[str, nn.Parameter]:

@@ -123,6 +123,8 @@ def _check_formula(part, names: set[str]) -> set[str]:
     formats = {
         field for field, name in flat_keys(part.group, kind_of(part)) if judged().get(name, Judged.SIZE) is not None
     }
+    hints = get_type_hints(part, include_extras=True)
+    formats |= {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
     assert names - formats <= read
     methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
     assert read & (methods - {"formula"}) == set()

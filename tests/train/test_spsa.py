@@ -10,6 +10,7 @@ import torch
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
+from moefold.config.section import make_part
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -137,7 +138,8 @@ def test_the_loss_of_a_fine_tuning_falls(pool, tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    train = SPSA | {"seq_len": 64, "lr": 3e-3, "weight_decay": 0.0}
+    optimizer = make_part("optimizer", "spsa", weight_decay=0.0)
+    train = SPSA | {"seq_len": 64, "lr": 3e-3, "optimizer": optimizer}
     model = {"vocab_size": 256, "init_std": 0.02}
     data = {"kind": "sft", "path": str(path)}
     cfg = recipe(tmp_path / "run", 60, dtype="float32", every=0, train=train, model=model, data=data)

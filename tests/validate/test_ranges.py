@@ -106,5 +106,11 @@ def test_every_number_of_the_schema_has_a_range():
 
 
 def test_the_ends_of_ranges_that_include_them():
-    words = ["moe.aux_loss=0", "train.beta1=0", "train.clip_grad=0", "data.validation_fraction=0", "run.seed=0"]
+    words = [
+        "moe.aux_loss=0",
+        "train.optimizer.beta1=0",
+        "train.clip_grad=0",
+        "data.validation_fraction=0",
+        "run.seed=0",
+    ]
     check_config(load_config(None, words))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import product
 
+from moefold.config.section import make_part
 from tests.verify.cases import BATCH_8, BATCH_16, PIPELINE_AXES, Case, Settings, cases, few
 from tests.verify.recipes import LATENT
 
@@ -334,7 +335,7 @@ DELAYED = [
 
 # Two forward passes instead of gradients; weights are perturbed by the same numbers under every mapping.
 
-SPSA = {"optimizer": "spsa", "spsa_max_gradient": 5.0, "global_batch_size": 4}
+SPSA = {"optimizer": make_part("optimizer", "spsa", max_gradient=5.0), "global_batch_size": 4}
 SPSA_LOSSES = {"moe": {"aux_loss": 0.1, "z_loss": 0.1}, "model": SHARED | TIED | {"mtp_layers": 1, "expert_bias": True}}
 SPSA_MAPPED = [
     {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "cp": 2, "pp": 2, "ep": 2, "zero": 2},
@@ -378,7 +379,11 @@ MUON_KINDS = [
         ({"moe_bias": True, "qkv_bias": True, "router_bias": True}, {}, {"zero": 3, "tp": 2, "ep": 2}),
         ({"moe_hidden_size": 6}, {}, {"zero": 2, "tp": 2, "ep": 2}),
         ({"num_experts": 2}, {}, {"zero": 2}),
-        (TIED, {"muon_groups": ("experts", "router")}, {"zero": 3, "tp": 2, "ep": 2}),
+        (
+            TIED,
+            {"optimizer": make_part("optimizer", "muon", groups=("experts", "router"))},
+            {"zero": 3, "tp": 2, "ep": 2},
+        ),
     )
 ]
 

@@ -259,7 +259,15 @@ def test_a_schedule_that_the_steps_do_not_reach_is_read():
     _train(
         _small(train={"warmup_steps": 2, "lr_schedule": make_part("lr_schedule", "wsd", decay_steps=1, min_lr=1e-3)})
     )
-    _train(_small(train={"gradient_delay": 1, "beta1": 0.8, "eps": 1e-6, "weight_decay": 0.0, "delay_correction": 1.0}))
+    _train(
+        _small(
+            train={
+                "gradient_delay": 1,
+                "optimizer": make_part("optimizer", "adamw", beta1=0.8, eps=1e-6, weight_decay=0.0),
+                "delay_correction": 1.0,
+            }
+        )
+    )
 
 
 def test_each_method_of_alignment_is_judged():

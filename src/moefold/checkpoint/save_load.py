@@ -82,8 +82,8 @@ _TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos 
 """Messages of the DCP library for a file whose end could not be written; other errors keep their text."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
 _OPTIMIZER_HINT = (
-    "set train.optimizer, train.muon_groups, train.gradient_delay and train.delay_correction as they were, or begin a "
-    "new run with its weights: checkpoint.init_from"
+    "set train.optimizer, train.optimizer.groups, train.gradient_delay and train.delay_correction as they were, or "
+    "begin a new run with its weights: checkpoint.init_from"
 )
 _CORRUPT_FILE_ERRORS = (
     AssertionError,

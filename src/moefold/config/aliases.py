@@ -13,10 +13,10 @@ train.lr_schedule: lr_scheduler_type lr_decay_style lr_scheduler decay_type
 train.lr_schedule.decay_steps: lr_wsd_decay_iters num_decay_steps
 train.warmup_steps: num_warmup_steps lr_warmup_iters warmup_iters lr_scheduler.warmup_steps
 train.optimizer: optim optimizer_name optimizer.name
-train.weight_decay: wd
-train.beta1: adam_beta1
-train.beta2: adam_beta2
-train.eps: adam_epsilon adam_eps optimizer.eps
+train.optimizer.weight_decay: wd
+train.optimizer.beta1: adam_beta1
+train.optimizer.beta2: adam_beta2
+train.optimizer.eps: adam_epsilon adam_eps optimizer.eps
 train.clip_grad: max_grad_norm max_norm grad_clip gradient_clipping gradient_clip_val clip_grad_norm
 train.clip_grad: training.max_norm
 train.micro_batch_size: per_device_train_batch_size local_batch_size micro_batch training.local_batch_size
@@ -25,7 +25,7 @@ train.seq_len: seq_length sequence_length max_seq_length max_seq_len block_size 
 train.eval_every: eval_steps eval_interval
 train.eval_samples: max_eval_samples
 train.recompute: recompute_modules
-train.moment_dtype: optimizer_state_dtype exp_avg_dtype
+train.optimizer.moment_dtype: optimizer_state_dtype exp_avg_dtype
 train.precision: fp8_format
 train.offload_optimizer: optimizer_cpu_offload
 train.mtp_loss: mtp_loss_scaling_factor

@@ -136,9 +136,13 @@ def _take_parts(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Part], dict[st
         if not isinstance(keys, dict) or key not in keys:
             continue
         try:
-            if not is_part_value(name, keys[key]):
+            if isinstance(keys[key], Part):
+                # Of a program.
+                parts[name] = keys[key]
+            elif not is_part_value(name, keys[key]):
                 continue
-            parts[name] = build_part(name, keys[key])
+            else:
+                parts[name] = build_part(name, keys[key])
         except MissingPartError:
             raise
         except ConfigError as error:

@@ -21,6 +21,8 @@ class Moved(NamedTuple):
     key: str
     """As "section.key"."""
     setting: str
+    kinds: tuple[str, ...] = ()
+    """Kinds whose setting it was; empty: all built-in kinds that have it."""
 
     def __str__(self) -> str:
         """Return the path, as an override has it."""
@@ -30,6 +32,16 @@ class Moved(NamedTuple):
 MOVED = {
     "train.min_lr": Moved("train.lr_schedule", "min_lr"),
     "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
+    "train.weight_decay": Moved("train.optimizer", "weight_decay"),
+    "train.beta1": Moved("train.optimizer", "beta1"),
+    "train.beta2": Moved("train.optimizer", "beta2"),
+    "train.eps": Moved("train.optimizer", "eps", ("adamw", "muon")),
+    "train.moment_dtype": Moved("train.optimizer", "moment_dtype"),
+    "train.muon_groups": Moved("train.optimizer", "groups"),
+    "train.muon_momentum": Moved("train.optimizer", "momentum"),
+    "train.muon_ns_steps": Moved("train.optimizer", "ns_steps"),
+    "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
+    "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient"),
 }
 """Place of each flat key of format 1, as "section.key"."""
 
@@ -68,7 +80,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys = found.setdefault(owner, {})
         table = keys.get(chooser, kind_by_default(place.key)) if isinstance(keys, dict) else None
         table = {"kind": table} if isinstance(table, str) else table
-        if not isinstance(table, dict) or place.setting not in _settings(place.key, table.get("kind")):
+        if not isinstance(table, dict) or table.get("kind") not in _kinds_of(place):
             unread.append(name)
         else:
             keys[chooser] = {**table, place.setting: value}
@@ -112,7 +124,8 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
     if name in unread:
         value = found.get(section, {}).get(key, kind_by_default(place.key))
         kind = value.get("kind") if isinstance(value, dict) else value
-        return f"{name} is {place} now, a key of {_owners(place)}, and not of {kind!r}; leave it out"
+        kinds = join_with_or(list(map(repr, _kinds_of(place))))
+        return f"{name} is {place} now, a key of {kinds}, and not of {kind!r}; leave it out"
     table = toml_table(found[section][key])
     return f"{name} is {place} now: write {place.key} = {table}, or run moefold recipe upgrade FILE"
 
@@ -156,12 +169,8 @@ def kind_by_default(key: str) -> str:
     return default.kind if isinstance(default, Part) else str(default)
 
 
-def _settings(key: str, kind: Any) -> tuple[str, ...]:
-    """Return the settings of a built-in kind of the part that a key chooses; no others read flat keys."""
-    group = part_keys()[key]
-    return settings_of(find_part(group, kind)) if kind in built_in_kinds(group) else ()
-
-
-def _owners(place: Moved) -> str:
-    kinds = [kind for kind in built_in_kinds(part_keys()[place.key]) if place.setting in _settings(place.key, kind)]
-    return join_with_or(list(map(repr, kinds)))
+def _kinds_of(place: Moved) -> tuple[str, ...]:
+    """Return the built-in kinds that have a setting, and read it from its flat key; no others read flat keys."""
+    group = part_keys()[place.key]
+    known = place.kinds or built_in_kinds(group)
+    return tuple(kind for kind in known if place.setting in settings_of(find_part(group, kind)))

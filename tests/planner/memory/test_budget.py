@@ -10,6 +10,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import compute_rank_memory
@@ -228,7 +229,12 @@ CORRECTED = {"gradient_delay": 1, "delay_correction": 1.0}
 AWAY = [
     ("mixtral-8x7b", {"world_size": 8, "pp": 2, "ep": 4, "zero": 0}, CORRECTED, {}),
     ("mixtral-8x7b", {"world_size": 8, "tp": 2, "ep": 2, "zero": 1}, {"offload_min_kib": 2**10}, {}),
-    ("qwen3-30b-a3b", {"world_size": 4, "ep": 4, "zero": 3}, {"moment_dtype": "bfloat16"}, {}),
+    (
+        "qwen3-30b-a3b",
+        {"world_size": 4, "ep": 4, "zero": 3},
+        {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")},
+        {},
+    ),
     ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layer_pattern": "DDDM"}),
     ("mixtral-8x7b", {"world_size": 8, "pp": 8}, {"optimizer": "muon"}, {"tie_embeddings": True}),
 ]

@@ -35,7 +35,7 @@ def encode_gradient(gradient: float, largest: float, seed: int, step: int) -> in
 
     Args:
         gradient: projected gradient.
-        largest: largest magnitude, train.spsa_max_gradient.
+        largest: largest magnitude, train.optimizer.max_gradient.
         seed: seed of the run.
         step: number of the step.
     """

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import POSITIVE, at_least
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart, StateSpec
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey, UnusedKeys
+from moefold.config.part import UnusedKeys
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +29,14 @@ class Spsa(OptimizerPart):
     needs_gradients: ClassVar[bool] = False
     rates: ClassVar[MethodRates | None] = MethodRates("SPSA", 1e-6, 5e-5, "MeZO (arXiv:2305.17333)")
 
-    eps: Annotated[float, FlatKey("train.spsa_eps")]
-    max_gradient: Annotated[float, FlatKey("train.spsa_max_gradient")]
-    weight_decay: Annotated[float, FlatKey("train.weight_decay")]
+    eps: Annotated[float, POSITIVE] = 1e-3
+    """Factor of the normal numbers z that the two passes of SPSA add to and subtract from the weights
+    (arXiv:2305.17333)."""
+    max_gradient: Annotated[float, POSITIVE] = 10.0
+    """Largest magnitude of the gradient projected on z, which SPSA rounds to one of 255 equidistant values
+    (arXiv:2306.10015); larger ones are clamped."""
+    weight_decay: Annotated[float, at_least(0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
 
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
         """Return no state."""
@@ -42,8 +48,8 @@ class Spsa(OptimizerPart):
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield what an optimizer without gradients does not read; it has a key of its own in the place of clipping."""
-        reason = f"{self.key}={self.kind!r} clamps its projected gradient by train.spsa_max_gradient"
-        yield UnusedKeys("train.clip_grad", reason, "set train.spsa_max_gradient")
+        reason = f"{self.key}={self.kind!r} clamps its projected gradient by {self.key}.max_gradient"
+        yield UnusedKeys("train.clip_grad", reason, f"set {self.key}.max_gradient")
         yield from super().unused_keys()
 
     def formula(self) -> Callable[[ForwardOnlyStep], float]:
