@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import moefold
-from moefold.bench.documents import sent_bytes
+from benchmarks.sent_bytes import sent_bytes
 from moefold.comm.torch_compat import (
     TorchDispatchMode,
     around_backward,

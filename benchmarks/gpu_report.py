@@ -351,7 +351,7 @@ def _report_rows(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _bench_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the times of a report of the race of steps, of `moefold bench` or of `moefold bench scaling`."""
+    """Yield the times of a report of the race of steps, of `moefold bench` or of benchmarks/scaling.py."""
     for row in report.get("rows", ()):
         yield {"name": row["name"], "value": row["median_s"] * 1e3, "unit": "ms"}
     for piece in report.get("pieces", ()):

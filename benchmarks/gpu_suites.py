@@ -153,7 +153,7 @@ def _bench_stages(suite: str, device: str, work: Path, *, is_tiny: bool) -> list
         for tokens in (4096, 16384)
         for routing in ("balanced", "natural")
     ]
-    words = ["moefold", "bench", "scaling", "--shape", "qwen3-30b-a3b-layer", "--tokens", "4096", "8192", "16384"]
+    words = ["benchmarks.scaling", "--shape", "qwen3-30b-a3b-layer", "--tokens", "4096", "8192", "16384"]
     scaling = _measured_module("sweep-scaling", words, device, work, limit_s=SWEEP_LIMIT_S)
     return [*(_bench_stage(suite, case, device, work, rounds=20) for case in cases), scaling]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from moefold.bench.layers import draw_weights
+from moefold.bench.our_step import draw_weights
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.batch import Batch

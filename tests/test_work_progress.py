@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from moefold.progress import WorkProgress
+from moefold.progress import ReadProgress, WorkProgress
 
 
 class Terminal(io.StringIO):
@@ -73,3 +73,11 @@ def test_a_terminal_shows_one_line_and_clears_it(monkeypatch):
         progress.report("a step on [2] ranks")
         _wait_for("memory: a step on [2] ranks", terminal)
     assert terminal.getvalue().rstrip().endswith("\x1b[2K")
+
+
+def test_reading_shows_bytes(monkeypatch):
+    stream = _replaced(monkeypatch, io.StringIO())
+    with ReadProgress("Reading", 3_000_000) as progress:
+        progress.advance(1_000_000)
+        progress.advance(500_000)
+        _wait_for("Reading: 1.5 of 3.0 MB", stream)

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from moefold.cli.bench import SUBCOMMANDS
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.main import COMMANDS
 from moefold.terminal import print_escaped
@@ -25,7 +24,7 @@ HEAD = """# Every command
 def command_parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
     """Yield the words, summary and argument parser of each command, in the order of `moefold --help`.
 
-    The subcommands of `moefold bench` and `moefold checkpoint` follow their command.
+    The subcommands of `moefold checkpoint` follow it.
     """
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
@@ -35,9 +34,6 @@ def command_parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
         for action in parser._actions:
             for word, subparser in _subparsers(action).items():
                 yield f"{name} {word}", "", subparser
-        if name == "bench":
-            for word, text in SUBCOMMANDS.items():
-                yield f"bench {word}", text, importlib.import_module(f"moefold.cli.bench_{word}")._parser()
 
 
 def commands_page() -> str:

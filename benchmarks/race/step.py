@@ -2,29 +2,30 @@
 
     python -m benchmarks.race.step [OPTIONS]    (`make bench`)
 
-The options are the ones of `moefold bench`, whose table and parts of a step it prints too.
+The options are the ones of `moefold bench`, whose table it prints too, and below it the time of the parts of our step.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from benchmarks.program import add_picture, check_report_options, run_program, write_report
 from benchmarks.race.other_frameworks import PEERS, PeerUnavailableError, num_weight_copies
 from benchmarks.race.rivals import rivals_of
 from benchmarks.race.torch_baseline import ExpertsImplementation, baseline_unsupported_reason
+from benchmarks.step_parts import PartsTimer, PartTime, part_lines
 from moefold.bench.our_step import StepFunction, our_step
 from moefold.bench.shape import BenchPart, BenchRouting, BenchShape, bench_config, max_fitting_experts
 from moefold.bench.step_bench import StepReport, measure_step
 from moefold.bench.timing import CLOCKS, free_memory_bytes, synchronized, time_interleaved
-from moefold.cli.bench import checked_shape, format_report, step_parser
-from moefold.cli.bench_output import device_type_from_args, write_report
+from moefold.cli.bench import checked_shape, device_type_from_args, format_report, step_parser
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.extras import install_command
@@ -51,19 +52,25 @@ class Race:
     """Median over the rounds of the time of transformers' faster implementation over ours."""
     ratio_to_plain: float | None
     ratios_to_peers: dict[str, float]
+    pieces: list[PartTime]
+    """Parts of our step."""
+    experts_of_bare_loop: float
+    """Speed of our experts relative to the bare loop of their GEMMs."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as a dictionary for JSON."""
-        ratios = {name: value for name, value in vars(self).items() if name != "report"}
-        return {**self.report.as_dict(), "kind": "comparison", **ratios}
+        pieces = [asdict(piece) | {"gap": piece.gap if piece.floor_s else None} for piece in self.pieces]
+        own = {name: value for name, value in vars(self).items() if name != "report"}
+        return {**self.report.as_dict(), "kind": "comparison", **own, "pieces": pieces}
 
     def lines(self) -> list[str]:
-        """Return what stands below the table of steps: who is absent, and the ratios."""
+        """Return what stands below the table of steps: who is absent, the ratios, and the parts of our step."""
         lines = [f"  {reason}" for reason in self.absent]
         lines.append(f"ratio to transformers: {self.ratio_to_transformers:.3f}")
         if self.ratio_to_plain is not None:
             lines.append(f"ratio to plain torch: {self.ratio_to_plain:.3f}")
-        return lines + [f"ratio to {name}: {ratio:.3f}" for name, ratio in self.ratios_to_peers.items()]
+        lines += [f"ratio to {name}: {ratio:.3f}" for name, ratio in self.ratios_to_peers.items()]
+        return [*lines, "", *part_lines(self.pieces, self.report.rows[0].median_s, self.experts_of_bare_loop)]
 
 
 def race_steps(
@@ -108,7 +115,8 @@ def race_steps(
     )
     fastest = min(variants, key=lambda name: min(quick[name]))
     others = {**plain, fastest: variants[fastest], **peers}
-    report = measure_step(ours, run, rounds, clock, on_progress, others)
+    parts = PartsTimer(ours, run, clock)
+    report = measure_step(ours, run, rounds, clock, on_progress, others, parts.kernels)
     times_s = {row.name: row.rounds_s for row in report.rows}
     medians = {row.name: row.median_s for row in report.rows}
     our_times_s = report.rows[0].rounds_s
@@ -119,6 +127,8 @@ def race_steps(
         ratio_to_transformers=median_ratio(our_times_s, times_s[fastest]),
         ratio_to_plain=None if best_plain is None else median_ratio(our_times_s, times_s[best_plain]),
         ratios_to_peers={name: median_ratio(our_times_s, times_s[name]) for name in peers},
+        pieces=parts.part_times(report),
+        experts_of_bare_loop=parts.experts_of_bare_loop(report),
     )
 
 
@@ -147,13 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "implementation, with the parts of our step and the FLOP/s and bandwidth that the machine reaches in the same "
         "rounds. With moefold[peers] the layers of megatron-core and torchtitan join the shapes that end in -layer.",
     )
-    try:
-        args = parser.parse_args(argv)
-        shape = checked_shape(args)
-        return spawn_ranks(partial(_measure, shape, args), 1, device_type_from_args(args))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    add_picture(parser)
+    return run_program(_run, parser, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_report_options(args)
+    shape = checked_shape(args)
+    return spawn_ranks(partial(_measure, shape, args), 1, device_type_from_args(args))
 
 
 if __name__ == "__main__":

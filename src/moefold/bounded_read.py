@@ -42,8 +42,6 @@ MAX_LINE_BYTES = 64 * MIB
 """Line of JSON: a document, a conversation, or the metrics of a step. A book has 1 MB."""
 MAX_TEXT_BYTES = 1 << 30
 """Text that is tokenised as a whole; `moefold tokenize` takes larger ones."""
-MAX_REPORT_BYTES = 64 * MIB
-"""Report of `moefold bench`."""
 MAX_JSON_DEPTH = 100
 """Nesting depth of a JSON or TOML document; code that walks it may need a few calls per level, and Python allows
 1,000."""

@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from moefold.terminal import print_escaped, printable
@@ -65,9 +64,7 @@ class WorkProgress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -117,3 +114,23 @@ class WorkProgress:
                 description = f"{self._label}: {self._text}" if self._text else self._label
                 bar.update(task, description=description)
                 bar.refresh()
+
+
+class ReadProgress(WorkProgress):
+    """Context manager that shows how many bytes of how many are read, after a second.
+
+    Args:
+        label: start of each line.
+        total_bytes: size of the work; None if it is unknown.
+        is_shown: whether this process prints.
+    """
+
+    def __init__(self, label: str, total_bytes: int | None, *, is_shown: bool = True) -> None:
+        super().__init__(label, is_shown=is_shown, show_after_s=1.0, line_every_s=10.0)
+        self._total = "" if total_bytes is None else f" of {total_bytes / 1e6:.1f}"
+        self._done_bytes = 0
+
+    def advance(self, size_bytes: int) -> None:
+        """Add to the number of bytes read."""
+        self._done_bytes += size_bytes
+        self.report(f"{self._done_bytes / 1e6:.1f}{self._total} MB")

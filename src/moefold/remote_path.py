@@ -144,9 +144,7 @@ class RemotePath(PosixPath):
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
         except Exception as error:
-            # Each library has error classes of its own, for the network, credentials and the answers of its server.
-            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-            raise RemoteError(number, _reason(error), str(self)) from error
+            raise _translated(error, self) from error
 
     def entries(self) -> list[RemoteEntry]:
         """List a folder, by name.
@@ -264,9 +262,8 @@ class RemotePath(PosixPath):
         with self._requests() as (filesystem, key):
             # Reads go to the server as they come: read-ahead would fetch megabytes around each small part of a file.
             opened = filesystem.open(key, mode, cache_type="none") if mode == "rb" else filesystem.open(key, mode)
-        if mode == "wb":
-            return _TranslatedWriter(opened, self)
-        return BufferedReader(_TranslatedReader(opened, self), _READ_BUFFER_BYTES)
+        raw = _TranslatedFile(opened, self, is_read=mode == "rb")
+        return BufferedReader(raw, _READ_BUFFER_BYTES) if mode == "rb" else raw
 
     def read_range(self, start: int, size: int) -> bytes:
         """Return `size` bytes of the file from `start` on, by one request; fewer at its end."""
@@ -393,20 +390,25 @@ def check_remote_writable(folder: RemotePath) -> None:
         raise RemoteError(errno.ENOENT, "there is no such bucket or folder", str(folder)) from error
 
 
-class _TranslatedReader(RawIOBase):
-    """Raw file of `BufferedReader`: reads through fsspec, with errors of the library turned into OSError."""
+class _TranslatedFile(RawIOBase):
+    """Raw file of fsspec that is read from any place, or written once, with errors of the library as OSError."""
 
-    def __init__(self, opened: Any, path: RemotePath) -> None:
+    def __init__(self, opened: Any, path: RemotePath, *, is_read: bool) -> None:
         self._opened = opened
         self._path = path
+        self._is_read = is_read
 
     def readable(self) -> bool:
-        """Return True."""
-        return True
+        """Return whether the file is open to be read."""
+        return self._is_read
 
     def seekable(self) -> bool:
-        """Return True."""
-        return True
+        """Return whether the file is open to be read."""
+        return self._is_read
+
+    def writable(self) -> bool:
+        """Return whether the file is open to be written."""
+        return not self._is_read
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
         """Set the position."""
@@ -419,58 +421,25 @@ class _TranslatedReader(RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer; return the number of bytes, 0 at the end."""
         target = memoryview(buffer).cast("B")
-        try:
-            content = self._opened.read(len(target))
-        except Exception as error:
-            raise RemoteError(errno.EIO, _reason(error), str(self._path)) from error
+        content = self._call("read", len(target))
         target[: len(content)] = content
         return len(content)
-
-    def close(self) -> None:
-        """Close the file."""
-        if not self.closed:
-            super().close()
-            self._opened.close()
-
-
-class _TranslatedWriter:
-    """File that is written once through fsspec, with errors of the library turned into OSError."""
-
-    def __init__(self, opened: Any, path: RemotePath) -> None:
-        self._opened = opened
-        self._path = path
-
-    def __enter__(self) -> "_TranslatedWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return int(self._opened.tell())
 
     def write(self, data: Any) -> int:
         """Write bytes; an object store sends them in parts of some megabytes."""
         return int(self._call("write", data))
 
-    def flush(self) -> None:
-        """Do nothing: parts are sent when they are large enough, and at the end."""
-
     def close(self) -> None:
-        """Send what is left, and complete the file."""
-        self._call("close")
+        """Close the file; of a written one, send what is left, and complete it."""
+        if not self.closed:
+            super().close()
+            self._call("close")
 
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
-            return getattr(self._opened, name)(*arguments) or 0
+            return getattr(self._opened, name)(*arguments)
         except Exception as error:
-            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-            raise RemoteError(number, _reason(error), str(self._path)) from error
+            raise _translated(error, self._path) from error
 
 
 def _is_pattern(key: str) -> bool:
@@ -497,6 +466,12 @@ def _modified_s(info: dict[str, Any]) -> float:
         if isinstance(value, int | float):
             return float(value)
     return 0.0
+
+
+def _translated(error: Exception, path: RemotePath) -> RemoteError:
+    """Return an error of a library, each of which has classes of its own for network, credentials and answers."""
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    return RemoteError(number, _reason(error), str(path))
 
 
 def _reason(error: BaseException) -> str:

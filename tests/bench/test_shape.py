@@ -25,7 +25,7 @@ def test_operations_of_a_mixtral_layer():
 
 def test_experts_are_halved_until_they_fit():
     shape = bench_shapes()["mixtral-8x7b-layer"]
-    one_expert = 3 * 4096 * 14336 * 8
+    one_expert = 3 * 4096 * 14336 * 4
     assert max_fitting_experts(shape, 2, 9 * one_expert * 1.5) == 8
     assert max_fitting_experts(shape, 2, 7 * one_expert * 1.5) == 4
     with pytest.raises(ConfigError, match="even with 2 experts"):

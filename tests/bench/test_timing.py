@@ -1,7 +1,6 @@
-import pytest
 import torch
 
-from moefold.bench.timing import StorageMeter, repeat_short_step
+from moefold.bench.timing import StorageMeter
 
 MIB = 2**20
 
@@ -39,21 +38,3 @@ def test_saved_tensors_are_live_until_the_backward_pass():
     # exp(w) and the product; the product is gone before the backward pass makes gradients.
     assert held == 2 * MIB + 4
     assert 3 * MIB <= meter.peak_bytes <= 5 * MIB
-
-
-@pytest.mark.parametrize(("step_s", "repeats"), [(1.0, 1), (6e-3, 1), (2e-3, 3), (1.5e-4, 34), (0.0, 500)])
-def test_a_short_step_is_repeated_for_five_milliseconds(step_s, repeats):
-    now_s = 0.0
-    calls = []
-
-    def step():
-        nonlocal now_s
-        # The first call compiles.
-        now_s += step_s if calls else 100.0
-        calls.append(now_s)
-
-    repeated = repeat_short_step(step, torch.device("cpu"), lambda: now_s)
-    assert repeated.repeats == repeats
-    calls.clear()
-    repeated.run()
-    assert len(calls) == repeats

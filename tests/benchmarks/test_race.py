@@ -55,7 +55,7 @@ def test_layers_of_deepseek(group_of_one, part):
     assert [row.name.split(",")[0] for row in found.report.rows][:2] == ["moefold", "transformers"]
     assert found.ratio_to_plain is None
     assert "plain torch: its router supports only softmax and top-k" in found.absent
-    assert "shared experts" in [piece.name for piece in found.report.pieces]
+    assert "shared experts" in [piece.name for piece in found.pieces]
 
 
 def test_contestants_take_turns_and_the_first_rounds_do_not_count():

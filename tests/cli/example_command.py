@@ -32,11 +32,6 @@ def check_command(line: str) -> None:
     _, name, *words = shlex.split(line, comments=True)
     assert name in COMMANDS, line
     module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
-    if name == "bench" and words and not words[0].startswith("-"):
-        module = importlib.import_module(f"moefold.cli.bench_{words.pop(0)}")
-        if not words:
-            # The list of subcommands.
-            return
     if hasattr(module, "_parser"):
         parse(module._parser(), words, line)
     overrides = [word for word in words if OVERRIDE.fullmatch(word)]

@@ -46,7 +46,6 @@ CASES = {
     ),
     "published table": Case("plan-accuracy {f}/x.csv", "x.csv"),
     "model to plan": Case(PLAN.replace("mixtral-8x7b", "{f}/config.json") + "h100", "config.json"),
-    "report": Case("bench plot {f}/x.json {f}/x.png", "x.json"),
     "tokenizer": Case(TRAIN + "data.kind=text data.path={f}/a.txt data.tokenizer={f}/x.json", "x.json"),
     "template": Case(TRAIN + "data.kind=sft data.path={f}/a.jsonl data.chat_template={f}/x.jinja", "x.jinja"),
     "text": Case("tokenize {f}/x.txt" + TOKENIZE, "x.txt", ("deep", "deep object")),

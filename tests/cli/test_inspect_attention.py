@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moefold.cli.main import main
-from moefold.metrics.metric_curves import read_attention_curves
+from moefold.metrics.metric_curves import read_metric_curves
 from tests.cli.test_inspect import _run
 from tests.metrics.undefined import undefined
 
@@ -25,7 +25,7 @@ def run_dir(tmp_path):
 
 
 def test_the_attention_of_a_run_is_shown(run_dir, capsys):
-    curves = {curve.name: curve for curve in read_attention_curves(run_dir)}
+    curves = {curve.name: curve for curve in read_metric_curves(run_dir)["attention"]}
     assert list(curves) == ["attention_max_over_mean", "attention_moved_rows", "attention_bytes"]
     assert len(curves["attention_max_over_mean"].values) == 18
     assert main(["inspect", str(run_dir)]) == 0
@@ -40,6 +40,6 @@ def test_the_attention_of_a_run_is_shown(run_dir, capsys):
 
 def test_other_runs_have_no_attention(tmp_path, capsys):
     _run(tmp_path, steps=5)
-    assert read_attention_curves(tmp_path) == []
+    assert read_metric_curves(tmp_path)["attention"] == []
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "attention" not in json.loads(capsys.readouterr().out)

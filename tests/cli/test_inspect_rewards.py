@@ -6,7 +6,7 @@ import pytest
 
 from moefold.cli.inspect import print_curves
 from moefold.cli.main import main
-from moefold.metrics.metric_curves import RL_CURVES, read_reward_curves
+from moefold.metrics.metric_curves import read_metric_curves
 from tests.cli.test_inspect import _run
 from tests.metrics.undefined import undefined
 
@@ -33,7 +33,7 @@ def run_dir(tmp_path):
 
 
 def test_curves_are_read_from_the_metrics(run_dir):
-    curves = {curve.name: curve for curve in read_reward_curves(run_dir)}
+    curves = {curve.name: curve for curve in read_metric_curves(run_dir)["rl"]}
     assert list(curves) == ["reward", "eval_reward", "length_mean", "entropy", "mismatch_mean"]
     assert curves["eval_reward"].steps.tolist() == [10, 20, 30, 40]
     assert len(curves["reward"].values) == 39
@@ -77,10 +77,10 @@ def test_the_picture_has_a_row_of_rewards(run_dir, tmp_path, capsys):
 
 def test_other_runs_have_no_curves(tmp_path, capsys):
     _run(tmp_path)
-    assert read_reward_curves(tmp_path) == []
+    assert read_metric_curves(tmp_path)["rl"] == []
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "rl" not in json.loads(capsys.readouterr().out)
-    print_curves(None, "reinforcement learning", RL_CURVES, [])
+    print_curves(None, "reinforcement learning", [])
 
 
 def test_preferences_have_their_accuracy_and_margin(tmp_path, capsys):

@@ -3,7 +3,7 @@
 import json
 
 from moefold.cli.main import main
-from moefold.metrics.metric_curves import read_site_curves
+from moefold.metrics.metric_curves import read_metric_curves
 from tests.cli.test_inspect import _run
 from tests.metrics.undefined import undefined
 
@@ -19,7 +19,7 @@ def test_the_rounds_of_a_site_are_shown(tmp_path, capsys):
         record["sites"] = {"members": 2, "difference": 0.1, "agreement": 0.9, "spike": spike}
         record["sites"] |= {"router_distance": step / 1000, "routing_overlap": overlap}
     path.write_text("".join(json.dumps(record) + "\n" for record in lines))
-    assert [len(curve.values) for curve in read_site_curves(tmp_path)] == [4, 4, 2, 4, 3]
+    assert [len(curve.values) for curve in read_metric_curves(tmp_path)["sites"]] == [4, 4, 2, 4, 3]
     picture = tmp_path / "site.svg"
     assert main(["inspect", str(tmp_path), "--json", "--picture", str(picture)]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -11,13 +11,14 @@ from moefold.data import best_fit
 from moefold.data.best_fit import BestFitSamples, EndTokenBoundaries, document_windows, open_best_fit, pack_documents
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import stack_samples
+from moefold.data.sampler import TokenStream
 from moefold.errors import ConfigError
 
 S = 15
 END = 0
 
 
-class _Stream:
+class _Stream(TokenStream):
     """Tokens in memory."""
 
     def __init__(self, ids: np.ndarray) -> None:

@@ -7,15 +7,13 @@ from moefold.config.data import DataConfig
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import (
     PADDING_DOCUMENT,
-    AnnotatedSampleSource,
-    EodAnnotatedSamples,
     Sample,
     stack_samples,
 )
-from moefold.data.sampler import IndexRanges, PackedSamples, Split
+from moefold.data.sampler import IndexRanges, PackedSamples, Split, TokenStream
 
 
-class Stream:
+class Stream(TokenStream):
     """Token ids 0 .. n-1, modulo 5."""
 
     def __len__(self) -> int:
@@ -26,8 +24,8 @@ class Stream:
 
 
 def test_documents_end_with_their_token():
-    source = EodAnnotatedSamples(PackedSamples(Stream(), 12), 3)
-    assert isinstance(source, AnnotatedSampleSource)
+    source = PackedSamples(Stream(), 12, document_end=3)
+    assert source.has_annotations
     sample = source.annotated_sample(0)
     assert sample.tokens.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
     assert sample.document_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moefold.data.sampler import IndexRanges, PackedSamples, Split, split_samples
+from moefold.data.sampler import IndexRanges, PackedSamples, Split, TokenStream, split_samples
 from moefold.errors import ConfigError
 
 S = 8
 
 
-class CountingStream:
+class CountingStream(TokenStream):
     """Token i is i, so that every token shows where it came from."""
 
     def __init__(self, length: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.data.sampler import PackedSamples
+from moefold.data.sampler import PackedSamples, TokenStream
 from moefold.data.streaming import StreamingSampler
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
@@ -25,7 +25,7 @@ class Texts:
             yield self.texts[number], number
 
 
-class Joined:
+class Joined(TokenStream):
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data.sample import EodAnnotatedSamples
 from moefold.data.sampler import PackedSamples
 from moefold.data.token_file import TokenFile, TokenFileStream, read_npy_header, token_files
 from moefold.errors import ConfigError
@@ -168,7 +167,7 @@ def test_sample_names_its_file_token_and_document(tmp_path: Path):
         np.save(tmp_path / name, np.zeros(length, dtype=np.uint16))
     np.array([5, 20, 40], dtype="<i8").tofile(tmp_path / "b.ends")
     stream = TokenFileStream(token_files(config(tmp_path)), vocab_size=4, is_indexed=True)
-    source = EodAnnotatedSamples(PackedSamples(stream, 8), 1)
+    source = PackedSamples(stream, 8, document_end=1)
     # The first has no index.
     assert source.origin(2) == f"{tmp_path / 'a.npy'}, token 16"
     # Sample 6 begins at token 48 of both, 18 of the second, whose documents end before tokens 5, 20 and 40.

@@ -119,7 +119,7 @@ def test_the_answer_to_an_interrupted_request_is_not_given_to_the_next(make_toke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(LimitedProcess, "read_line", interrupt)
+        patched.setattr(LimitedProcess, "_read_line", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tokenizer.encode("others")
     assert tokenizer.encode("some words").tolist() == expected

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("l
 RECIPE = str(ROOT / "recipes" / "quickstart.toml")
 FOUR_RANKS = ("parallel.world_size=4", "parallel.pp=1")
 MANY_STEPS = "1000000"
-PROGRESS = ("verify: ", "memory: ", "bench ranks: ", "tokenize: ", "tokenise: ", "tokenising")
+PROGRESS = ("verify: ", "memory: ", "probe: ", "tokenize: ", "tokenise: ", "tokenising")
 
 
 def are_up(count: int) -> Callable[[int], bool]:
@@ -42,7 +42,7 @@ def _send(number: signal.Signals) -> Callable[[int], None]:
         (("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS), 3),
         (("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS), 5),
         (("memory", RECIPE, *FOUR_RANKS), 5),
-        (("bench", "ranks", "--steps", MANY_STEPS, *TWO, "parallel.cp=1", "parallel.pp=1"), 3),
+        (("probe", "{out}.toml", "--ranks", "2", "--device", "cpu", "--rounds", MANY_STEPS), 3),
         (("tokenize", "{text}", "--out", "{out}", "--tokenizer", "bytes", "--processes", "2", "--shard-mb", "4"), 3),
     ],
 )

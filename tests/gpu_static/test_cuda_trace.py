@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
-from moefold.bench.documents import sent_bytes
+from benchmarks.sent_bytes import sent_bytes
 from moefold.comm.torch_compat import cuda_flash_attention
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ from moefold.data.prompts import Prompt
 from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text
 from moefold.metrics.expert_balance import LayerSummary
 from moefold.metrics.memory_breakdown import MemoryByPart
-from moefold.metrics.metric_curves import ATTENTION_CURVES, PREFERENCE_CURVES, RL_CURVES, SITE_CURVES
+from moefold.metrics.metric_curves import CURVE_GROUPS
 from moefold.metrics.progress import StepLine
 from moefold.metrics.rank_times import RankTimeMetrics
 from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
@@ -64,10 +64,8 @@ def test_what_trackers_and_inspect_show_is_of_the_record():
     extra = {"worst_expert_load"}
     assert {name for _, name in _SCALARS} - extra <= set(NAMES[""])
     assert {name for _, name in _LAYER_SCALARS} <= set(NAMES["moe_layers."])
-    assert set(RL_CURVES) <= set(NAMES["rl."])
-    assert set(SITE_CURVES) <= set(NAMES["sites."])
-    assert set(ATTENTION_CURVES) <= set(NAMES[""])
-    assert set(PREFERENCE_CURVES) <= set(NAMES["loss_metrics."])
+    for group in CURVE_GROUPS.values():
+        assert set(group.names) <= set(NAMES[f"{group.section}." if group.section else ""])
 
 
 def test_each_word_of_the_line_of_a_step_is_defined():

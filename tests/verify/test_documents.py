@@ -9,7 +9,7 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
-from moefold.data.sample import Sample
+from moefold.data.sample import Sample, SampleSource
 from moefold.data.sampler import IndexRanges, Split
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
@@ -66,16 +66,14 @@ def test_packed_equals_each_document_alone(scaling):
     assert abs(float(crossing.detach()) - total) > 1e-3
 
 
-class Weighted:
+class Weighted(SampleSource):
     """Samples of which few targets count, and in the first not one."""
 
     seq_len = 16
+    has_annotations = True
 
     def __len__(self) -> int:
         return 64
-
-    def sample(self, number: int):
-        return self.annotated_sample(number).tokens
 
     def annotated_sample(self, number: int) -> Sample:
         rng = np.random.default_rng(number)

@@ -117,11 +117,11 @@ def count_weights(model: ModelConfig, part: BenchPart) -> int:
     return layer if part == "layer" else layer + count.attention + count.dense_mlp + count.norms
 
 
-def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 2) -> int:
+def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 1) -> int:
     """Return the number of experts that fit into memory, by halving the model's until weights and gradients fit.
 
-    There are `num_copies` copies of the weights, of the step and of its parts, each with gradients, and for a whole
-    model with moments. A third of the memory is left for activations.
+    There are `num_copies` copies of the weights, each with gradients, and for a whole model with moments. A third of
+    the memory is left for activations.
 
     Raises:
         ConfigError: not even the smallest legal number of experts fits.

@@ -1,13 +1,11 @@
-"""Benchmark of our step on one device: its speed, the time of its parts, and the machine's peak rates."""
+"""Benchmark of our step on one device: its speed, and the machine's peak rates."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moefold.bench.breakdown import BARE_GEMM_LOOP, PartTime, StepBreakdown, bare_loop_ratio, part_time
 from moefold.bench.our_step import OURS, LayerStep, ModelStep, StepFunction
 from moefold.bench.shape import step_flops
 from moefold.bench.timing import (
@@ -17,7 +15,6 @@ from moefold.bench.timing import (
     StorageMeter,
     describe_device,
     peak_rates,
-    repeat_short_step,
     roofline_kernels,
     synchronized,
     time_interleaved,
@@ -64,16 +61,12 @@ class StepReport:
     copy_gbps: float
     rows: list[ImplementationResult]
     """Ours first."""
-    pieces: list[PartTime]
-    experts_of_bare_loop: float
-    """Speed of our experts relative to the bare loop of their GEMMs."""
+    kernels_s: dict[str, float]
+    """Median seconds of the GEMMs, of the copy and of the further kernels, by name."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dictionary for JSON, with the gaps of the parts."""
-        report = {"kind": "step", **asdict(self)}
-        for piece, values in zip(self.pieces, report["pieces"], strict=True):
-            values["gap"] = piece.gap if piece.floor_s else None
-        return report
+        """Return the report as a dictionary for JSON."""
+        return {"kind": "step", **asdict(self)}
 
 
 def measure_step(
@@ -83,8 +76,9 @@ def measure_step(
     clock: str = "wall",
     on_progress: ProgressCallback = ignore_progress,
     others: Mapping[str, StepFunction] | None = None,
+    kernels: Mapping[str, Callable[[], None]] | None = None,
 ) -> StepReport:
-    """Time our step, its parts, the roofline kernels and the steps of others in the same rounds.
+    """Time our step, the roofline kernels, the steps of others and further kernels in the same rounds.
 
     Args:
         ours: our step.
@@ -93,29 +87,18 @@ def measure_step(
         clock: name of a clock of `CLOCKS`.
         on_progress: called with progress messages.
         others: further steps by name.
+        kernels: further kernels by name, which wait for the device.
     """
     cfg = ours.cfg
     device = ours.device
     steps = {name: synchronized(step, device) for name, step in {OURS: run, **(others or {})}.items()}
-    breakdown = _step_breakdown(ours, run)
-    parts = breakdown.parts()
-    timed: dict[str, Callable[[], None]] = {**steps}
-    timed |= {
-        name: synchronized(kernel, device)
-        for name, kernel in roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device).items()
-    }
-    timed[BARE_GEMM_LOOP] = synchronized(breakdown.bare_gemm_loop(), device)
-    repeated = {x.name: repeat_short_step(x.run, device, CLOCKS[clock]) for x in parts}
-    timed |= {_part_key(name): step.run for name, step in repeated.items()}
+    roofline = roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device)
+    kernels = {name: synchronized(kernel, device) for name, kernel in roofline.items()} | dict(kernels or {})
+    timed = {**steps, **kernels}
     times_s = time_interleaved(timed, warmup=2, rounds=rounds, clock=CLOCKS[clock], on_progress=on_progress)
     on_progress("measuring memory")
-    medians = {name: StepTimes(seconds).median_s for name, seconds in times_s.items()}
-    rates = peak_rates(medians, device)
-    rows = [_implementation_result(name, times_s[name], step, ours, rates) for name, step in steps.items()]
-    part_times = [
-        part_time(step_part, medians[_part_key(step_part.name)] / repeated[step_part.name].repeats, rates)
-        for step_part in parts
-    ]
+    kernels_s = {name: StepTimes(times_s[name]).median_s for name in kernels}
+    rates = peak_rates(kernels_s, device)
     return StepReport(
         machine=describe_device(device),
         torch=torch.__version__,
@@ -128,14 +111,9 @@ def measure_step(
         clock=clock,
         gemm_tflops=rates.flops_per_s / 1e12,
         copy_gbps=rates.bytes_per_s / 1e9,
-        rows=rows,
-        pieces=part_times,
-        experts_of_bare_loop=bare_loop_ratio(part_times, medians[BARE_GEMM_LOOP], cfg.model.num_layers),
+        rows=[_implementation_result(name, times_s[name], step, ours, rates) for name, step in steps.items()],
+        kernels_s=kernels_s,
     )
-
-
-def _part_key(name: str) -> str:
-    return f"part: {name}"
 
 
 def _implementation_result(
@@ -170,14 +148,3 @@ def _peak_bytes(step: Callable[[], None], device: torch.device) -> int:
         step()
     peak_bytes: int = meter.peak_bytes
     return peak_bytes
-
-
-def _step_breakdown(ours: ModelStep | LayerStep, run: StepFunction) -> StepBreakdown:
-    """Build the breakdown with the input states of the first router in our step."""
-    inputs: list[Tensor] = []
-    router = ours.first_moe_layer.router
-    handle = router.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
-    run()
-    handle.remove()
-    x = inputs[0].view(ours.cfg.train.seq_len, ours.cfg.train.global_batch_size, -1)
-    return StepBreakdown(ours.cfg, ours.part, ours.device, x, router.weight.detach())

@@ -1,6 +1,5 @@
 """Benchmark timing and memory: interleaved rounds, storage peaks and a roofline."""
 
-import math
 import statistics
 import time
 import weakref
@@ -76,39 +75,6 @@ def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[
     return run
 
 
-MIN_STEP_S = 1e-5
-"""Time that the clock may show for a shorter step."""
-MIN_TIMED_S = 5e-3
-"""Shortest time that is measured as one: a wait for a GPU costs the host tens of microseconds."""
-
-
-@dataclass(frozen=True)
-class RepeatedStep:
-    """Step that runs several times in a row and waits for the device once."""
-
-    run: Callable[[], None]
-    repeats: int
-
-
-def repeat_short_step(
-    step: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter
-) -> RepeatedStep:
-    """Repeat a step inside one wait for the device until it takes about `MIN_TIMED_S`; runs it twice to find out."""
-    single = synchronized(step, device)
-    # Compiles.
-    single()
-    started_s = clock()
-    single()
-    seconds = clock() - started_s
-    repeats = max(1, math.ceil(MIN_TIMED_S / max(seconds, MIN_STEP_S)))
-
-    def run() -> None:
-        for _ in range(repeats):
-            step()
-
-    return RepeatedStep(synchronized(run, device), repeats)
-
-
 class StorageMeter(TorchDispatchMode):
     """Dispatch mode that counts the live bytes of all storages that operations return.
 
@@ -163,10 +129,6 @@ class PeakRates:
     """FLOP/s of a large square GEMM, by the faster library."""
     bytes_per_s: float
     """Bytes/s, read and written, of a large copy."""
-
-    def roofline_s(self, flops: float, moved_bytes: float) -> float:
-        """Return the roofline time of an amount of FLOPs and bytes."""
-        return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
 
 def roofline_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:

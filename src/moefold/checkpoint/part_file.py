@@ -1,38 +1,34 @@
-"""Validate the shards in a checkpoint's data files before torch reads them: zip archives written by `torch.save`.
+"""Read the shards in a checkpoint's data files: zip archives written by `torch.save`.
 
-Each archive must have the size and dtype of the index, must be uncompressed, and its pickle must build a tensor and
-nothing else. So reading it takes no more memory than the tensor.
+Each archive must have the size and dtype of the index, must be uncompressed, and its pickle must describe a tensor and
+nothing else; it is not executed. So reading a shard takes no more memory than the tensor.
 """
 
 import pickle
 import pickletools
 import struct
+import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from io import SEEK_CUR, BytesIO
+from io import SEEK_CUR, SEEK_END, SEEK_SET, BytesIO, RawIOBase
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from moefold.bounded_read import open_regular
 from moefold.comm.torch_compat import StorageInfo
 from moefold.remote_path import RemotePath
 
-_ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
-_ZIP64_LOCATOR = struct.Struct("<4sIQI")
-_ZIP_END = struct.Struct("<4sHHHHIIH")
-_TAIL_BYTES = _ZIP64_END.size + _ZIP64_LOCATOR.size + _ZIP_END.size
-"""Size of the end of an archive: zip64 end of central directory, its locator, and the pre-zip64 end record."""
-_CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_ENTRIES = 64
-_MAX_DIRECTORY_BYTES = 1 << 16
+_MAX_DIRECTORY_BYTES = 1 << 17
+"""Largest read of the directory of an archive."""
 _MAX_PICKLE_BYTES = 1 << 12
-_ZIP64_SENTINEL = 0xFFFFFFFF
-"""Value of a 32-bit field whose 64-bit number is in the zip64 extra field."""
+_BROKEN_ARCHIVE_ERRORS = (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, struct.error)
 _ALLOWED_OPCODES = frozenset(
     ("PROTO", "GLOBAL", "BINPUT", "BINGET", "MARK", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "TUPLE")
     + ("TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE", "BINPERSID", "NEWFALSE", "NEWTRUE", "NONE", "REDUCE", "STOP")
@@ -60,14 +56,6 @@ class StoredPart:
     storage_info: StorageInfo
     sizes: torch.Size
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _ZipEntry:
-    """A file in a zip archive."""
-
-    size: int
-    header_offset: int
 
 
 @dataclass(frozen=True)
@@ -101,66 +89,72 @@ def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
     for file, inside in groupby(ordered, key=lambda part: part.storage_info.relative_path):
         with open_regular(folder / file) as opened:
             for part in inside:
-                try:
-                    _check_part(opened, part)
-                except (ValueError, struct.error) as error:
-                    raise ValueError(f"file {file} holds something else where {part.name} belongs: {error}") from None
+                _locate_values(opened, part)
 
 
-def read_part(path: RemotePath, part: StoredPart) -> BytesIO:
-    """Read a shard of a remote checkpoint by one request, and check it against its index entry.
+def read_part(folder: Path, part: StoredPart, rows: slice | None = None) -> Tensor:
+    """Read a shard, or some rows (first dimension) of it; of a remote one, a whole shard by one request.
 
     Args:
-        path: the data file.
+        folder: the checkpoint.
         part: the index entry.
+        rows: rows to read; nothing else is read of a local file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the shard is not the tensor of the index.
     """
-    info = part.storage_info
-    content = BytesIO(path.read_range(info.offset, info.length))
-    try:
-        _check_part(content, replace(part, storage_info=StorageInfo(info.relative_path, 0, info.length)))
-    except (ValueError, struct.error) as error:
-        name = info.relative_path
-        raise ValueError(f"file {name} holds something else where {part.name} belongs: {error}") from None
-    content.seek(0)
-    return content
+    path = folder / part.storage_info.relative_path
+    if isinstance(path, RemotePath) and rows is None:
+        info = part.storage_info
+        content = BytesIO(path.read_range(info.offset, info.length))
+        return _read_values(content, replace(part, storage_info=replace(info, offset=0)), rows)
+    with open_regular(path) as opened:
+        return _read_values(opened, part, rows)
 
 
-def values_offset(file: BinaryIO, part: StoredPart) -> int:
-    """Return where the values of a shard begin in a data file, in bytes; they follow in row-major order.
+def _read_values(file: BinaryIO, part: StoredPart, rows: slice | None) -> Tensor:
+    tensor, start = _locate_values(file, part)
+    size, offset = list(part.sizes), tensor.offset
+    if rows is not None:
+        size[0] = rows.stop - rows.start
+        offset += rows.start * tensor.stride[0]
+    if 0 in size:
+        return torch.empty(size, dtype=part.dtype)
+    content = bytearray(_num_values(size, tensor.stride) * part.dtype.itemsize)
+    file.seek(start + offset * part.dtype.itemsize)
+    if file.readinto(content) != len(content):  # type: ignore[attr-defined]
+        raise ValueError(f"file {part.storage_info.relative_path} ends within {part.name}")
+    return torch.frombuffer(content, dtype=part.dtype).as_strided(size, tensor.stride)
+
+
+def _num_values(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the values from the first to the last one of a tensor that is not empty."""
+    return 1 + sum(step * (count - 1) for step, count in zip(stride, size, strict=True))
+
+
+def _locate_values(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
+    """Check a shard against its index entry; return the arguments of its tensor, and where its storage begins.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the shard is not the tensor of the index, or its values are not contiguous.
+        ValueError: the shard is not the tensor of the index.
     """
     try:
-        tensor, values = _check_part(file, part)
-        expected = 1
-        for stride, size in reversed(list(zip(tensor.stride, tensor.size, strict=True))):
-            if size > 1 and stride != expected:
-                raise ValueError("a tensor whose rows are not contiguous")
-            expected *= size
-        header_at = part.storage_info.offset + values.header_offset
-        file.seek(header_at)
-        header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        if header[0] != b"PK\3\4":
-            raise ValueError("a broken archive")
-    except (ValueError, struct.error) as error:
+        return _check_part(file, part)
+    except (ValueError, *_BROKEN_ARCHIVE_ERRORS) as error:
         name = part.storage_info.relative_path
-        raise ValueError(f"file {name} holds something else where {part.name} belongs: {error}") from None
-    start: int = header_at + _LOCAL_HEADER.size + header[9] + header[10] + tensor.offset * part.dtype.itemsize
-    return start
+        reason = "no archive" if isinstance(error, zipfile.BadZipFile) else str(error)
+        raise ValueError(f"file {name} holds something else where {part.name} belongs: {reason}") from None
 
 
-def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, _ZipEntry]:
-    """Check a shard against its index entry; return the arguments of its tensor and the file of its values."""
-    entries = _read_directory(file, part.storage_info.offset, part.storage_info.length)
-    if "data.pkl" not in entries:
-        raise ValueError("it has no data.pkl")
-    tensor = _parse_tensor_pickle(_read_entry(file, part.storage_info.offset, entries["data.pkl"]))
+def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
+    start, length = part.storage_info.offset, part.storage_info.length
+    with zipfile.ZipFile(_FileSlice(file, start, length)) as archive:
+        entries = _entries(archive, length)
+        if "data.pkl" not in entries or entries["data.pkl"].file_size > _MAX_PICKLE_BYTES:
+            raise ValueError("it has no data.pkl of a tensor")
+        tensor = _parse_tensor_pickle(archive.read(entries["data.pkl"]))
     storage = tensor.storage
     dtype = tensor.dtype if storage.dtype is None else storage.dtype
     if not isinstance(dtype, torch.dtype) or (tensor.size, dtype) != (tuple(part.sizes), part.dtype):
@@ -170,104 +164,78 @@ def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, _ZipEntr
     numbers = (tensor.offset, *tensor.stride)
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a tensor without strides")
-    last = tensor.offset + sum(stride * (size - 1) for stride, size in zip(tensor.stride, tensor.size, strict=True))
+    end = tensor.offset + _num_values(tensor.size, tensor.stride) if part.sizes.numel() else 0
     values = entries.get(f"data/{storage.key}")
     # The count of an untyped storage is in bytes.
     num_bytes = storage.count * (1 if storage.dtype is None else dtype.itemsize)
-    fits = not part.sizes.numel() or (last + 1) * dtype.itemsize <= num_bytes
-    if values is None or values.size != num_bytes or not fits:
+    if values is None or values.file_size != num_bytes or end * dtype.itemsize > num_bytes:
         raise ValueError("a tensor without its values")
-    return tensor, values
+    file.seek(start + values.header_offset)
+    header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    values_at = values.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+    if header[0] != b"PK\3\4" or values_at + num_bytes > length:
+        raise ValueError("a broken archive")
+    return tensor, start + values_at
 
 
-def _read_directory(file: BinaryIO, start: int, length: int) -> dict[str, _ZipEntry]:
-    """Read the central directory of a `torch.save` archive at an offset of a file.
+def _entries(archive: zipfile.ZipFile, length: int) -> dict[str, zipfile.ZipInfo]:
+    """Return the files of a `torch.save` archive of some bytes by their names, without the archive's own folder.
 
     Raises:
-        ValueError: it is not such an archive, a file is compressed, or two files overlap.
+        ValueError: a file is compressed, or they are too many or too large.
     """
-    at, size, count = _locate_directory(file, start, length)
-    file.seek(start + at)
-    directory = file.read(size)
-    entries: dict[str, _ZipEntry] = {}
-    place = 0
-    for _ in range(count):
-        name, entry, place = _parse_entry(directory, place)
-        if name in entries:
-            raise ValueError("an archive with a name twice")
-        entries[name] = entry
-    if sum(entry.size for entry in entries.values()) > at:
-        raise ValueError("an archive whose files are larger than it is")
+    infos = archive.infolist()
+    entries = {info.filename.partition("/")[2]: info for info in infos}
+    if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in infos):
+        raise ValueError("a compressed archive")
+    if len(entries) != len(infos) or len(infos) > _MAX_ENTRIES or sum(info.file_size for info in infos) > length:
+        raise ValueError("an archive of another layout")
     return entries
 
 
-def _locate_directory(file: BinaryIO, start: int, length: int) -> tuple[int, int, int]:
-    """Return offset, size and number of entries of the central directory."""
-    if length < _TAIL_BYTES:
-        raise ValueError("no archive")
-    file.seek(start + length - _TAIL_BYTES)
-    tail = file.read(_TAIL_BYTES)
-    mark, _, _, _, _, _, on_disk, count, size, at = _ZIP64_END.unpack_from(tail)
-    locator = _ZIP64_LOCATOR.unpack_from(tail, _ZIP64_END.size)
-    old = _ZIP_END.unpack_from(tail, _ZIP64_END.size + _ZIP64_LOCATOR.size)
-    if (mark, locator[0], old[0]) != (b"PK\6\6", b"PK\6\7", b"PK\5\6"):
-        raise ValueError("no archive")
-    # A reader may use either record, so the two must agree.
-    same_count = on_disk == count and all(number in (count, 0xFFFF) for number in old[3:5])
-    same_place = old[5] in (size, _ZIP64_SENTINEL) and old[6] in (at, _ZIP64_SENTINEL)
-    is_contiguous = at + size == length - _TAIL_BYTES == locator[2] and old[7] == 0
-    if not (same_count and same_place and is_contiguous and count <= _MAX_ENTRIES and size <= _MAX_DIRECTORY_BYTES):
-        raise ValueError("an archive of another layout")
-    return at, size, count
+class _FileSlice(RawIOBase):
+    """A part of a file as a file, of which little is read at a time."""
 
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._opened = file
+        self._start = start
+        self._size = size
+        self._position = 0
 
-def _parse_entry(directory: bytes, offset: int) -> tuple[str, _ZipEntry, int]:
-    """Return name and location of a file of an archive, and the offset of the next directory entry."""
-    fields = _CENTRAL_HEADER.unpack_from(directory, offset)
-    method = fields[4]
-    packed = fields[8]
-    size = fields[9]
-    name_bytes = fields[10]
-    extra_bytes = fields[11]
-    comment_bytes = fields[12]
-    header_at = fields[16]
-    name_at = offset + _CENTRAL_HEADER.size
-    extra_at = name_at + name_bytes
-    end = extra_at + extra_bytes + comment_bytes
-    if fields[0] != b"PK\1\2" or end > len(directory):
-        raise ValueError("a broken archive")
-    zip64 = _zip64_numbers(directory[extra_at : extra_at + extra_bytes])
-    size, packed, header_at = (
-        (zip64.pop(0) if zip64 else number) if number == _ZIP64_SENTINEL else number
-        for number in (size, packed, header_at)
-    )
-    if method or packed != size:
-        raise ValueError("a compressed archive")
-    name = directory[name_at:extra_at].decode("utf-8").partition("/")[2]
-    return name, _ZipEntry(size, header_at), end
+    def readable(self) -> bool:
+        """Return True."""
+        return True
 
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
 
-def _zip64_numbers(extra: bytes) -> list[int]:
-    """Return the 64-bit numbers in the zip64 extra field (kind 1) of a directory entry."""
-    place = 0
-    while place + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, place)
-        if kind == 1:
-            return [number for (number,) in struct.iter_unpack("<Q", extra[place + 4 : place + 4 + size // 8 * 8])]
-        place += 4 + size
-    return []
+    def tell(self) -> int:
+        """Return the position within the part."""
+        return self._position
 
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        """Set the position within the part."""
+        position = {SEEK_SET: 0, SEEK_CUR: self._position, SEEK_END: self._size}[whence] + offset
+        if position < 0:
+            raise ValueError("a broken archive")
+        self._position = position
+        return position
 
-def _read_entry(file: BinaryIO, start: int, entry: _ZipEntry) -> bytes:
-    """Read a small file of an archive."""
-    if entry.size > _MAX_PICKLE_BYTES:
-        raise ValueError("a long pickle")
-    file.seek(start + entry.header_offset)
-    header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if header[0] != b"PK\3\4":
-        raise ValueError("a broken archive")
-    file.seek(header[9] + header[10], SEEK_CUR)
-    return file.read(entry.size)
+    def read(self, size: int = -1) -> bytes:
+        """Read bytes, up to the end of the part.
+
+        Raises:
+            ValueError: they are more than the directory of an archive has.
+        """
+        left = max(0, self._size - self._position)
+        size = left if size < 0 else min(size, left)
+        if size > _MAX_DIRECTORY_BYTES:
+            raise ValueError("an archive of another layout")
+        self._opened.seek(self._start + self._position)
+        content = self._opened.read(size)
+        self._position += len(content)
+        return content
 
 
 def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:

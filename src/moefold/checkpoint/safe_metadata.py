@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from moefold.bounded_read import batch_by_size, open_regular, read_bytes
 from moefold.checkpoint.manifest import check_file_name, regular_file
-from moefold.checkpoint.part_file import StoredPart, check_parts, read_part
+from moefold.checkpoint.part_file import StoredPart, read_part
 from moefold.comm.torch_compat import StorageInfo
 from moefold.remote_path import RemotePath
 
@@ -75,7 +75,7 @@ _UNPICKLE_ERRORS = (
 class SafeReader(dcp.FileSystemReader):
     """DCP reader that does not execute code from a checkpoint's index.
 
-    The tensors themselves are read by `torch.load(weights_only=True)`, each after `check_parts`.
+    The tensors themselves are read by `read_part`, which executes nothing either.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -86,32 +86,28 @@ class SafeReader(dcp.FileSystemReader):
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Check each shard of a plan with `check_parts`, then read it."""
-        if isinstance(self.path, RemotePath):
-            return _read_remote(self.path, plan, planner, self._parts)
-        check_parts(_folder_of(self), {index: self._parts[index] for index in _indices(plan)}.values())
-        return super().read_data(plan, planner)
+        """Read the shards of a plan, each once; of a remote folder some requests are under way at a time."""
+        folder = _folder_of(self)
+        items: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in sorted(plan.items, key=lambda item: self._place(item.storage_index)):
+            items.setdefault(item.storage_index, []).append(item)
 
+        def fetch(index: MetadataIndex) -> Tensor:
+            return read_part(folder, self._parts[index])
 
-def _read_remote(
-    folder: RemotePath, plan: LoadPlan, planner: LoadPlanner, parts: Mapping[MetadataIndex, StoredPart]
-) -> Future[None]:
-    """Read the shards of a plan, each by one request and once; some requests are under way at a time."""
-    items: dict[MetadataIndex, list[ReadItem]] = {}
-    for item in plan.items:
-        items.setdefault(item.storage_index, []).append(item)
+        with ThreadPoolExecutor(REMOTE_READERS) as readers:
+            fetch_all = readers.map if isinstance(folder, RemotePath) else map
+            for batch in batch_by_size(items, lambda one: self._parts[one].storage_info.length, REMOTE_BATCH_BYTES):
+                for index, shard in zip(batch, fetch_all(fetch, batch), strict=True):
+                    _copy_shard(shard, items[index], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def fetch(index: MetadataIndex) -> BytesIO:
-        part = parts[index]
-        return read_part(folder / part.storage_info.relative_path, part)
-
-    with ThreadPoolExecutor(REMOTE_READERS) as readers:
-        for batch in batch_by_size(items, lambda index: parts[index].storage_info.length, REMOTE_BATCH_BYTES):
-            for index, content in zip(batch, readers.map(fetch, batch), strict=True):
-                _copy_shard(torch.load(content, map_location="cpu", weights_only=True), items[index], planner)
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
+    def _place(self, index: MetadataIndex) -> tuple[str, int]:
+        """Return file and offset of a shard: a file is read from its start to its end."""
+        place = self._parts[index].storage_info
+        return place.relative_path, place.offset
 
 
 def _copy_shard(shard: Tensor, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
@@ -164,10 +160,6 @@ def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
             index = MetadataIndex(name, chunk.offsets)
             parts[index] = StoredPart(name, places[index], chunk.sizes, stored.properties.dtype)
     return parts
-
-
-def _indices(plan: LoadPlan) -> Iterable[MetadataIndex]:
-    return (item.storage_index for item in plan.items)
 
 
 def _read_pickle(path: Path) -> bytes:

@@ -4,9 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,16 +24,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from moefold.bounded_read import open_regular
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
 from moefold.checkpoint.hashed_files import HashingThread, HashingWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, regular_file, write_manifest
-from moefold.checkpoint.part_file import StoredPart, check_parts, read_part, values_offset
+from moefold.checkpoint.part_file import StoredPart, read_part
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
 from moefold.comm.groups import World
-from moefold.errors import ConfigError
-from moefold.remote_path import RemotePath
 
 CHUNK_BYTES = 1 << 25
 """Approximate size of a chunk of whole rows: the unit that a reader has to read for any part of it."""
@@ -90,17 +85,18 @@ class CheckpointSource:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return the values of a region; a view of a chunk if the region lies within one."""
+        chunks = {tuple(chunk.offsets): chunk for chunk in self._stored[name].chunks}
         boxes = {
-            tuple(chunk.offsets): common
-            for chunk in self._stored[name].chunks
-            if (common := _intersect(region, tuple(chunk.offsets), tuple(chunk.sizes))) is not None
+            offsets: common
+            for offsets, chunk in chunks.items()
+            if (common := _intersect(region, offsets, tuple(chunk.sizes))) is not None
         }
         cached = self._cached_chunks.get(name, {})
         self._cached_chunks[name] = {offsets: cached[offsets] for offsets in boxes if offsets in cached}
         cached = {}
         for offsets in boxes:
             if offsets not in self._cached_chunks[name]:
-                self._cached_chunks[name][offsets] = self._load(name, offsets)
+                self._cached_chunks[name][offsets] = self._load(name, chunks[offsets])
         parts = {
             offsets: self._cached_chunks[name][offsets][_relative_to(box, offsets)] for offsets, box in boxes.items()
         }
@@ -127,88 +123,22 @@ class CheckpointSource:
             offsets = tuple(chunk.offsets)
             common = _intersect(region, offsets, tuple(chunk.sizes))
             if common is not None:
-                rows_of_chunk = _relative_to(common, offsets)[0]
-                values[_relative_to(common, (rows.start, *(0 for _ in shape[1:])))] = self._load_rows(
-                    name, chunk, rows_of_chunk
-                )
+                target = _relative_to(common, (rows.start, *(0 for _ in shape[1:])))
+                values[target] = self._load(name, chunk, _relative_to(common, offsets)[0])
         return values
 
     def clear_cache(self) -> None:
         """Free the cached chunks."""
         self._cached_chunks.clear()
 
-    def _load_rows(self, name: str, chunk: ChunkStorageMetadata, rows: slice) -> Tensor:
-        """Load some rows of one chunk from their place in the file."""
+    def _load(self, name: str, chunk: ChunkStorageMetadata, rows: slice | None = None) -> Tensor:
+        """Load a chunk, or some rows of it."""
         places = self._metadata.storage_data
         assert places is not None
-        place = places[MetadataIndex(f"model.{name}", chunk.offsets)]
-        part = StoredPart(name, place, chunk.sizes, self.dtype(name))
-        shape = (rows.stop - rows.start, *chunk.sizes[1:])
-        row_bytes = math.prod(shape[1:]) * part.dtype.itemsize
-        content = bytearray(row_bytes * shape[0])
-        with translate_read_errors(self.path), open_regular(regular_file(self.path, place.relative_path)) as opened:
-            opened.seek(values_offset(opened, part) + rows.start * row_bytes)
-            # The index promised these bytes, and `check_tensor_files` found the file long enough.
-            if opened.readinto(content) != len(content):
-                raise ValueError(f"file {place.relative_path} ends within {name}")
-        return torch.frombuffer(content, dtype=part.dtype).view(shape)
-
-    def _load(self, name: str, offsets: Offsets) -> Tensor:
-        """Load one chunk with `torch.load`, as DCP's reader would make one more copy."""
-        places = self._metadata.storage_data
-        assert places is not None
-        place = places[MetadataIndex(f"model.{name}", torch.Size(offsets))]
-        stored = self._stored[name]
-        (size,) = (chunk.sizes for chunk in stored.chunks if chunk.offsets == torch.Size(offsets))
-        part = StoredPart(name, place, size, stored.properties.dtype)
-        values: Any
+        part = StoredPart(name, places[MetadataIndex(f"model.{name}", chunk.offsets)], chunk.sizes, self.dtype(name))
         with translate_read_errors(self.path):
-            if isinstance(self.path, RemotePath):
-                content = read_part(self.path / place.relative_path, part)
-                values = torch.load(content, weights_only=True, map_location="cpu")
-            else:
-                with open_regular(regular_file(self.path, place.relative_path)) as opened:
-                    check_parts(self.path, [part])
-                    window: Any = _FileSlice(opened, place.offset, place.length)
-                    values = torch.load(window, weights_only=True, map_location="cpu")
-        if not isinstance(values, Tensor) or (values.shape, values.dtype) != (size, stored.properties.dtype):
-            raise ConfigError(
-                f"checkpoint {str(self.path)!r} is damaged: file {place.relative_path} holds something else where "
-                f"{name} belongs"
-            )
-        return values
-
-
-class _FileSlice(RawIOBase):
-    """A part of a file as a file object."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        self._opened = file
-        self._start = start
-        self._size = size
-        file.seek(start)
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position within the part."""
-        return self._opened.tell() - self._start
-
-    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        """Set the position within the part."""
-        base = {SEEK_SET: 0, SEEK_CUR: self.tell(), SEEK_END: self._size}[whence]
-        return self._opened.seek(self._start + base + offset) - self._start
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, up to the end of the part."""
-        target = memoryview(buffer)[: max(0, self._size - self.tell())]
-        return self._opened.readinto(target)  # type: ignore[attr-defined, no-any-return]
+            regular_file(self.path, part.storage_info.relative_path)
+            return read_part(self.path, part, rows)
 
 
 def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:

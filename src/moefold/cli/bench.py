@@ -1,36 +1,34 @@
-"""`moefold bench`: time our step, part by part and next to the limits of the hardware."""
+"""`moefold bench`: time our step next to the rates of the hardware."""
 
 import argparse
-import importlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
-from moefold.cli.bench_output import add_output_options, device_type_from_args, shape_from_args, write_report
 from moefold.cli.command_parser import CommandParser
+from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
+from moefold.host.output_file import check_writable, reject_existing
 from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
+from moefold.terminal import print_escaped
 
 if TYPE_CHECKING:
     from moefold.bench.step_bench import StepReport
 
-SUBCOMMANDS = {
-    "dispatch": "parts of one MoE layer over ETP x EP, folded or not",
-    "ranks": "where the ranks of a recipe spend a step",
-    "scaling": "tokens/s over tokens, step time over experts",
-    "leastloaded": "least-loaded dispatch under skewed routing",
-    "documents": "context parallelism on packed documents",
-    "plot": "plot a report of any of these commands",
-}
 MS_PER_S = 1e3
 CLOCK_NAMES = {"wall": "wall clock", "cpu": "CPU time of all threads"}
 
 
 def run(argv: list[str]) -> int:
-    """Run the benchmark and print its tables; return 0."""
-    if argv[:1] and argv[0] in SUBCOMMANDS:
-        return int(importlib.import_module(f"moefold.cli.bench_{argv[0]}").run(argv[1:]))
+    """Run the benchmark and print its table; return 0."""
+    if argv[:1] and not argv[0].startswith("-"):
+        raise ConfigError(
+            f"moefold bench takes options only, and {argv[0]!r} is none; benchmarks of single features are programs "
+            "of the repository: python -m benchmarks.NAME, see docs/performance.md"
+        )
     args = _parser().parse_args(argv)
     shape = checked_shape(args)
     from moefold.launch.ranks import spawn_ranks
@@ -82,41 +80,21 @@ def format_report(shape: BenchShape, report: "StepReport", below: Sequence[str] 
             f"  {row.name:28}  {row.median_s * MS_PER_S:8.1f}  {spread:>17}  {row.tokens_per_s:10,.0f}  "
             f"{row.tflops:8.3g}  {row.mfu:6.1%}  {row.peak_gib:8.3f}"
         )
-    return "\n".join([*lines, *below, "", *_format_parts(report)])
-
-
-def _format_parts(report: "StepReport") -> list[str]:
-    ours_s = report.rows[0].median_s
-    lines = [f"{'part of our step, by itself':30}  {'ms':>8}  {'of step':>7}  {'floor ms':>8}  {'gap':>6}"]
-    for piece in report.pieces:
-        gap = f"{piece.gap:5.1f}x" if piece.floor_s else "     -"
-        lines.append(
-            f"  {piece.name:28}  {piece.seconds * MS_PER_S:8.2f}  {piece.seconds / ours_s:7.1%}  "
-            f"{piece.floor_s * MS_PER_S:8.2f}  {gap:>6}"
-        )
-    rest_s = ours_s - sum(piece.seconds for piece in report.pieces)
-    lines.append(f"  {'the rest of the step':28}  {rest_s * MS_PER_S:8.2f}  {rest_s / ours_s:7.1%}")
-    lines.append("  dispatch, collectives: none on one rank; see `moefold bench dispatch` and `moefold bench ranks`")
-    lines.append(f"experts at {report.experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
-    return lines
+    return "\n".join([*lines, *below])
 
 
 def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, SUBCOMMANDS))
     return step_parser(
         "moefold bench",
-        "Time our training step and its parts, with the FLOP/s and bandwidth that the machine reaches in the same "
-        "rounds. The shape `small` is a whole training step; the others are forward and backward of one MoE layer, or "
-        "of two with attention.",
-        "subcommands, each with a --help:\n"
-        + "\n".join(f"  moefold bench {name:{width}}  {summary}" for name, summary in SUBCOMMANDS.items())
-        + "\n\n",
+        "Time our training step, with the FLOP/s and bandwidth that the machine reaches in the same rounds. The shape "
+        "`small` is a whole training step; the others are forward and backward of one MoE layer, or of two with "
+        "attention.",
     )
 
 
-def step_parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+def step_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a benchmark of a step of a shape."""
-    parser = CommandParser(prog=prog, description=description, epilog=f"{epilog}shapes: {', '.join(bench_shapes())}")
+    parser = CommandParser(prog=prog, description=description, epilog=f"shapes: {', '.join(bench_shapes())}")
     parser.add_argument("--shape", default="small", metavar="NAME", help="what to compute, see below (default small)")
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="tokens per step (default: 2048 for small, else 4096)"
@@ -148,3 +126,62 @@ def step_parser(prog: str, description: str, epilog: str = "") -> argparse.Argum
     parser.add_argument("--steps", type=int, default=20, help="measured rounds (default 20)")
     add_output_options(parser)
     return parser
+
+
+def shape_from_args(args: argparse.Namespace) -> BenchShape:
+    """Return the shape of --shape, after checking that the count options are positive.
+
+    Raises:
+        ConfigError: the shape is unknown, or a count is not positive.
+    """
+    check_output_options(args)
+    for name in ("steps", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
+    known = bench_shapes()
+    if args.shape not in known:
+        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
+    return known[args.shape]
+
+
+def device_type_from_args(args: argparse.Namespace) -> str:
+    """Resolve --device, and check that the clock of --clock can time it. Imports torch."""
+    from moefold.launch.ranks import choose_device
+
+    with reworded_errors(*DEVICE_OPTION):
+        device = choose_device(args.device, 1, None)
+    if device == "cuda" and args.clock == "cpu":
+        raise ConfigError("--clock cpu cannot time a GPU; leave it out, or set --device cpu")
+    return device
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --force."""
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the table")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+
+
+def check_output_options(args: argparse.Namespace) -> None:
+    """Check that the report can be written, before any measurement.
+
+    Raises:
+        ConfigError: the folder is missing or not writable, or the file exists and --force is not given.
+    """
+    if args.json not in (None, "-"):
+        check_writable("--json", Path(args.json))
+        reject_existing("--json", Path(args.json), force=args.force)
+
+
+def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:
+    """Print the table, and write the report where --json asks for it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(report)
+    print_escaped(text if args.json == "-" else table, flush=True)
+    if args.json not in (None, "-"):
+        try:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {args.json}: {error.strerror}") from None

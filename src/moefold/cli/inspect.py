@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.metric_curves import ATTENTION_CURVES, PREFERENCE_CURVES, RL_CURVES, SITE_CURVES, MetricCurve
+from moefold.metrics.metric_curves import CURVE_GROUPS, MetricCurve
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -49,18 +49,10 @@ def run(argv: list[str]) -> int:
         reject_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
-    from moefold.metrics.metric_curves import (
-        read_attention_curves,
-        read_preference_curves,
-        read_reward_curves,
-        read_site_curves,
-    )
+    from moefold.metrics.metric_curves import read_metric_curves
 
     balance = read_balance(arguments.run)
-    curves = read_reward_curves(arguments.run)
-    preferences = read_preference_curves(arguments.run)
-    attention = read_attention_curves(arguments.run)
-    sites = read_site_curves(arguments.run)
+    curves = read_metric_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
             f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
@@ -69,7 +61,7 @@ def run(argv: list[str]) -> int:
     if arguments.picture is not None:
         from moefold.cli.inspect_picture import save_picture
 
-        save_picture(balance, arguments.picture, curves, sites)
+        save_picture(balance, arguments.picture, curves["rl"], curves["sites"])
         print_escaped(f"wrote {arguments.picture}", file=sys.stderr)
     if arguments.json:
         record = {
@@ -82,24 +74,15 @@ def run(argv: list[str]) -> int:
             "num_experts": balance.num_experts,
             "layers": [asdict(summary) for summary in balance.summaries()],
         }
-        if curves:
-            record["rl"] = {curve.name: curve.summary() for curve in curves}
-        if preferences:
-            record["preferences"] = {curve.name: curve.summary() for curve in preferences}
-        if attention:
-            record["attention"] = {curve.name: curve.summary() for curve in attention}
-        if sites:
-            record["sites"] = {curve.name: curve.summary() for curve in sites}
+        record |= {key: {one.name: one.summary() for one in group} for key, group in curves.items() if group}
         print(json.dumps(record))
     else:
         from moefold.console import PrintableConsole
 
         console = PrintableConsole(highlight=False)
         print_balance(console, balance, arguments.layer)
-        print_curves(console, "reinforcement learning", RL_CURVES, curves)
-        print_curves(console, "preferences", PREFERENCE_CURVES, preferences)
-        print_curves(console, "attention", ATTENTION_CURVES, attention)
-        print_curves(console, "rounds of sites", SITE_CURVES, sites)
+        for key, group in curves.items():
+            print_curves(console, CURVE_GROUPS[key].title, group)
     return 0
 
 
@@ -214,13 +197,12 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
         console.print(Text(f"{left_out} experts between the busiest and the idlest left out", style="dim"))
 
 
-def print_curves(console: Console, title: str, names: Mapping[str, str], curves: Sequence[MetricCurve]) -> None:
+def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
     """Print the numbers of each curve, and its course; nothing if there is none.
 
     Args:
         console: output.
         title: what the curves describe.
-        names: name for display of each metric.
         curves: the curves.
     """
     if not curves:
@@ -234,7 +216,7 @@ def print_curves(console: Console, title: str, names: Mapping[str, str], curves:
     for name in ("start", "end", "min", "max"):
         table.add_column(name, justify="right", no_wrap=True)
     for curve in curves:
-        table.add_row(names[curve.name], *(f"{value:.4g}" for value in curve.summary().values()))
+        table.add_row(curve.title, *(f"{value:.4g}" for value in curve.summary().values()))
     console.print()
     console.print(table)
     console.print()
@@ -246,7 +228,7 @@ def print_curves(console: Console, title: str, names: Mapping[str, str], curves:
         levels = ((values - low) / span * len(blocks)).astype(int).clip(0, len(blocks) - 1)
         width = max(1, MIN_ROW_COLUMNS // len(values))
         row = "".join(blocks[level] * width for level in levels.tolist())
-        console.print(Text(f"{names[curve.name]:>16}  {row}", no_wrap=True, overflow="crop"))
+        console.print(Text(f"{curve.title:>16}  {row}", no_wrap=True, overflow="crop"))
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:

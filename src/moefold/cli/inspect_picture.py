@@ -1,6 +1,6 @@
 """Picture of a run's load balance: heat maps of each layer's experts over time, with load, dead experts and drops."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.metrics.expert_balance import Array, ExpertBalance, split_into_bins
-from moefold.metrics.metric_curves import RL_CURVES, SITE_CURVES, MetricCurve
+from moefold.metrics.metric_curves import MetricCurve
 from moefold.metrics.plot import escape_plot_text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def save_picture(
     if rewards:
         _draw_rewards(further[0], rewards)
     if sites:
-        _draw_panels(further[-1], sites, SITE_CURVES)
+        _draw_panels(further[-1], sites)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -201,21 +201,21 @@ def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
     """Draw a panel for each curve of reinforcement learning; the held-out reward in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     held_out = next((one for one in curves if one.name == HELD_OUT), None)
-    for axes, curve in zip(_draw_panels(figure, panels, RL_CURVES), panels, strict=True):
+    for axes, curve in zip(_draw_panels(figure, panels), panels, strict=True):
         if curve.name == "reward" and held_out is not None:
             axes.plot(*held_out.binned(MAX_BINS), color="#b5301f", linewidth=1.2, marker="o", markersize=3)
             axes.lines[-1].set_label("held out, greedy")
             axes.legend(frameon=False, fontsize=8, labelcolor=INK)
 
 
-def _draw_panels(figure: Any, curves: Sequence[MetricCurve], titles: Mapping[str, str]) -> Sequence[Any]:
+def _draw_panels(figure: Any, curves: Sequence[MetricCurve]) -> Sequence[Any]:
     """Draw a row with a panel for each curve; return their axes."""
     row: Sequence[Any] = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, curve in zip(row, curves, strict=True):
         steps, values = curve.binned(MAX_BINS)
         marker = "o" if len(steps) == 1 else ""
         axes.plot(steps, values, color=LOAD_COLORS[0], linewidth=1.2, marker=marker, label="samples")
-        axes.set_title(titles[curve.name], fontsize=9.5, color=INK, loc="left", pad=4)
+        axes.set_title(curve.title, fontsize=9.5, color=INK, loc="left", pad=4)
         axes.set_xlabel("step", color=INK, fontsize=9)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)

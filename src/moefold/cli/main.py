@@ -47,7 +47,7 @@ COMMANDS = {
     "doctor": "show versions, devices, memory, kernels and optional packages of this machine",
     "completion": "print a script that completes commands and recipe keys in a shell",
     "probe": "measure this machine and write a device file for the planner",
-    "bench": "measure the training step, its parts and its mappings",
+    "bench": "measure the training step next to the rates of the machine",
 }
 
 EXIT_FAILED = 1

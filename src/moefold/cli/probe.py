@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold import __version__
-from moefold.cli.bench_output import add_force
 from moefold.cli.command_parser import CommandParser
 from moefold.cost.hardware import device_names, load_device
 from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
@@ -162,5 +161,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each operation (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write measured times and fitted numbers as JSON")
-    add_force(parser)
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser

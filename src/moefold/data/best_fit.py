@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
 from moefold.data.cache import cached_ids, npy_header
-from moefold.data.sample import Sample
-from moefold.data.sampler import LocatedStream, TokenStream
+from moefold.data.sample import Sample, SampleSource
+from moefold.data.sampler import TokenStream
 from moefold.data.sft import pack_best_fit
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, TokenFileStream, document_ends_path, read_npy_header
@@ -66,19 +66,11 @@ class EndTokenBoundaries:
         return starts if first else np.concatenate(([0], starts))
 
 
-class IndexedDocuments(TokenStream, Protocol):
-    """A stream of tokens with an index of its documents."""
-
-    def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return a mask of the tokens start .. stop - 1 that begin a document."""
-        ...
-
-
 @dataclass(frozen=True)
 class IndexBoundaries:
     """Documents of the index that `moefold tokenize` wrote."""
 
-    stream: IndexedDocuments
+    stream: TokenStream
 
     @property
     def identity(self) -> Sequence[str | int]:
@@ -117,7 +109,7 @@ class PackingCounts:
 _NUM_COUNTS = len(fields(PackingCounts))
 
 
-class BestFitSamples:
+class BestFitSamples(SampleSource):
     """Samples of whole documents, parts of long ones, and padding.
 
     A document of n > S + 1 tokens is split into parts of S + 1 tokens and a rest. Neighbouring parts share one token:
@@ -132,6 +124,8 @@ class BestFitSamples:
         pad_id: id of the padding.
     """
 
+    has_annotations = True
+
     def __init__(self, stream: TokenStream, packing: ShardReader, seq_len: int, pad_id: int) -> None:
         self.seq_len = seq_len
         self.counts = PackingCounts(*packing[:_NUM_COUNTS].tolist())
@@ -144,19 +138,12 @@ class BestFitSamples:
             for first in range(0, num_parts, _CHUNK_PARTS)
         ]
         self._first_parts = np.concatenate([*begins, [num_parts]]).astype(np.int64)
+        # As if the last token of each sample was none.
+        self.filled = min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._first_parts) - 1
-
-    @property
-    def filled(self) -> float:
-        """Share of the inputs of all samples that are tokens, if the last token of each sample is none."""
-        return min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, [seq_len + 1]."""
-        return self.annotated_sample(number).tokens
 
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its padding is the last document."""
@@ -173,8 +160,6 @@ class BestFitSamples:
 
     def origin(self, number: int) -> str:
         """Return file and position of the first document of a sample; empty if the stream has no files."""
-        if not isinstance(self._stream, LocatedStream):
-            return ""
         return self._stream.describe_location(self._parts_of(number)[0][0])
 
     def _parts_of(self, number: int) -> list[tuple[int, int]]:

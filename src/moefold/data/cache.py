@@ -22,9 +22,9 @@ from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
 from moefold.data.text_source import TextSource
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
-from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
+from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 1
 _BATCH_BYTES = 2**23

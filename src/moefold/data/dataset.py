@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import draw_bits, hash_ints
-from moefold.data.sample import EodAnnotatedSamples, ReferenceLogProbs, Sample, SampleSource
+from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
@@ -66,8 +66,6 @@ NEEDS_RL = (
 
 class NoSamples(Sampler):
     """No sample."""
-
-    has_annotations = False
 
     def __len__(self) -> int:
         """Return 0."""
@@ -242,8 +240,9 @@ class _DatasetBuilder:
             raise ConfigError(NEEDS_PROGRAM)
         if data.kind == "synthetic":
             check_no_data_path(data)
-            samples = SyntheticSamples(seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len)
-            return samples if data.document_end < 0 else EodAnnotatedSamples(samples, data.document_end)
+            return SyntheticSamples(
+                seed=self.seed, vocab_size=self.vocab_size, seq_len=self.seq_len, document_end=data.document_end
+            )
         if data.kind == "tokens":
             files = token_files(data, self._skipped) if self.token_file_set is None else self.token_file_set.files(data)
         else:
@@ -264,8 +263,7 @@ class _DatasetBuilder:
         check_enough_tokens(len(stream), seq_len=self.seq_len)
         if data.document_index:
             return IndexAnnotatedSamples(stream, self.seq_len)
-        packed = PackedSamples(stream, self.seq_len)
-        return packed if data.document_end < 0 else EodAnnotatedSamples(packed, data.document_end)
+        return PackedSamples(stream, self.seq_len, data.document_end)
 
     def _all_of(self, source: SampleSource) -> Split:
         return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
@@ -349,7 +347,7 @@ JUMP_PROBABILITY = 0.1
 _NUM_STRIDES = 4
 
 
-class SyntheticSamples:
+class SyntheticSamples(SampleSource):
     """Samples that count upwards by a stride, with random jumps; computed on demand.
 
     The seed chooses four strides; each sample uses one of them: token t+1 is (token t + stride) mod V, or, with
@@ -357,15 +355,18 @@ class SyntheticSamples:
     stride the current sample uses.
     """
 
-    def __init__(self, *, seed: int, vocab_size: int, seq_len: int) -> None:
+    def __init__(self, *, seed: int, vocab_size: int, seq_len: int, document_end: int = -1) -> None:
         """Choose the strides of a seed.
 
         Args:
             seed: run.seed.
             vocab_size: V; ids are in [0, V).
             seq_len: S; a sample has S + 1 tokens.
+            document_end: token that ends a document; -1: samples have no documents.
         """
         self.seq_len = seq_len
+        self.document_end = document_end
+        self.has_annotations = document_end >= 0
         self.vocab_size = vocab_size
         self._seed = seed
         strides = draw_bits(hash_ints(seed, NUM_SAMPLES), _NUM_STRIDES) % np.uint64(max(1, vocab_size - 1))

@@ -3,14 +3,21 @@
 A limit that is exceeded ends the subprocess alone. It ends with its client object, too.
 """
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 _LAUNCHER = Path(__file__).with_name("limited_worker.py")
+
+
+class ProcessEndedError(Exception):
+    """A process has exceeded a limit; the message says which."""
 
 
 class LimitedProcess:
@@ -31,6 +38,9 @@ class LimitedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._owner = os.getpid()
         self._is_busy = False
         weakref.finalize(self, _end_process, self._process, self._owner)
@@ -40,36 +50,44 @@ class LimitedProcess:
         """Return whether it runs, belongs to this process and has answered: a caller may be interrupted before that."""
         return self._owner == os.getpid() and not self._is_busy and self._process.poll() is None
 
-    def finish(self) -> None:
-        """Declare the last request answered."""
-        self._is_busy = False
+    def ask(
+        self, request: dict[str, Any], payload: bytes = b"", *, memory_bytes: int, cpu_s: float, limit: int, does: str
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request and return the answer and its data; one that the program refuses has the reason as `refused`.
 
-    def send(self, data: bytes) -> None:
-        """Send a request; if the process has ended, its answer is missing."""
-        assert self._process.stdin is not None
+        Args:
+            request: the method of the program that answers as `do`, and its arguments.
+            payload: bytes for it.
+            memory_bytes: limit of the memory meanwhile.
+            cpu_s: limit of the CPU time.
+            limit: most bytes of the answer, its data apart.
+            does: what the process does, for the message.
+
+        Raises:
+            ProcessEndedError: it has exceeded a limit.
+        """
+        header = json.dumps(request | {"bytes": len(payload), "memory_bytes": memory_bytes, "cpu_s": cpu_s})
         self._is_busy = True
-        try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return
-
-    def read_line(self, limit: int) -> bytes | None:
-        """Return the next line of the answer; None if the process has ended, or the line is too long."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline(limit)
-        return line if line.endswith(b"\n") else None
-
-    def read(self, size: int) -> bytes | None:
-        """Return the next bytes of the answer; None if the process has ended."""
-        assert self._process.stdout is not None
-        data = self._process.stdout.read(size)
-        return data if len(data) == size else None
-
-    def end(self) -> str:
-        """End the process; return why it has ended: "time", or "memory" for all other reasons."""
+        self._send(header.encode() + b"\n" + payload)
+        line = self._read_line(limit)
+        answer: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass")) if line.endswith(b"\n") else {}
+        data = self._stdout.read(answer["bytes"]) if answer else b""
+        if answer and len(data) == answer["bytes"]:
+            self._is_busy = False
+            return answer, data
         self._process.kill()
-        return "time" if self._process.wait() == -signal.SIGPROF else "memory"
+        if self._process.wait() == -signal.SIGPROF:
+            raise ProcessEndedError(f"it takes more than {cpu_s:.3g} s of CPU time")
+        raise ProcessEndedError(f"the process that {does} it has ended; it may use {memory_bytes:,} bytes of memory")
+
+    def _send(self, data: bytes) -> None:
+        # If the process has ended, its answer is missing.
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(data)
+            self._stdin.flush()
+
+    def _read_line(self, limit: int) -> bytes:
+        return self._stdout.readline(limit)
 
 
 def _end_process(process: "subprocess.Popen[bytes]", owner: int) -> None:

@@ -1,14 +1,17 @@
 """Program that limits its own memory and runs another program: `limited_worker.py PROGRAM MEMORY_BYTES HARD_BYTES`.
 
-It imports only the standard library. The other program reads requests from standard input.
+It imports only the standard library. The other program calls `serve` with an object that answers requests. A request is
+a line of JSON, with the number of bytes that follow it and with its limits; so is its answer.
 """
 
 import contextlib
+import json
 import os
 import resource
 import runpy
 import signal
 import sys
+from typing import Any
 
 RESERVED_BYTES_PER_CORE = 192 << 20
 """Address space that the allocator and the stack of a thread reserve without using it."""
@@ -22,7 +25,27 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     set_memory_limit(int(soft), int(hard))
     sys.argv = [program]
-    runpy.run_path(program, {"set_memory_limit": set_memory_limit}, "__main__")
+    runpy.run_path(program, {"serve": serve}, "__main__")
+
+
+def serve(worker: Any) -> None:
+    """Answer requests by the methods of an object, which return a header and bytes, until standard input ends."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while line := requests.readline():
+        request = json.loads(line)
+        payload = requests.read(request["bytes"])
+        set_memory_limit(request["memory_bytes"])
+        # The timer's SIGPROF kills the process when the time is over.
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        try:
+            header, data = getattr(worker, request["do"])(request, payload)
+        except BaseException as error:  # noqa: BLE001 - Rust cores panic by an exception that is no Exception
+            header, data = {"refused": str(error) or type(error).__name__}, b""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        # Texts of templates may have lone surrogates.
+        text = json.dumps(header | {"bytes": len(data)}, ensure_ascii=False)
+        answers.write(text.encode("utf-8", "surrogatepass") + b"\n" + data)
+        answers.flush()
 
 
 def set_memory_limit(soft: int, hard: int = 0) -> None:

@@ -34,6 +34,8 @@ class Mixture(Sampler):
         self._parts = tuple(parts)
         total = sum(shares)
         self._shares = tuple(share / total for share in shares)
+        self.has_annotations = any(part.has_annotations for part in parts)
+        self.filled = sum(share * part.filled for share, part in zip(self._shares, parts, strict=True))
         ends = [round(end / total * _MODULUS) for end in accumulate(shares)]
         self._ends = [*ends[:-1], _MODULUS]
 
@@ -53,16 +55,6 @@ class Mixture(Sampler):
             raise IndexError(f"sample index {index} must not be negative")
         which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
         return which, self._count(which, index)
-
-    @property
-    def has_annotations(self) -> bool:
-        """True if any part has annotations."""
-        return any(part.has_annotations for part in self._parts)
-
-    @property
-    def filled(self) -> float:
-        """Mean of the parts, by their shares."""
-        return sum(share * part.filled for share, part in zip(self._shares, self._parts, strict=True))
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run."""

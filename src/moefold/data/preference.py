@@ -19,7 +19,7 @@ from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.data.rewards import prompt_hash
-from moefold.data.sample import ReferenceLogProbs, Sample
+from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sft import (
     ConversationReader,
     ConversationToRender,
@@ -53,7 +53,7 @@ def _is_labelled(align: AlignConfig) -> bool:
     return isinstance(method, PreferencePart) and method.labelled
 
 
-class PackedPairs:
+class PackedPairs(SampleSource):
     """Samples of whole pairs and padding; both sequences of a pair are documents of one sample.
 
     Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
@@ -61,6 +61,8 @@ class PackedPairs:
     "is_desirable" [K / 2], the label (kto); "reference_log_probs" [K], where the loss needs a reference. The weights of
     the targets of sequence 2k add up to 1.
     """
+
+    has_annotations = True
 
     def __init__(
         self,
@@ -99,10 +101,6 @@ class PackedPairs:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._bins)
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, [seq_len + 1]."""
-        return self.annotated_sample(number).tokens
 
     def origin(self, number: int) -> str:
         """Return the pairs of a sample, by their numbers in the order of the files."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from moefold.config.data import DataConfig
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
@@ -40,18 +40,6 @@ class Prompt:
 
 
 CheckPrompt = Callable[[Prompt], None]
-
-
-class PromptSource(Protocol):
-    """Prompts in the order in which a run visits them, without end."""
-
-    def prompt(self, index: int) -> Prompt:
-        """Return prompt `index` of the run."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of different prompts; at least 2**39 if they are generated."""
-        ...
 
 
 class TaskPrompts:
@@ -100,6 +88,10 @@ class FilePrompts:
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = (epoch, IndexShuffle(len(self.prompts), hash_ints(self._order_key, epoch)))
         return self.prompts[self._epoch_order[1](position)]
+
+
+PromptSource = TaskPrompts | FilePrompts
+"""Prompts in the order in which a run visits them, without end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Samples with optional document ids (attention and loss boundaries) and target weights (loss mask).
 
-A source of samples that implements `annotated_sample` next to `sample` (an `AnnotatedSampleSource`) is enough: batches,
-attention masks and the weighted mean of the loss follow from it.
+A source of samples that implements `annotated_sample` is enough: batches, attention masks and the weighted mean of the
+loss follow from it.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,64 +73,46 @@ class Sample:
         return has_arrays or bool(self.token_columns) or bool(self.sample_columns)
 
 
-class SampleSource(Protocol):
-    """Numbered samples in the order of the data."""
+class SampleSource(ABC):
+    """Numbered samples in the order of the data; a subclass defines `sample` or `annotated_sample`, or both."""
 
     seq_len: int
+    document_end: int = -1
+    """Token that ends a document and belongs to it, to number documents by; -1: none."""
+    has_annotations: bool = False
+    """Samples may have document ids or target weights."""
+    filled: float = 1.0
+    """Share of the inputs of all samples that are tokens and not padding, 0 to 1; an estimate for parts of data."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, [seq_len + 1]."""
-        ...
-
-
-@runtime_checkable
-class AnnotatedSampleSource(SampleSource, Protocol):
-    """Numbered samples with document ids and target weights; both may be None (one document, all targets count)."""
+        """Return the tokens of one sample, int64 [seq_len + 1]; errors as in `annotated_sample`."""
+        return self.annotated_sample(number).tokens
 
     def annotated_sample(self, number: int) -> Sample:
-        """Return one sample with its annotations."""
-        ...
-
-
-@runtime_checkable
-class PaddedSampleSource(Protocol):
-    """Numbered samples, some of which end with padding."""
-
-    @property
-    def filled(self) -> float:
-        """Return the share of the inputs of all samples that are tokens and not padding, 0 to 1."""
-        ...
-
-
-@runtime_checkable
-class TraceableSampleSource(Protocol):
-    """Numbered samples whose origin in the data can be given."""
+        """Return one sample with its annotations, if it has any."""
+        tokens = self.sample(number)
+        return annotate_documents(tokens, self.document_end) if self.document_end >= 0 else Sample(tokens)
 
     def origin(self, number: int) -> str:
-        """Return file and position of a sample, for a message."""
-        ...
-
-
-@runtime_checkable
-class DroppableSource(Protocol):
-    """Numbered samples from files that can be dropped; the other samples keep their numbers."""
+        """Return file and position of a sample, for a message; empty if they are not known."""
+        return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files, by their names in the recipe."""
-        ...
+        """Drop files, by their names in the recipe; does nothing if samples do not come from files."""
+        return
 
     def is_dropped(self, number: int) -> bool:
-        """Return whether a sample has a token of a dropped file."""
-        ...
+        """Return whether a sample has a token of a dropped file and cannot be used."""
+        return False
 
     @property
     def dropped_samples(self) -> list[range]:
-        """Ranges of the numbers of the dropped samples, ascending and disjoint."""
-        ...
+        """Ranges of the numbers of the dropped samples, ascending and disjoint; the others keep their numbers."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,51 +238,6 @@ def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
     documents = np.zeros(len(tokens), dtype=np.int32)
     np.cumsum(tokens[:-1] == end_id, out=documents[1:])
     return Sample(tokens, documents)
-
-
-class EodAnnotatedSamples:
-    """Samples with document ids derived from the end-of-document token."""
-
-    def __init__(self, source: SampleSource, end_id: int) -> None:
-        """Wrap a source.
-
-        Args:
-            source: samples of packed documents.
-            end_id: the token after every document; it belongs to the document that it ends.
-        """
-        self.seq_len = source.seq_len
-        self._source = source
-        self._end_id = end_id
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._source)
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, int64 [seq_len + 1]."""
-        return self._source.sample(number)
-
-    def annotated_sample(self, number: int) -> Sample:
-        """Return one sample with its document ids."""
-        return annotate_documents(self._source.sample(number), self._end_id)
-
-    def origin(self, number: int) -> str:
-        """Return file and position of a sample; empty if the source has no files."""
-        return self._source.origin(number) if isinstance(self._source, TraceableSampleSource) else ""
-
-    def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files of the source."""
-        if isinstance(self._source, DroppableSource):
-            self._source.drop_files(names)
-
-    def is_dropped(self, number: int) -> bool:
-        """Return whether a sample of the source is dropped."""
-        return isinstance(self._source, DroppableSource) and self._source.is_dropped(number)
-
-    @property
-    def dropped_samples(self) -> list[range]:
-        """Ranges of the dropped samples of the source."""
-        return self._source.dropped_samples if isinstance(self._source, DroppableSource) else []
 
 
 class ReferenceLogProbs:

@@ -14,22 +14,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
-from moefold.data.sample import (
-    AnnotatedSampleSource,
-    DroppableSource,
-    PaddedSampleSource,
-    Sample,
-    SampleBatch,
-    SampleSource,
-    TraceableSampleSource,
-    stack_samples,
-)
+from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
 from moefold.errors import ConfigError, RunError
 
 _MAX_RANGES = 64
@@ -124,63 +115,51 @@ def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
     return ranges
 
 
-class TokenStream(Protocol):
-    """A long sequence of token ids that is read in parts."""
+class TokenStream(ABC):
+    """A long sequence of token ids that is read in parts; it may come from files, and have an index of documents."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of tokens."""
-        ...
 
+    @abstractmethod
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop-1, [stop - start]."""
-        ...
-
-
-class IndexedStream(TokenStream, Protocol):
-    """A stream of token ids with an index of its documents."""
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return a mask of the tokens start .. stop-1 that begin a document, [stop - start]."""
-        ...
-
-
-@runtime_checkable
-class LocatedStream(Protocol):
-    """A stream of token ids whose tokens have a location in a file."""
+        """Return a mask of the tokens start .. stop-1 that begin a document, [stop - start]; needs an index."""
+        raise NotImplementedError
 
     def describe_location(self, token: int) -> str:
-        """Return the file and position of a token, for a message."""
-        ...
-
-
-@runtime_checkable
-class DroppableStream(Protocol):
-    """A stream of token ids whose files can be dropped; the positions of all ids stay the same."""
+        """Return the file and position of a token, for a message; empty if it is not of a file."""
+        return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files by name."""
-        ...
+        """Drop files by name; the positions of all ids stay the same."""
+        return
 
     @property
     def dropped_tokens(self) -> list[range]:
         """The token ranges of the dropped files, ascending."""
-        ...
+        return []
 
     def is_dropped(self, start: int, stop: int) -> bool:
         """Return whether any of the tokens start .. stop-1 belongs to a dropped file."""
-        ...
+        return False
 
 
-class PackedSamples:
+class PackedSamples(SampleSource):
     """Documents packed without padding: sample i is tokens[i*S : i*S + S + 1], S = seq_len.
 
     Consecutive samples share one token, so every token but the first of the stream is a label exactly once.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+    def __init__(self, stream: TokenStream, seq_len: int, document_end: int = -1) -> None:
         """Split a stream into samples; a tail shorter than seq_len is left out."""
         self.stream = stream
         self.seq_len = seq_len
+        self.document_end = document_end
+        self.has_annotations = document_end >= 0
 
     def __len__(self) -> int:
         """Return the number of samples in the stream."""
@@ -193,24 +172,22 @@ class PackedSamples:
 
     def origin(self, number: int) -> str:
         """Return file and position of a sample; empty if the stream has no files."""
-        start = number * self.seq_len
-        return self.stream.describe_location(start) if isinstance(self.stream, LocatedStream) else ""
+        return self.stream.describe_location(number * self.seq_len)
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files; samples with any token of a dropped file are dropped."""
-        if isinstance(self.stream, DroppableStream):
-            self.stream.drop_files(names)
+        self.stream.drop_files(names)
 
     def is_dropped(self, number: int) -> bool:
         """Return whether a sample has a token of a dropped file."""
         start = number * self.seq_len
-        return isinstance(self.stream, DroppableStream) and self.stream.is_dropped(start, start + self.seq_len + 1)
+        return self.stream.is_dropped(start, start + self.seq_len + 1)
 
     @property
     def dropped_samples(self) -> list[range]:
         """Ranges of the numbers of the dropped samples, ascending and disjoint."""
         found: list[range] = []
-        for tokens in self.stream.dropped_tokens if isinstance(self.stream, DroppableStream) else ():
+        for tokens in self.stream.dropped_tokens:
             # Sample i has the tokens i * S to i * S + S, both included.
             first = max(-(-(tokens.start - self.seq_len) // self.seq_len), found[-1].stop if found else 0)
             end = min((tokens.stop - 1) // self.seq_len + 1, len(self))
@@ -222,11 +199,10 @@ class PackedSamples:
 class IndexAnnotatedSamples(PackedSamples):
     """Packed samples with document ids taken from the document index of their stream."""
 
-    stream: IndexedStream
-
-    def __init__(self, stream: IndexedStream, seq_len: int) -> None:
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
         """Split a stream into samples."""
         super().__init__(stream, seq_len)
+        self.has_annotations = True
 
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample with its document ids."""
@@ -235,38 +211,19 @@ class IndexAnnotatedSamples(PackedSamples):
         return Sample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
-class Sampler(ABC):
-    """Samples in the order in which a run visits them, without end, the same under every parallel mapping."""
+class Sampler(SampleSource):
+    """Samples in the order in which a run visits them, without end, the same under every parallel mapping.
 
-    seq_len: int
+    The number of a sample is its index in the run, 0-based and without an upper limit; the length is an epoch's.
+    `annotated_sample` raises ConfigError if there is no sample, or the data holds an id outside the model's vocabulary.
+    """
+
     split_name: str = "training"
     """Name of the split in messages."""
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
-
-    @property
-    @abstractmethod
-    def has_annotations(self) -> bool:
-        """True if samples may have document ids or target weights."""
-
-    @abstractmethod
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run (0-based, no upper limit); without annotations if the data has none.
-
-        Raises:
-            ConfigError: there is no sample, or the data holds an id outside the model's vocabulary.
-        """
-
-    @property
-    def filled(self) -> float:
-        """Share of the inputs of an epoch that are tokens and not padding, 0 to 1; an estimate for parts of data."""
-        return 1.0
-
-    def sample(self, index: int) -> NDArray[np.int64]:
-        """Return the tokens of sample `index` of the run, int64 [seq_len + 1]; errors as in `annotated_sample`."""
-        return self.annotated_sample(index).tokens
+        """Return sample `index` of the run; without annotations if the data has none."""
 
     def batch(self, first: int, count: int) -> SampleBatch:
         """Return samples first .. first+count-1 of the run."""
@@ -309,14 +266,6 @@ class Sampler(ABC):
                 taken.append(first)
             first += 1
         return taken
-
-    def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files of the data, by their names in the recipe; does nothing if samples do not come from files."""
-        return
-
-    def is_dropped(self, index: int) -> bool:
-        """Return whether sample `index` of the run has a token of a dropped file and cannot be used."""
-        return False
 
     @property
     def num_dropped(self) -> int:
@@ -362,6 +311,9 @@ class Split(Sampler):
         """
         self.seq_len = source.seq_len
         self.split_name = split_name
+        self.has_annotations = source.has_annotations
+        # Its samples may belong to other parts too.
+        self.filled = source.filled
         self._source = source
         self._members = members
         self._order_key = order_key
@@ -373,44 +325,28 @@ class Split(Sampler):
         """Return the number of samples in an epoch."""
         return len(self._members)
 
-    @property
-    def has_annotations(self) -> bool:
-        """True if the source has document ids or target weights."""
-        return isinstance(self._source, AnnotatedSampleSource)
-
-    @property
-    def filled(self) -> float:
-        """Filled share of the source, whose samples may belong to other parts too."""
-        return self._source.filled if isinstance(self._source, PaddedSampleSource) else 1.0
-
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run (0-based, no upper limit); without annotations if the source has none.
 
         Raises:
             ConfigError: the split is empty, or the data holds an id outside the model's vocabulary.
         """
-        number = self._number(index)
-        if isinstance(self._source, AnnotatedSampleSource):
-            return self._source.annotated_sample(number)
-        return Sample(self._source.sample(number))
+        return self._source.annotated_sample(self._number(index))
 
     def origin(self, index: int) -> str:
         """Return the sample's number in the data, and its file if the source has it."""
         number = self._number(index)
-        place = self._source.origin(number) if isinstance(self._source, TraceableSampleSource) else ""
+        place = self._source.origin(number)
         return f"row {number} ({place})" if place else f"row {number}"
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files of the source."""
-        if isinstance(self._source, DroppableSource):
-            self._source.drop_files(names)
-            self._num_dropped = self._members.count_in(self._source.dropped_samples)
+        self._source.drop_files(names)
+        self._num_dropped = self._members.count_in(self._source.dropped_samples)
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample has a token of a dropped file."""
-        if not self._num_dropped:
-            return False
-        return isinstance(self._source, DroppableSource) and self._source.is_dropped(self._number(index))
+        return self._num_dropped > 0 and self._source.is_dropped(self._number(index))
 
     @property
     def num_dropped(self) -> int:

@@ -30,13 +30,13 @@ from moefold.data.conversation_tokens import (
 from moefold.data.file_formats import JsonlRecord, jsonl_records
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
-from moefold.data.sample import Sample
+from moefold.data.sample import Sample, SampleSource
 from moefold.data.shard_reader import ShardReader
 from moefold.data.source_listing import is_jsonl
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.data.worker_pool import ReadProgress
 from moefold.errors import ConfigError
+from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
@@ -141,12 +141,14 @@ class ScaledMembers:
     """Line for the log."""
 
 
-class PackedConversations:
+class PackedConversations(SampleSource):
     """Samples of whole conversations and padding; no conversation spans two samples.
 
     A sample has S + 1 tokens and shares none with another sample. Its documents are numbered; padding counts as the
     last document and repeats `pad_id`. Conversations are truncated to S + 1 tokens.
     """
+
+    has_annotations = True
 
     def __init__(
         self,
@@ -180,10 +182,6 @@ class PackedConversations:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._bins)
-
-    def sample(self, number: int) -> NDArray[np.int64]:
-        """Return the tokens of one sample, [seq_len + 1]."""
-        return self.annotated_sample(number).tokens
 
     def origin(self, number: int) -> str:
         """Return the conversations of a sample, by their numbers in the order of the files."""

@@ -7,13 +7,13 @@ everything before.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.data.huggingface import TextTables
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
@@ -24,14 +24,6 @@ MAX_BLOCK_SAMPLES = 1024
 _MAX_BLOCK_TOKENS = 2**23
 _BATCH_CHARACTERS = 2**20
 NUM_SAMPLES = 2**62
-
-
-class DocumentSource(Protocol):
-    """Documents that can be read from any of them on."""
-
-    def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the documents from a state on (None: from the first), each with the state to restart at it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -46,7 +38,7 @@ class StreamingSampler(Sampler):
     """Documents packed without padding, in order, epoch after epoch."""
 
     def __init__(
-        self, texts: DocumentSource, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
+        self, texts: TextTables, tokenizer: Tokenizer, *, seq_len: int, order_key: int | None, document_end: int
     ) -> None:
         """Start at the first document.
 
@@ -62,17 +54,13 @@ class StreamingSampler(Sampler):
         self._texts = texts
         self._tokenizer = tokenizer
         self._order_key = order_key
-        self._document_end = document_end
+        self.document_end = document_end
+        self.has_annotations = document_end >= 0
         self._restart()
 
     def __len__(self) -> int:
         """Return more samples than any run takes: the length of an epoch is unknown in advance."""
         return NUM_SAMPLES
-
-    @property
-    def has_annotations(self) -> bool:
-        """True if samples have document ids."""
-        return self._document_end >= 0
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run; reads on to its block.
@@ -92,7 +80,7 @@ class StreamingSampler(Sampler):
         assert self._tokens is not None
         window = slice(place * self.seq_len, (place + 1) * self.seq_len + 1)
         tokens = self._tokens[window].astype(np.int64)
-        return annotate_documents(tokens, self._document_end) if self.has_annotations else Sample(tokens)
+        return annotate_documents(tokens, self.document_end) if self.has_annotations else Sample(tokens)
 
     def state(self, index: int) -> Any:
         """Return the start of the block of sample `index`, or of an earlier block if that one has not been read yet."""

@@ -24,6 +24,8 @@ class StridedSampler(Sampler):
         """
         self.seq_len = source.seq_len
         self.split_name = source.split_name
+        self.has_annotations = source.has_annotations
+        self.filled = source.filled
         self._source = source
         self._count = count
         self._number = number
@@ -31,16 +33,6 @@ class StridedSampler(Sampler):
     def __len__(self) -> int:
         """Return the number of this site's samples in an epoch of all sites."""
         return math.ceil(len(self._source) / self._count)
-
-    @property
-    def has_annotations(self) -> bool:
-        """True if samples may have document ids or target weights."""
-        return self._source.has_annotations
-
-    @property
-    def filled(self) -> float:
-        """Filled share of the source."""
-        return self._source.filled
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of this site."""

@@ -1,17 +1,13 @@
 """Subprocess that renders chat templates: started on first use, and restarted if it was killed."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.bounded_read import batch_by_size
-from moefold.data.limited_process import LimitedProcess
+from moefold.data.limited_process import LimitedProcess, ProcessEndedError
 from moefold.errors import ConfigError
 
-BATCH_CHARACTERS = 1 << 20
-"""Size of conversations sent at once: bounds the data in flight and amortises the cost of a message."""
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -57,7 +53,7 @@ class TemplateProcess:
         Raises:
             ConfigError: it is not a Jinja template.
         """
-        self._start_line = json.dumps(asdict(program) | asdict(limits)).encode() + b"\n"
+        self._start_request = {"do": "start", **asdict(program), "most_characters": limits.most_characters}
         self._limits = limits
         self._location = location
         self._process = self._start_process()
@@ -68,56 +64,25 @@ class TemplateProcess:
         Requests after a refused one are sent only if the caller asks for their answers: each may cost the full CPU
         limit.
         """
-        lines = (json.dumps(request).encode() + b"\n" for request in requests)
-        for batch in batch_by_size(lines, len, BATCH_CHARACTERS):
-            left = batch
-            while left:
-                answers = self._answers_until_refused(left)
-                yield from answers
-                left = left[len(answers) :]
-
-    def _answers_until_refused(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        """Send requests and return their answers up to the first refused one.
-
-        A refusal restarts the process, so that no answer to a later request is left in the pipe.
-        """
-        if not self._process.is_usable:
-            self._process = self._start_process()
-        self._process.send(b"%d\n" % len(lines) + b"".join(lines))
-        answers: list[dict[str, Any]] = []
-        for _ in lines:
-            found = self._read()
-            answers.append({"refused": self._end_reason()} if found is None else found)
-            if "refused" in answers[-1]:
-                if found is None or len(answers) < len(lines):
-                    self._process.end()
-                    self._process = self._start_process()
-                break
-        self._process.finish()
-        return answers
+        for request in requests:
+            if not self._process.is_usable:
+                self._process = self._start_process()
+            yield self._ask(self._process, {"do": "render"} | request)
 
     def _start_process(self) -> LimitedProcess:
         limit = self._limits.memory_bytes
         process = LimitedProcess(_WORKER, memory_bytes=limit, hard_bytes=limit)
-        self._process = process
-        process.send(self._start_line)
-        found = self._read()
-        process.finish()
-        reason = self._end_reason() if found is None else found.get("refused")
-        if reason is not None:
+        if (reason := self._ask(process, self._start_request).get("refused")) is not None:
             raise ConfigError(f"the chat template of {self._location} is not a Jinja template ({reason}); fix it")
         return process
 
-    def _read(self) -> dict[str, Any] | None:
-        """Return the next answer; None if the process was killed, or the answer is too long."""
+    def _ask(self, process: LimitedProcess, request: dict[str, Any]) -> dict[str, Any]:
+        limits = self._limits
         # A character takes at most 6 bytes of JSON, as \\u001f does.
-        line = self._process.read_line(6 * self._limits.most_characters + (1 << 20))
-        if line is None:
-            return None
-        found: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-        return found
-
-    def _end_reason(self) -> str:
-        if self._process.end() == "time":
-            return f"it takes more than {self._limits.cpu_s:g} s of CPU time"
-        return f"the process that renders it has ended; it may use {self._limits.memory_bytes:,} bytes of memory"
+        longest = 6 * limits.most_characters + (1 << 20)
+        try:
+            return process.ask(
+                request, memory_bytes=limits.memory_bytes, cpu_s=limits.cpu_s, limit=longest, does="renders"
+            )[0]
+        except ProcessEndedError as error:
+            return {"refused": str(error)}

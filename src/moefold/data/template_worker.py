@@ -4,16 +4,12 @@ A template comes with a tokenizer and is untrusted. Jinja's sandbox keeps it fro
 endless loops and texts: so it runs in a separate process, with limits on memory and on the CPU time of each
 conversation.
 
-Standard input: a line of JSON with the template and the limits, then batches: a line with the batch size, then one line
-per conversation. Standard output: a line of JSON for the template and for each conversation. A batch is read completely
-before it is answered, to avoid a deadlock of full pipes. It is run by `limited_worker.py`.
+It is run by `limited_worker.py`. The first request compiles the template; all others render conversations.
 """
 
 import contextlib
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -34,49 +30,31 @@ class TemplateRenderError(Exception):
     """A template cannot render a conversation; the message is the reason."""
 
 
-def main() -> None:
-    """Answer requests until standard input ends."""
-    requests = sys.stdin.buffer
-    answers = sys.stdout.buffer
+class TemplateWorker:
+    """A template that answers requests."""
 
-    def answer(words: Answer) -> None:
-        answers.write(json.dumps(words, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        answers.flush()
+    def start(self, request: Mapping[str, Any], payload: bytes) -> tuple[Answer, bytes]:
+        """Compile the template."""
+        del payload
+        self._settings = request
+        date = datetime.fromisoformat(request["date"])
+        self._programs = [(_compile(one, request["marks"], date), has_marks) for one, has_marks in request["sources"]]
+        return {}, b""
 
-    start = json.loads(requests.readline())
-    signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
-    try:
-        date = datetime.fromisoformat(start["date"])
-        programs = [(_compile(source, start["marks"], date), has_marks) for source, has_marks in start["sources"]]
-    except TemplateRenderError as error:
-        answer({"refused": str(error)})
-        return
-    answer({})
-    while count := requests.readline():
-        batch = [requests.readline() for _ in range(int(count))]
-        for line in batch:
-            # The timer's SIGPROF kills the process when the time is over.
-            signal.setitimer(signal.ITIMER_PROF, start["cpu_s"])
-            answer(_render_request(json.loads(line), programs, start))
-
-
-def _render_request(
-    request: Mapping[str, Any], programs: Sequence[tuple[Render, bool]], settings: Mapping[str, Any]
-) -> Answer:
-    """Return {text, spans, prompts, is_marked, altered}, {refused: reason} or {moved: turn}."""
-    messages: list[Message] = request["messages"]
-    render, has_marks = programs[0 if request["tools"] is None else -1]
-    conversation = _Conversation(messages, request, render, settings)
-    try:
+    def render(self, request: Mapping[str, Any], payload: bytes) -> tuple[Answer, bytes]:
+        """Return {text, spans, prompts, is_marked, altered}, or {moved: turn}."""
+        del payload
+        messages: list[Message] = request["messages"]
+        render, has_marks = self._programs[0 if request["tools"] is None else -1]
+        conversation = _Conversation(messages, request, render, self._settings)
         if request["prompts"] is not None:
             text, _ = conversation.write(len(messages), prompts=request["prompts"])
-            return {"text": text, "spans": [], "prompts": [], "is_marked": has_marks, "altered": 0}
+            return {"text": text, "spans": [], "prompts": [], "is_marked": has_marks, "altered": 0}, b""
         found = conversation.marked_turns if has_marks else conversation.unmarked_turns
-        return {**found(request["targets"]), "is_marked": has_marks}
-    except TemplateRenderError as error:
-        return {"refused": str(error)}
-    except TurnMovedError as error:
-        return {"moved": error.turn}
+        try:
+            return {**found(request["targets"]), "is_marked": has_marks}, b""
+        except TurnMovedError as error:
+            return {"moved": error.turn}, b""
 
 
 class TurnMovedError(Exception):
@@ -257,4 +235,4 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
 
 
 if __name__ == "__main__":
-    main()
+    globals()["serve"](TemplateWorker())

@@ -27,6 +27,7 @@ from moefold.data.input_paths import (
     files_below,
     is_below,
 )
+from moefold.data.sampler import TokenStream
 from moefold.data.shard_reader import (
     BrokenShardError,
     DocumentEnds,
@@ -89,7 +90,7 @@ class TokenFile:
         return TokenArraySpec(self.path, self.display_name, offset_bytes, dtype, self.num_tokens, self.name)
 
 
-class TokenFileStream:
+class TokenFileStream(TokenStream):
     """Several files of ids read as one stream; every id read is checked against the vocabulary.
 
     A file can be dropped: its ids keep their positions in the stream, but must not be read.

@@ -43,9 +43,10 @@ from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, encode_documents, reject_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer
-from moefold.data.worker_pool import ReadProgress, run_tasks
+from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, open_lock_file
+from moefold.progress import ReadProgress
 
 InputFormat = Literal["text", "jsonl", "parquet"]
 _BLOCK_BYTES = 2**20

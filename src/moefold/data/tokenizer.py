@@ -1,6 +1,7 @@
 """Tokenizers: UTF-8 bytes, a tokenizer.json (`tokenizer_folder`), or decimal numbers for data without text."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -20,34 +21,34 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """One more than the largest id."""
-    separator_id: int | None
+    separator_id: int | None = None
     """The id appended to every document; None joins documents without one."""
-    bos_id: int | None
+    bos_id: int | None = None
     """The id that is declared to begin a text; None if there is none."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """What the files of the tokenizer do not declare and was guessed, or declare and cannot be followed."""
 
+    @abstractmethod
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], without a separator."""
-        ...
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], with the special tokens that the tokenizer puts around one."""
-        ...
+        return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
         """Return the ids of several texts, each as `encode` does."""
-        ...
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: ArrayLike) -> str:
         """Return the text of ids."""
-        ...
 
+    @abstractmethod
     def token_table(self) -> TokenTable:
         """Return what each id writes."""
-        ...
 
 
 class OffsetTokenizer(Tokenizer, Protocol):
@@ -56,32 +57,22 @@ class OffsetTokenizer(Tokenizer, Protocol):
     added_ids: NDArray[np.int64]
     """Ids of the tokens that divide a text before it is tokenised, such as special tokens."""
 
+    @abstractmethod
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return for each text its ids, [tokens], and the range of characters of each id, [tokens, 2]."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(OffsetTokenizer):
     """UTF-8 bytes as ids 0 .. 255; byte 0, which text does not contain, separates documents."""
 
     vocab_size = 256
     separator_id: int | None = 0
-    bos_id: int | None = None
     identity = "bytes"
     added_ids = np.zeros(0, dtype=np.int64)
-    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the UTF-8 bytes of a text, [bytes]; a chat template may end a turn by a NUL character."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
-
-    def encode_start(self, text: str) -> NDArray[np.int64]:
-        """Return the UTF-8 bytes of a text: there are no special tokens."""
-        return self.encode(text)
-
-    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Return the UTF-8 bytes of several texts."""
-        return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return the bytes of several texts, and the range of characters of each byte."""
@@ -105,12 +96,8 @@ class ByteTokenizer:
         return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
 
-class NumberTokenizer:
+class NumberTokenizer(Tokenizer):
     """Ids written as decimal numbers separated by spaces, for data without text."""
-
-    separator_id: int | None = None
-    bos_id: int | None = None
-    notes: tuple[str, ...] = ()
 
     def __init__(self, vocab_size: int) -> None:
         """Accept ids in [0, vocab_size)."""
@@ -127,14 +114,6 @@ class NumberTokenizer:
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise ValueError(f"ids must be in [0, {self.vocab_size})")
         return ids
-
-    def encode_start(self, text: str) -> NDArray[np.int64]:
-        """Return the numbers of a text: there are no special tokens."""
-        return self.encode(text)
-
-    def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Return the numbers of several texts."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: ArrayLike) -> str:
         """Return ids as decimal numbers."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import batch_by_size
-from moefold.data.limited_process import LimitedProcess
+from moefold.data.limited_process import LimitedProcess, ProcessEndedError
 
 BATCH_BYTES = 4 << 20
 """Size of texts sent at once: bounds the memory that a batch may take, and is enough work for many cores."""
@@ -172,16 +172,12 @@ class TokenizerProcess:
         is_text = request["do"] not in ("load", "declare")
         memory = self._base_bytes + (limits.memory_per_text_byte * len(payload) if is_text else 0)
         cpu_s = limits.cpu_s + limits.cpu_s_per_byte * len(payload)
-        header = request | {"bytes": len(payload), "memory_bytes": memory, "cpu_s": cpu_s}
-        process.send(json.dumps(header).encode() + b"\n" + payload)
-        line = process.read_line(_LINE_BYTES)
-        answer: dict[str, Any] | None = None if line is None else json.loads(line)
-        data = None if answer is None else process.read(answer["bytes"])
-        if answer is None or data is None:
-            if process.end() == "time":
-                raise TokenizerError(f"it takes more than {cpu_s:.3g} s of CPU time")
-            raise TokenizerError(f"the process that runs it has ended; it may use {memory:,} bytes of memory")
-        process.finish()
+        try:
+            answer, data = process.ask(
+                request, payload, memory_bytes=memory, cpu_s=cpu_s, limit=_LINE_BYTES, does="runs"
+            )
+        except ProcessEndedError as error:
+            raise TokenizerError(str(error)) from None
         if "refused" in answer:
             raise TokenizerError(answer["refused"])
         return answer, data

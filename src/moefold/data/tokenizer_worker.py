@@ -3,9 +3,8 @@
 A tokenizer.json is untrusted: its normalizer may turn a short text into gigabytes, and its regular expressions may
 never end. So it runs in a separate process, with limits on memory and on the CPU time of each request.
 
-A request is a line of JSON with the size of what follows; so is its answer. The first request loads a tokenizer.json,
-or vocab.json and merges.txt; the second one declares what the files next to it say (`read_tokenizer_folder`). It is run
-by `limited_worker.py`.
+It is run by `limited_worker.py`. The first request loads a tokenizer.json, or vocab.json and merges.txt; the second one
+declares what the files next to it say (`read_tokenizer_folder`).
 """
 
 import array
@@ -14,10 +13,8 @@ import itertools
 import json
 import os
 import re
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 # The threads of the package do not survive a fork, but there is none here.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -31,12 +28,11 @@ _CLEAN_UPS = (
 )
 """Replacements of clean_up_tokenization_spaces, in transformers' order."""
 _EVEN_FOR_BPE = "for_bpe_even_though_it_will_corrupt_output"
-SetMemoryLimit = Callable[[int], None]
 Answer = tuple[dict[str, Any], bytes]
 _STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class Worker:
+class TokenizerWorker:
     """A tokenizer that answers requests."""
 
     _tokenizer: tokenizers.Tokenizer
@@ -328,29 +324,5 @@ def _unmapped(piece: str) -> bytes:
     return bytes(_BYTES[one] for one in piece) if all(one in _BYTES for one in piece) else piece.encode()
 
 
-def main(set_memory_limit: SetMemoryLimit) -> None:
-    """Answer requests until standard input ends."""
-    requests = sys.stdin.buffer
-    worker = Worker()
-    while line := requests.readline():
-        request = json.loads(line)
-        payload = requests.read(request["bytes"])
-        set_memory_limit(request["memory_bytes"])
-        # The timer's SIGPROF kills the process when the time is over.
-        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
-        try:
-            header, data = getattr(worker, request["do"])(request, payload)
-        except BaseException as error:  # noqa: BLE001 - the Rust core panics by an exception that is no Exception
-            header, data = {"refused": str(error) or type(error).__name__}, b""
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(sys.stdout.buffer, header, data)
-
-
-def _write(answers: BinaryIO, header: dict[str, Any], data: bytes) -> None:
-    answers.write(json.dumps(header | {"bytes": len(data)}).encode() + b"\n")
-    answers.write(data)
-    answers.flush()
-
-
 if __name__ == "__main__":
-    main(globals()["set_memory_limit"])
+    globals()["serve"](TokenizerWorker())

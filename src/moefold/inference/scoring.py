@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -239,9 +238,7 @@ class LogitsFile:
             self._file = np.lib.format.open_memmap(self._tmp_path, mode="w+", dtype=np.float32, shape=shape)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._file is None:
             return
         if isinstance(self._file, np.memmap):

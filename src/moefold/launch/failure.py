@@ -6,7 +6,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 from moefold.comm.collectives import is_collective_error
@@ -56,9 +56,7 @@ class RankErrorHandler:
             self._previous_handlers = handle_stop_signals(self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._rank_env.world_size == 1:
             return
         if error is not None and self._rank_env.is_embedded:

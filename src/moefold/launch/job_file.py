@@ -92,37 +92,26 @@ class JobRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """Values that the templates insert."""
+class _Job(JobRequest):
+    """Values that the templates insert: the request with its defaults, and what follows from it and the recipe."""
 
     recipe: str
     name: str
-    nodes: int
-    gpus_per_node: int
-    restarts: int
-    image: str
-    claim: str
-    gpu: str
-    time: str
     time_s: int
     grace_s: int
-    wait_s: int
+    wait_s: int = SRUN_WAIT_S
     mount: str
     overrides: list[str]
     words: list[str]
     roles: list[tuple[str, int]]
     """Roles of the pods of a PyTorchJob, with their numbers."""
-    cpus_per_task: int
-    """0 if it is not set."""
-    mem: str
     mem_gib: int
-    exclusive: bool
     site_keys: list[tuple[str, str]]
 
     @property
     def cpus_per_node(self) -> int:
         """CPU cores of the ranks of a node."""
-        return self.cpus_per_task * self.gpus_per_node
+        return (self.cpus_per_task or 0) * self.gpus_per_node
 
 
 def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: JobRequest) -> str:
@@ -146,29 +135,22 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
         request = replace(request, time=DEFAULT_SLURM_TIME)
     time_s = _parse_time(request.time)
     _check_times(cfg.faults, request, time_s)
-    is_exclusive = request.exclusive is not False
+    mem_gib = _parse_mem_gib(request.mem)
+    request = replace(request, exclusive=request.exclusive is not False)
+    if request.scheduler == "slurm" and request.exclusive and not request.mem:
+        # SLURM reads 0 as all memory of the node, and its default is a share for each core.
+        request = replace(request, mem="0")
     job = _Job(
+        **vars(request),
         recipe=recipe,
         name=job_name(recipe),
-        nodes=request.nodes,
-        gpus_per_node=request.gpus_per_node,
-        restarts=request.restarts,
-        image=request.image,
-        claim=request.claim,
-        gpu=request.gpu,
-        time=request.time,
         time_s=time_s,
         grace_s=DEFAULT_GRACE_S if request.grace is None else request.grace,
-        wait_s=SRUN_WAIT_S,
         mount=str(PurePosixPath(cfg.run.dir).parent),
         overrides=list(overrides),
         words=["moefold", "train", recipe, *overrides],
         roles=[("Master", 1), ("Worker", request.nodes - 1)][: 1 if request.nodes == 1 else 2],
-        cpus_per_task=request.cpus_per_task or 0,
-        # SLURM reads 0 as all memory of the node, and its default is a share for each core.
-        mem=request.mem or ("0" if request.scheduler == "slurm" and is_exclusive else ""),
-        mem_gib=_parse_mem_gib(request.mem),
-        exclusive=is_exclusive,
+        mem_gib=mem_gib,
         site_keys=[(key, getattr(request, key)) for key in SITE_KEYS if getattr(request, key)],
     )
     return fill_template(request.scheduler, job)

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, RunError
@@ -252,9 +252,7 @@ class SignalForwarder:
         self._previous_handlers = handle_stop_signals(self._forward)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
@@ -119,9 +118,7 @@ class Watchdog:
         self.flight_recorder.set_phase("starting")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A failed rank of several keeps the threads until it exits: it may have to report which rank failed first.
         if error is None or self._rank_env.world_size == 1:
             self.deregister(0)

@@ -1,46 +1,72 @@
 """Curves of single metrics over the steps of metrics.jsonl: reinforcement learning, attention, sites. numpy only."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from moefold.metrics.expert_balance import Array, finite_number, split_into_bins
 from moefold.metrics.step_metrics import METRICS_FILE, read_records
 
-RL_CURVES = {
-    "reward": "reward",
-    "eval_reward": "held-out reward",
-    "length_mean": "length, tokens",
-    "entropy": "entropy, nats",
-    "mismatch_mean": "mismatch, nats",
+
+@dataclass(frozen=True)
+class CurveGroup:
+    """Metrics that are shown together."""
+
+    title: str
+    section: str
+    """Key of a record that holds them; empty: the record itself."""
+    names: Mapping[str, str]
+    """The metrics, with their names in a table or picture."""
+
+
+CURVE_GROUPS = {
+    "rl": CurveGroup(
+        "reinforcement learning",
+        "rl",
+        {
+            "reward": "reward",
+            "eval_reward": "held-out reward",
+            "length_mean": "length, tokens",
+            "entropy": "entropy, nats",
+            "mismatch_mean": "mismatch, nats",
+        },
+    ),
+    "preferences": CurveGroup(
+        "preferences",
+        "loss_metrics",
+        {
+            "accuracy": "accuracy",
+            "margin": "margin, nats",
+            "chosen_reward": "chosen, nats",
+            "rejected_reward": "rejected, nats",
+            "desirable_reward": "desirable, nats",
+            "undesirable_reward": "undesirable, nats",
+        },
+    ),
+    "attention": CurveGroup(
+        "attention",
+        "",
+        {
+            "attention_max_over_mean": "busiest rank",
+            "attention_moved_rows": "moved rows",
+            "attention_bytes": "bytes sent",
+        },
+    ),
+    "sites": CurveGroup(
+        "rounds of sites",
+        "sites",
+        {
+            "difference": "difference",
+            "agreement": "agreement",
+            "routing_overlap": "routing overlap",
+            "router_distance": "router distance",
+            "spike": "loss spike",
+        },
+    ),
 }
-"""Metrics of the key "rl", with their names in a table or picture."""
-PREFERENCE_CURVES = {
-    "accuracy": "accuracy",
-    "margin": "margin, nats",
-    "chosen_reward": "chosen, nats",
-    "rejected_reward": "rejected, nats",
-    "desirable_reward": "desirable, nats",
-    "undesirable_reward": "undesirable, nats",
-}
-"""Metrics of the key "loss_metrics" of a run on preferences, likewise."""
-ATTENTION_CURVES = {
-    "attention_max_over_mean": "busiest rank",
-    "attention_moved_rows": "moved rows",
-    "attention_bytes": "bytes sent",
-}
-"""Metrics of planned attention, likewise."""
-SITE_CURVES = {
-    "difference": "difference",
-    "agreement": "agreement",
-    "routing_overlap": "routing overlap",
-    "router_distance": "router distance",
-    "spike": "loss spike",
-}
-"""Metrics of the key "sites", likewise."""
+"""The groups by their keys in `moefold inspect --json`."""
 ENDS = 10
 """The start and the end of a curve are means over a tenth of its values."""
 
@@ -50,7 +76,7 @@ class MetricCurve:
     """One metric over the steps at which it was recorded."""
 
     name: str
-    """Key of `RL_CURVES`, `PREFERENCE_CURVES`, `ATTENTION_CURVES` or `SITE_CURVES`."""
+    title: str
     steps: Array
     """Ascending, float64 [N], N at least 1."""
     values: Array
@@ -73,56 +99,29 @@ class MetricCurve:
         return steps, values
 
 
-def read_reward_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of a run of reinforcement learning; none of another run.
+def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
+    """Read the curves of a run, by the key of their group; values of other types count as not recorded.
 
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    return _read_curves(run_dir, RL_CURVES, "rl")
-
-
-def read_preference_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of a run on preferences; none of another run.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
-    return _read_curves(run_dir, PREFERENCE_CURVES, "loss_metrics")
-
-
-def read_attention_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of a run with documents and planned attention; none of another run.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
-    return _read_curves(run_dir, ATTENTION_CURVES, None)
-
-
-def read_site_curves(run_dir: Path) -> list[MetricCurve]:
-    """Read the curves of the rounds of a site; none of a run without sites.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
-    return _read_curves(run_dir, SITE_CURVES, "sites")
-
-
-def _read_curves(run_dir: Path, names: Iterable[str], section: str | None) -> list[MetricCurve]:
-    """Read metrics of a step, or of one of its sections; values of other types count as not recorded."""
-    found: dict[str, dict[float, float]] = {name: {} for name in names}
+    found: dict[tuple[str, str], dict[float, float]] = {
+        (key, name): {} for key, group in CURVE_GROUPS.items() for name in group.names
+    }
     for _, record in read_records(run_dir / METRICS_FILE):
-        metrics: Any = record if record is None or section is None else record.get(section)
-        if record is None or not isinstance(metrics, dict):
+        step = np.nan if record is None else finite_number(record.get("step"))
+        if record is None or np.isnan(step):
             continue
-        step = finite_number(record.get("step"))
-        for name, values in found.items():
-            value = finite_number(metrics.get(name))
-            if not np.isnan(step) and not np.isnan(value):
+        for (key, name), values in found.items():
+            section = CURVE_GROUPS[key].section
+            metrics = record.get(section) if section else record
+            value = finite_number(metrics.get(name)) if isinstance(metrics, dict) else np.nan
+            if not np.isnan(value):
                 values[step] = value
-    return [
-        MetricCurve(name, np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
-        for name, values in found.items()
-        if values
-    ]
+    curves: dict[str, list[MetricCurve]] = {key: [] for key in CURVE_GROUPS}
+    for (key, name), values in found.items():
+        if values:
+            steps = sorted(values)
+            title = CURVE_GROUPS[key].names[name]
+            curves[key].append(MetricCurve(name, title, np.array(steps), np.array([values[step] for step in steps])))
+    return curves

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from moefold.metrics.step_metrics import StepMetrics
@@ -94,9 +93,7 @@ class Progress:
         self._display = self._open_display()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._discard_lost_output():
             self._display.close()
 

@@ -1,13 +1,16 @@
 """Verifiers: reward functions that compare a completion with the columns of its prompt. Pure and torch-free.
 
 Each has TRL's signature, `f(prompts, completions, **columns) -> list[float]`, and returns 1.0 for a correct completion
-and 0.0 for another. Expressions are parsed by a grammar and never executed.
+and 0.0 for another. Expressions are parsed and never executed.
 """
 
+import ast
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 Completion = str | Sequence[Mapping[str, Any]]
@@ -15,9 +18,15 @@ Completion = str | Sequence[Mapping[str, Any]]
 RewardFunction = Callable[..., Sequence[float | None]]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
-_TOKEN = re.compile(r"\s*(\d+|[-+*/()])")
+_EXPRESSION = re.compile(r"[\d\s+\-*/()]+")
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 MAX_EXPRESSION_CHARACTERS = 1000
-"""A longer expression is wrong: the parser recurses."""
+"""A longer expression is wrong: its evaluation recurses."""
 _MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 1000
 """A longer number is wrong: Python converts at most 4300 digits, which a policy that repeats itself exceeds."""
@@ -119,73 +128,25 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     Returns:
         The value, and the numbers in their order; None if the text is no such expression, or divides by zero.
     """
-    if len(text) > MAX_EXPRESSION_CHARACTERS:
+    if len(text) > MAX_EXPRESSION_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
-    tokens = []
-    place = 0
-    text = text.strip()
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            return None
-        tokens.append(match[1])
-        place = match.end()
+    if max(accumulate((one == "(") - (one == ")") for one in text)) > _MAX_DEPTH:
+        return None
+    # Python's own numbers have no zeros in front.
+    plain = re.sub(r"\d+", lambda found: str(int(found[0])), " ".join(text.split()))
+    numbers: list[int] = []
     try:
-        parser = _Parser(tokens)
-        value = parser.sum(0)
-    except (_SyntaxError, ZeroDivisionError):
+        return _value(ast.parse(plain, mode="eval").body, numbers), numbers
+    except (SyntaxError, KeyError, RecursionError, ZeroDivisionError):
         return None
-    return (value, parser.numbers) if parser.is_at_end else None
 
 
-class _SyntaxError(Exception):
-    """The tokens are no expression."""
-
-
-class _Parser:
-    """Recursive descent: sum = product (+|- product)*, product = factor (*|/ factor)*, factor = number | (sum)."""
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._tokens = tokens
-        self._place = 0
-        self.numbers: list[int] = []
-
-    @property
-    def is_at_end(self) -> bool:
-        return self._place == len(self._tokens)
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while (operator := self._take("+-")) is not None:
-            term = self._product(depth)
-            value = value + term if operator == "+" else value - term
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._factor(depth)
-        while (operator := self._take("*/")) is not None:
-            factor = self._factor(depth)
-            value = value * factor if operator == "*" else value / factor
-        return value
-
-    def _factor(self, depth: int) -> Fraction:
-        if depth > _MAX_DEPTH or self.is_at_end:
-            raise _SyntaxError
-        if self._take("(") is not None:
-            value = self.sum(depth + 1)
-            if self._take(")") is None:
-                raise _SyntaxError
-            return value
-        token = self._tokens[self._place]
-        if not token.isdecimal():
-            raise _SyntaxError
-        self._place += 1
-        self.numbers.append(int(token))
-        return Fraction(int(token))
-
-    def _take(self, options: str) -> str | None:
-        """Consume the next token if it is one of some characters."""
-        if self.is_at_end or self._tokens[self._place] not in options:
-            return None
-        self._place += 1
-        return self._tokens[self._place - 1]
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    """Return the exact value of a parsed expression, and append its numbers; raise KeyError for other syntax."""
+    if isinstance(node, ast.BinOp):
+        left = _value(node.left, numbers)
+        return _OPERATORS[type(node.op)](left, _value(node.right, numbers))
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, int):
+        raise KeyError(type(node))
+    numbers.append(node.value)
+    return Fraction(node.value)

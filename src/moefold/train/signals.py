@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from moefold.host.processes import STOP_SIGNALS, handle_stop_signals
@@ -33,9 +33,7 @@ class StopSignals:
         self._previous_handlers.append(handle_stop_signals(self._on_signal))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous_handlers.pop().items():
             signal.signal(number, handler)
 

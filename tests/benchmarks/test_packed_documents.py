@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.bench.documents import CONTEXT_METHODS, DrawnDocuments, SentBytesCounter, documents_config
-from moefold.cli.main import main
+from benchmarks import plot_report
+from benchmarks.packed_documents import CONTEXT_METHODS, DrawnDocuments, documents_config, main
+from benchmarks.sent_bytes import SentBytesCounter
 from moefold.comm.collectives import all_gather, all_to_all, send_recv, wait_all
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import make_group
@@ -55,7 +56,7 @@ def test_the_bytes_of_collectives_and_messages(pool):
 def test_the_report(tmp_path, capfd):
     report_file = tmp_path / "report.json"
     words = ["--cp", "2", "--dp", "1", "--seq-len", "256", "--micro-batches", "1", "--steps", "1"]
-    assert main(["bench", "documents", *words, "--json", str(report_file)]) == 0
+    assert main([*words, "--json", str(report_file)]) == 0
     out = capfd.readouterr().out
     assert "2 ranks, cp=2 dp=1 ep=2, 1 samples of 256 tokens" in out
     report = json.loads(report_file.read_text())
@@ -66,5 +67,22 @@ def test_the_report(tmp_path, capfd):
         assert len(row["step_rounds_s"]) == 1
         assert row["sent_bytes"] > 0
     picture = tmp_path / "report.png"
-    assert main(["bench", "plot", str(report_file), str(picture)]) == 0
+    assert plot_report.main([str(report_file), str(picture)]) == 0
     assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--seq-len", "100"], "must be a multiple of 2*cp=8"),
+        (["--cp", "3", "--seq-len", "4092"], "--cp 3 must be 2 or 4"),
+        (["--lengths", "wiki"], "did you mean 'wikipedia'"),
+        (["--seed", "-1"], "--seed -1 must be at least 0"),
+        (["--seed", str(2**32)], "--seed 4294967296 must be at most 4294967295"),
+        (["--dp", "1000"], "--cp times --dp 4000 must be at most 64"),
+        (["--seq-len", "99999992"], "--seq-len 99999992 must be at most 16777216"),
+    ],
+)
+def test_bad_options_are_refused(capsys, words, text):
+    assert main(words) == 2
+    assert text in capsys.readouterr().err

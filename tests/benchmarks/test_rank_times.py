@@ -3,7 +3,7 @@ import shutil
 import pytest
 import torch
 
-from moefold.bench.ranks import (
+from benchmarks.rank_times import (
     ATTENTION,
     CATEGORIES,
     COMMUNICATION,

@@ -2,23 +2,36 @@
 
 CPU time rather than wall time, as ranks share cores and wait for each other. Operations are timed one by one in
 separate steps, so that the overhead of timing is not included in the totals.
+
+`python -m benchmarks.rank_times --help` explains the options.
 """
 
+import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.program import add_report_options, check_counts, check_report_options, run_program, write_report
+from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import TorchDispatchMode, operator_name
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.data.dataset import open_dataset
+from moefold.errors import ConfigError
+from moefold.host.rank_env import RankEnv
+from moefold.launch.ranks import choose_device, init_distributed, spawn_ranks
 from moefold.model.attention import CausalAttention
 from moefold.model.kernels import Kernels
 from moefold.model.linear import UnquantizedLinear
@@ -27,10 +40,23 @@ from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cpu.swiglu import CSwiGLU
 from moefold.parallel.parallelize import parallelize
-from moefold.progress import ProgressCallback, ignore_progress
+from moefold.progress import ProgressCallback, WorkProgress, ignore_progress
+from moefold.recipe import load_config
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
+from moefold.validate.config import check_config
 
+FOLDED_MAPPING = ("parallel.world_size=8", "parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=4")
+DEFAULT_OVERRIDES = (
+    "model.preset=quickstart",
+    *FOLDED_MAPPING,
+    "run.device=cpu",
+    "run.dtype=float32",
+    "train.seq_len=256",
+    "train.micro_batch_size=8",
+    "train.global_batch_size=16",
+)
+MS_PER_S = 1e3
 GEMMS = "GEMMs"
 ATTENTION = "attention"
 TENSOR_OPS = "other tensor work"
@@ -221,3 +247,82 @@ class _RankTrainer:
             time.thread_time() - started[1],
             time.process_time() - started[2],
         )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its tables; return 0, and 2 for wrong options."""
+    return run_program(_run, _parser(), argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_counts(args, "steps")
+    check_report_options(args)
+    words = list(args.words)
+    recipe = Path(words.pop(0)) if words and "=" not in words[0] else None
+    cfg = load_config(recipe, [*(() if recipe else DEFAULT_OVERRIDES), "data.kind=synthetic", *words])
+    check_config(cfg)
+    if cfg.run.device == "cuda" or choose_device(cfg.run.device, cfg.parallel.world_size, None) != "cpu":
+        raise ConfigError(f"this benchmark counts CPU time, and run.device={cfg.run.device!r}; set run.device=cpu")
+    return spawn_ranks(partial(_measure, cfg, args), cfg.parallel.world_size, "cpu")
+
+
+def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
+    torch.set_num_threads(1)
+    with (
+        init_distributed(rank_env, device_type, cfg.faults.timeout_s) as device,
+        WorkProgress("rank_times", is_shown=rank_env.rank == 0) as progress,
+    ):
+        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.report)
+    if rank_env.rank == 0:
+        shares = time_shares(found)
+        report = {
+            "kind": "ranks",
+            "steps": args.steps,
+            "tokens": cfg.train.tokens_per_step,
+            "shares": shares,
+            "step_s": max(rank.wall_s for rank in found),
+            "per_rank": [rank.cpu_s for rank in found],
+            "waiting_s": [rank.wall_s - rank.thread_s for rank in found],
+        }
+        write_report(args, report, _table(cfg.run, cfg.parallel, cfg.train, args, found, shares))
+    return 0
+
+
+def _table(
+    run: RunConfig,
+    p: ParallelConfig,
+    train: TrainConfig,
+    args: argparse.Namespace,
+    ranks: list[RankCpuTimes],
+    time_shares: dict[str, float],
+) -> str:
+    kinds = list(time_shares)
+    lines = [
+        f"{p.world_size} ranks, tp={p.tp} cp={p.cp} pp={p.pp} ep={p.ep} etp={p.etp}, "
+        f"{train.tokens_per_step:,} tokens a step, {run.dtype}; CPU time in ms, medians of {args.steps} steps after 2",
+        "rank  " + "".join(f"{kind:>18}" for kind in (*kinds, "waiting", "step by the clock")),
+    ]
+    for i, rank in enumerate(ranks):
+        numbers = (*rank.cpu_s.values(), rank.wall_s - rank.thread_s, rank.wall_s)
+        lines.append(f"{i:4}  " + "".join(f"{seconds * MS_PER_S:18.1f}" for seconds in numbers))
+    lines.append(" all  " + "".join(f"{share:18.1%}" for share in time_shares.values()))
+    outside = time_shares["communication"] + time_shares["Python"]
+    lines.append(f"communication and Python: {outside:.1%} of the CPU time of a step")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m benchmarks.rank_times",
+        description="Train some steps on CPU ranks and break the CPU time of each rank down: matrix products, "
+        "attention, other tensor work, communication (gloo's threads and the calls), Python and the rest. Without a "
+        "recipe: the quickstart's model on eight ranks, tp=2 cp=2 pp=2 and ep=4. Data are random tokens.",
+    )
+    parser.add_argument("words", nargs="*", metavar="[RECIPE.toml] section.key=value", help="what to train")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each of two kinds (default 5)")
+    add_report_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moefold.bench.least_loaded import DispatchMeasurement, SkewedWorkload, measure_dispatchers, skewed_choices
+from benchmarks.least_loaded import DispatchMeasurement, SkewedWorkload, measure_dispatchers, skewed_choices
 from moefold.comm.groups import ParallelGroups
 from moefold.topology.layout import fold
 

@@ -1,4 +1,4 @@
-"""Plots of benchmark reports with matplotlib. Torch-free."""
+"""Plots of the reports of benchmarks, with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,6 @@ from moefold.planner.colours import FAINT, INK, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
 Report = Mapping[str, Any]
 MS_PER_S = 1e3
 TITLE_CHARS_PER_PANEL = 68
@@ -18,7 +17,7 @@ TITLE_CHARS_PER_PANEL = 68
 
 
 def draw_report(report: Report, path: Path) -> None:
-    """Plot a report of `moefold bench` that was written with --json.
+    """Plot a report that a benchmark wrote with --json.
 
     Raises:
         ConfigError: the report is of an unknown kind, or the file cannot be written.
@@ -33,7 +32,7 @@ def draw_report(report: Report, path: Path) -> None:
         "documents": (2, _draw_documents),
     }
     if report.get("kind") not in drawers:
-        raise ConfigError(f"not a report of moefold bench that can be plotted; the kinds are {', '.join(drawers)}")
+        raise ConfigError(f"not a report of a benchmark that can be plotted; the kinds are {', '.join(drawers)}")
     panels, draw = drawers[report["kind"]]
     # Lazy import: matplotlib takes half a second. No pyplot: it has global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

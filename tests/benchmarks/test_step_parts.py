@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.bench.breakdown import EXPERTS, FUSED_EXPERTS, StepBreakdown, bare_loop_ratio, part_time
+from benchmarks.step_parts import EXPERTS, FUSED_EXPERTS, StepBreakdown, bare_loop_ratio, part_time, repeat_short_step
 from moefold.bench.our_step import LayerStep
 from moefold.bench.timing import PeakRates
 from moefold.recipe import load_config
@@ -78,3 +78,21 @@ def test_the_bare_loop_is_compared_with_the_experts(name):
     times = [part_time(part, 2.0, PeakRates(1.0, 1.0))]
     renamed = [type(times[0])(name, times[0].seconds, times[0].floor_s)]
     assert bare_loop_ratio(renamed, 1.0, 1) == 0.5 / part.times_per_step
+
+
+@pytest.mark.parametrize(("step_s", "repeats"), [(1.0, 1), (6e-3, 1), (2e-3, 3), (1.5e-4, 34), (0.0, 500)])
+def test_a_short_step_is_repeated_for_five_milliseconds(step_s, repeats):
+    now_s = 0.0
+    calls = []
+
+    def step():
+        nonlocal now_s
+        # The first call compiles.
+        now_s += step_s if calls else 100.0
+        calls.append(now_s)
+
+    repeated = repeat_short_step(step, torch.device("cpu"), lambda: now_s)
+    assert repeated.repeats == repeats
+    calls.clear()
+    repeated.run()
+    assert len(calls) == repeats

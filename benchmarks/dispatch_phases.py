@@ -1,75 +1,40 @@
-"""Benchmark of a MoE layer's dispatch phases by mapping (arXiv:2504.14960 sec. 4.3)."""
+"""Time one MoE layer by phase of its dispatch, over mappings on the ranks of this machine (arXiv:2504.14960 sec. 4.3).
 
+`python -m benchmarks.dispatch_phases --help` explains the options.
+"""
+
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.program import add_report_options, check_counts, check_report_options, run_program, write_report
+from moefold.bench.timing import describe_device
+from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.model import ModelConfig
-from moefold.errors import ConfigError
+from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
+from moefold.host.rank_env import RankEnv
+from moefold.launch.ranks import choose_device, init_distributed, spawn_ranks
 from moefold.model.moe.dispatch import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
+from moefold.model.transformer import TORCH_DTYPES
 from moefold.parallel.expert_parallel import build_dispatcher
-from moefold.progress import ProgressCallback, ignore_progress
+from moefold.progress import ProgressCallback, WorkProgress, ignore_progress
 from moefold.topology.layout import Layout, divisors, fold
 
-STEER_STRENGTH = 8.0
-"""Strength of the steered direction over the noise; large enough that the router chooses the intended experts."""
-
-
-def orthonormal_directions(num_experts: int, hidden_size: int, generator: torch.Generator) -> Tensor:
-    """Return E random orthonormal rows, [E, H]; requires E <= H."""
-    assert num_experts <= hidden_size
-    matrix = torch.randn(hidden_size, num_experts, generator=generator, device=generator.device)
-    return torch.linalg.qr(matrix)[0].t().contiguous()
-
-
-def balanced_choices(count: int, model: ModelConfig, device: torch.device) -> Tensor:
-    """Return balanced choices of K experts for `count` tokens, int64 [count, K]; expert counts differ by at most 1.
-
-    The experts of a token are consecutive, so with group-limited routing they stay within few groups.
-    """
-    index = torch.arange(count * model.experts.top_k, device=device)
-    return (index % model.experts.num_experts).view(count, model.experts.top_k)
-
-
-@torch.no_grad()
-def balanced_states(count: int, routers: Sequence[Tensor], model: ModelConfig, generator: torch.Generator) -> Tensor:
-    """Return random states [count, H] with balanced routing; sets the routers' weights accordingly."""
-    rows_EH = orthonormal_directions(model.experts.num_experts, model.hidden_size, generator)
-    for router in routers:
-        router.copy_(rows_EH)
-    noise = torch.randn(count, model.hidden_size, generator=generator, device=generator.device)
-    return _add_expert_directions(noise, rows_EH, model)
-
-
-@torch.no_grad()
-def steer_embedding(embedding: Tensor, routers: Sequence[Tensor], model: ModelConfig) -> None:
-    """Steer the embedding so that each token id routes to fixed experts, balanced over random tokens."""
-    generator = torch.Generator(embedding.device).manual_seed(0)
-    rows_EH = orthonormal_directions(model.experts.num_experts, model.hidden_size, generator)
-    for router in routers:
-        router.copy_(rows_EH)
-    embedding.copy_(_add_expert_directions(embedding / embedding.std(), rows_EH, model))
-
-
-def _add_expert_directions(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig) -> Tensor:
-    ids_NK = balanced_choices(len(noise_NH), model, noise_NH.device)
-    strength_K = torch.linspace(STEER_STRENGTH + 1.0, STEER_STRENGTH, model.experts.top_k, device=noise_NH.device)
-    chosen_NE = torch.zeros(len(noise_NH), model.experts.num_experts, device=noise_NH.device)
-    chosen_NE.scatter_(1, ids_NK, strength_K.expand_as(ids_NK).contiguous())
-    return noise_NH + chosen_NE @ rows_EH
-
-
+MS_PER_S = 1e3
+TITLES = {"etp": "ETP x EP at a fixed product", "context": "CP x EP, folded and coupled"}
 PHASES = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
 """Phases of a dispatcher with the experts between them; each is timed forward and backward."""
 COUPLED_MOE_ORDER = "pp-ep-edp-etp"
@@ -262,3 +227,81 @@ class _DispatchLayer:
 
     def _barrier(self) -> None:
         all_gather(torch.zeros(1, device=self.device), self.world)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its tables; return 0, and 2 for wrong options."""
+    return run_program(_run, _parser(), argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_counts(args, "ranks", "tokens", "steps")
+    if args.hidden < 64 or args.hidden % 64:
+        raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine-grained experts have a quarter of it")
+    check_report_options(args)
+    with reworded_errors(*DEVICE_OPTION):
+        device_type = choose_device(args.device, args.ranks, None)
+    return spawn_ranks(partial(_measure, args), args.ranks, device_type)
+
+
+def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> int:
+    if device_type == "cpu":
+        torch.set_num_threads(1)
+    with (
+        init_distributed(rank_env, device_type) as device,
+        WorkProgress("dispatch_phases", is_shown=rank_env.rank == 0) as progress,
+    ):
+        dtype = TORCH_DTYPES[args.dtype]
+        bars = measure_mappings(args.ranks, args.tokens, args.hidden, args.steps, dtype, device, progress.report)
+        machine = describe_device(device)
+    if rank_env.rank == 0:
+        report = {
+            "kind": "dispatch",
+            "ranks": args.ranks,
+            "tokens": args.tokens,
+            "hidden_size": args.hidden,
+            "dtype": args.dtype,
+            "rounds": args.steps,
+            "machine": machine,
+            "bars": [asdict(bar) for bar in bars],
+        }
+        write_report(args, report, _tables(args, machine, bars))
+    return 0
+
+
+def _tables(args: argparse.Namespace, machine: str, bars: list[MappingTime]) -> str:
+    lines = [
+        f"One MoE layer, forward and backward, on {args.ranks} ranks with {args.tokens:,} tokens each, "
+        f"H={args.hidden}, {args.dtype}; ms, medians of {args.steps} rounds in turn after 1",
+        f"{machine} per rank; parts: mean over the ranks, including waits for other ranks; all: the slowest rank",
+    ]
+    for study, title in TITLES.items():
+        for experts in dict.fromkeys(bar.experts for bar in bars if bar.study == study):
+            mine = [bar for bar in bars if (bar.study, bar.experts) == (study, experts)]
+            lines += ["", f"{title}: {experts}"]
+            lines.append("  " + " " * 18 + "".join(f"{part:>11}" for part in (*mine[0].parts_s, "all")))
+            for bar in mine:
+                numbers = "".join(f"{s * MS_PER_S:11.2f}" for s in (*bar.parts_s.values(), bar.total_s))
+                lines.append(f"  {bar.name:18}{numbers}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m benchmarks.dispatch_phases",
+        description="Time one MoE layer by part on ranks of this machine: over all ways to split them between ETP and "
+        "EP, and over CP x EP with EP folded over the ranks of CP or coupled to DP, with few large experts and many "
+        "small ones. Ranks of one machine are equally close: the benchmark cannot show the savings between nodes.",
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="processes, or GPUs (default 4)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per rank (default 1024)")
+    parser.add_argument("--hidden", type=int, default=256, metavar="H", help="hidden size (default 256)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
+    parser.add_argument("--steps", type=int, default=7, help="measured rounds (default 7)")
+    add_report_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,7 @@
-"""Breakdown of a training step into parts: the time of each part and its roofline time on this machine."""
+"""Parts of our training step: the time of each part and its roofline time on this machine."""
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefold.bench.layers import build_layers
+from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, build_layers
 from moefold.bench.shape import BenchPart
-from moefold.bench.timing import PeakRates
+from moefold.bench.step_bench import StepReport
+from moefold.bench.timing import CLOCKS, Clock, PeakRates, synchronized
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.optimizer import OptimizerPart
@@ -25,6 +28,7 @@ from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.build import OptimizerRun
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
 
+MS_PER_S = 1e3
 BARE_GEMM_LOOP = "bare loop of the experts' GEMMs"
 EXPERTS = "expert GEMMs"
 FUSED_EXPERTS = "expert GEMMs, gather, combine"
@@ -68,7 +72,7 @@ class PartTime:
 
 def part_time(part: StepPart, median_s: float, peak_rates: PeakRates) -> PartTime:
     """Return the measured and roofline times of a part over a whole step."""
-    floor_s = peak_rates.roofline_s(part.flops, part.bytes)
+    floor_s = max(part.flops / peak_rates.flops_per_s, part.bytes / peak_rates.bytes_per_s)
     return PartTime(part.name, part.times_per_step * median_s, part.times_per_step * floor_s)
 
 
@@ -341,3 +345,102 @@ def bare_loop_ratio(parts: Sequence[PartTime], bare_s: float, layers: int) -> fl
     """Return the speed of the expert part relative to the bare loop of its GEMMs."""
     experts_s = next(part.seconds for part in parts if part.name in (EXPERTS, FUSED_EXPERTS))
     return layers * bare_s / experts_s
+
+
+MIN_STEP_S = 1e-5
+"""Time that the clock may show for a shorter step."""
+MIN_TIMED_S = 5e-3
+"""Shortest time that is measured as one: a wait for a GPU costs the host tens of microseconds."""
+
+
+@dataclass(frozen=True)
+class RepeatedStep:
+    """Step that runs several times in a row and waits for the device once."""
+
+    run: Callable[[], None]
+    repeats: int
+
+
+def repeat_short_step(
+    step: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter
+) -> RepeatedStep:
+    """Repeat a step inside one wait for the device until it takes about `MIN_TIMED_S`; runs it twice to find out."""
+    single = synchronized(step, device)
+    # Compiles.
+    single()
+    started_s = clock()
+    single()
+    seconds = clock() - started_s
+    repeats = max(1, math.ceil(MIN_TIMED_S / max(seconds, MIN_STEP_S)))
+
+    def run() -> None:
+        for _ in range(repeats):
+            step()
+
+    return RepeatedStep(synchronized(run, device), repeats)
+
+
+def _step_breakdown(ours: ModelStep | LayerStep, run: StepFunction) -> StepBreakdown:
+    """Build the breakdown with the input states of the first router in our step."""
+    inputs: list[Tensor] = []
+    router = ours.first_moe_layer.router
+    handle = router.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    run()
+    handle.remove()
+    x = inputs[0].view(ours.cfg.train.seq_len, ours.cfg.train.global_batch_size, -1)
+    return StepBreakdown(ours.cfg, ours.part, ours.device, x, router.weight.detach())
+
+
+class PartsTimer:
+    """Parts of our step and the bare loop of the experts' GEMMs, to be timed in the rounds of `measure_step`.
+
+    Args:
+        ours: our step.
+        run: what `ours.build()` returned.
+        clock: name of the clock of the rounds.
+    """
+
+    def __init__(self, ours: ModelStep | LayerStep, run: StepFunction, clock: str) -> None:
+        breakdown = _step_breakdown(ours, run)
+        self._layers = ours.cfg.model.num_layers
+        self._parts = breakdown.parts()
+        self._repeated = [repeat_short_step(part.run, ours.device, CLOCKS[clock]) for part in self._parts]
+        self._bare_loop = synchronized(breakdown.bare_gemm_loop(), ours.device)
+
+    @property
+    def kernels(self) -> dict[str, Callable[[], None]]:
+        """Functions to time, by name."""
+        parts = zip(self._parts, self._repeated, strict=True)
+        return {BARE_GEMM_LOOP: self._bare_loop, **{_part_key(part): repeated.run for part, repeated in parts}}
+
+    def part_times(self, report: StepReport) -> list[PartTime]:
+        """Return the time of each part from the report of the rounds."""
+        rates = PeakRates(report.gemm_tflops * 1e12, report.copy_gbps * 1e9)
+        return [
+            part_time(part, report.kernels_s[_part_key(part)] / repeated.repeats, rates)
+            for part, repeated in zip(self._parts, self._repeated, strict=True)
+        ]
+
+    def experts_of_bare_loop(self, report: StepReport) -> float:
+        """Return the speed of our experts relative to the bare loop of their GEMMs."""
+        return bare_loop_ratio(self.part_times(report), report.kernels_s[BARE_GEMM_LOOP], self._layers)
+
+
+def _part_key(part: StepPart) -> str:
+    return f"part: {part.name}"
+
+
+def part_lines(parts: Sequence[PartTime], step_s: float, experts_of_bare_loop: float) -> list[str]:
+    """Return the table of the parts of a step that takes `step_s` seconds."""
+    lines = [f"{'part of our step, by itself':30}  {'ms':>8}  {'of step':>7}  {'floor ms':>8}  {'gap':>6}"]
+    for part in parts:
+        gap = f"{part.gap:5.1f}x" if part.floor_s else "     -"
+        lines.append(
+            f"  {part.name:28}  {part.seconds * MS_PER_S:8.2f}  {part.seconds / step_s:7.1%}  "
+            f"{part.floor_s * MS_PER_S:8.2f}  {gap:>6}"
+        )
+    rest_s = step_s - sum(part.seconds for part in parts)
+    lines.append(f"  {'the rest of the step':28}  {rest_s * MS_PER_S:8.2f}  {rest_s / step_s:7.1%}")
+    lines.append("  dispatch, collectives: none on one rank; see benchmarks/dispatch_phases.py and rank_times.py")
+    lines.append(f"experts at {experts_of_bare_loop:.0%} of the rate of a bare loop of their GEMMs")
+    return lines
