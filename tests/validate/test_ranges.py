@@ -32,7 +32,6 @@ CASES = [
     ("align.want=inf", "must be a finite number"),
     ("faults.straggler_factor=1", "must be above 1, or 0 (off)"),
     ("rl.group_size=1", "must be at least 2, or 0 (no reinforcement learning)"),
-    ("rl.correction_low=1.5", "must lie in [0, 1]"),
     ('rollout.url="localhost:8000"', "must begin with http:// or https://"),
     ("rl.reference=''", "must name 'start', a checkpoint, a run or a Hugging Face folder"),
     ("metrics.wandb_project='team/x'", "must have at most 128 characters, and none of / \\ # ? % :"),

@@ -104,8 +104,8 @@ lora.targets: target_modules lora_target_modules
 align.beta: dpo_beta kl_beta
 rl.group_size: num_generations group_size n_samples_per_prompt rollout_n
 rl.kl: kl_coef kl_loss_coef init_kl_coef
-rl.clip_low: epsilon clip_ratio_low cliprange
-rl.clip_high: epsilon_high clip_ratio_high
+rl.objective.clip_low: epsilon clip_ratio_low cliprange
+rl.objective.clip_high: epsilon_high clip_ratio_high
 rl.advantage: adv_estimator
 rl.updates: num_iterations ppo_epochs
 rollout.max_tokens: max_new_tokens max_completion_length max_response_length
@@ -157,8 +157,8 @@ rl.objective: importance_sampling_level
 rl.truncated: mask_truncated_completions
 rl.reset_patience: sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
 rl.correction: vllm_importance_sampling_correction vllm_importance_sampling_mode off_policy_mask_threshold
-rl.correction_high: vllm_importance_sampling_clip_max vllm_importance_sampling_cap
-rl.correction_low: vllm_importance_sampling_clip_min
+rl.correction.high: vllm_importance_sampling_clip_max vllm_importance_sampling_cap
+rl.correction.low: vllm_importance_sampling_clip_min
 rollout.engine: use_vllm vllm_mode use_transformers_paged use_transformers_continuous_batching
 rollout.engine: transformers_continuous_batching_config ds3_gather_for_generation
 rollout.url: vllm_server_host vllm_server_port vllm_group_port

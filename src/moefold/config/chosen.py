@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any, NamedTuple, TypeVar
 
 from moefold.config.find import built_in_kinds, find_part, groups
@@ -110,9 +110,8 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:
-    """Return the value of a recipe key, named as "section.key"."""
-    section, _, key = name.partition(".")
-    return getattr(getattr(recipe, section), key)
+    """Return the value of a recipe key, named as "section.key", or of a setting of a part, "section.key.setting"."""
+    return reduce(getattr, name.split("."), recipe)
 
 
 @cache

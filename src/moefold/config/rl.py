@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, SHARE, Bound, ReadIf, at_least
+from moefold.config.field import POSITIVE, Bound, ReadIf, at_least
 from moefold.config.part import KindOf, Part
+from moefold.config.section import Section
 
 HTTP = ("http://", "https://")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RLConfig:
+class RLConfig(Section):
     """Reinforcement learning with verifiable rewards; on if group_size is above 0 ([rl.md](rl.md))."""
 
     group_size: Annotated[
@@ -18,11 +19,11 @@ class RLConfig:
     ] = 0
     """Rollouts sampled for each prompt, G (arXiv:2402.03300); 0: no reinforcement learning. train.global_batch_size
     counts rollouts, and is a multiple of it."""
-    objective: Annotated[str | Part, KindOf("objective", is_flat=True)] = "policy"
+    objective: Annotated[str | Part, KindOf("objective")] = "policy"
     """Loss of the sampled tokens. policy: REINFORCE, advantage times log-probability. clip: clipped ratios of the
     policy to the sampler (PPO, GRPO). cispo: clipped importance weights (arXiv:2506.13585). sequence: ratios of whole
     rollouts (GSPO, arXiv:2507.18071)."""
-    advantage: Annotated[str | Part, KindOf("advantage", is_flat=True)] = "group"
+    advantage: Annotated[str | Part, KindOf("advantage")] = "group"
     """Advantage of a rollout. group: reward minus the mean of its group (Dr. GRPO). group_std: divided by the group's
     standard deviation (GRPO). leave_one_out: minus the mean of the others of its group (RLOO). batch: minus the mean of
     its group, divided by the standard deviation of the batch (REINFORCE++-baseline)."""
@@ -37,19 +38,11 @@ class RLConfig:
     step n are sampled by the weights after step n - 1 - staleness, or by the initial ones. A multiple of rl.updates.
     Above 0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks compute the
     same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
-    clip_low: Annotated[float, SHARE] = 0.2
-    """Lower clip range of the ratio, below 1."""
-    clip_high: Annotated[float, POSITIVE] = 0.28
-    """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
-    correction: Annotated[str | Part, KindOf("correction", is_flat=True)] = "none"
+    correction: Annotated[str | Part, KindOf("correction")] = "none"
     """Importance weight of a token where the sampler computes other log-probabilities than training: c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
-    is clamped to [correction_low, correction_high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
+    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
     whose geometric mean of c is outside of it."""
-    correction_low: Annotated[float, Bound("must lie in [0, 1]", lambda bound: 0 <= bound <= 1)] = 0.0
-    """Lower bound of correction: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
-    correction_high: Annotated[float, at_least(1)] = 2.0
-    """Upper bound of correction: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
     replay: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
     weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;
@@ -62,7 +55,7 @@ class RLConfig:
     1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
-    kl_kind: Annotated[str | Part, KindOf("kl", is_flat=True), ReadIf("rl.kl")] = "k3"
+    kl_kind: Annotated[str | Part, KindOf("kl"), ReadIf("rl.kl")] = "k3"
     """Estimator of the KL divergence (J. Schulman, 2020), with d = log(reference/policy). k3: exp(d) - d - 1. k2:
     d**2 / 2."""
     reference: Annotated[

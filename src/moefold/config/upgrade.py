@@ -42,6 +42,10 @@ MOVED = {
     "train.muon_ns_steps": Moved("train.optimizer", "ns_steps"),
     "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
     "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient"),
+    "rl.clip_low": Moved("rl.objective", "clip_low"),
+    "rl.clip_high": Moved("rl.objective", "clip_high"),
+    "rl.correction_low": Moved("rl.correction", "low"),
+    "rl.correction_high": Moved("rl.correction", "high"),
 }
 """Place of each flat key of format 1, as "section.key"."""
 
