@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
 from math import lcm
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,22 +46,16 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
     steps = _int_or_zero(tree, "run.steps")
     planned = _int_or_zero(recipe, "run.steps")
     counts = {name: _int_or_zero(tree, name) for name in STEP_COUNT_KEYS}
-    if counts != {name: _int_or_zero(recipe, name) for name in counts if counts[name]} | {
-        name: 0 for name in counts if not counts[name]
-    }:
-        # An override has replaced the table of the schedule.
-        return []
-    if not 0 < steps < sum(counts.values()) <= planned:
+    # An override may have replaced the table of the schedule.
+    is_typed = any(count not in (0, _int_or_zero(recipe, name)) for name, count in counts.items())
+    if is_typed or not 0 < steps < sum(counts.values()) <= planned:
         return []
     messages = []
     for name, count in counts.items():
         if count > 0:
             shorter = count * steps // planned
-            section, *keys, key = name.split(".")
-            table = tree[section]
-            for inner in keys:
-                table = table[inner]
-            table[key] = shorter
+            *tables, key = name.split(".")
+            reduce(getitem, tables, tree)[key] = shorter
             messages.append(
                 f"{name} is {shorter} instead of {count}: run.steps={steps} instead of the {planned} of the recipe"
             )
@@ -69,13 +65,11 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
 def _int_or_zero(tree: Mapping[str, Any], name: str) -> int:
     """Return an integer of an unvalidated tree, or its default; 0 for anything else."""
     value: Any = tree
-    section, key, *settings = name.split(".")
-    for inner in (section, key, *settings):
-        if not isinstance(value, dict):
-            return 0
-        value = value.get(inner, {})
-    if value == {} and not settings:
-        value = default_of(section, key)
+    names = name.split(".")
+    for inner in names:
+        value = value.get(inner, {}) if isinstance(value, dict) else 0
+    if value == {} and name.count(".") == 1:
+        value = default_of(*names)
     return value if type(value) is int else 0
 
 

@@ -379,7 +379,7 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
     key = word.split("=")[0]
     assert str(error.value).startswith(f"{key}=")
     assert " has no effect: " in str(error.value)
-    assert str(error.value).endswith(f"or leave {key.split('.')[1]} out")
+    assert str(error.value).endswith(f"or leave {key.partition('.')[2]} out")
     assert "leave it out" not in str(error.value)
     assert "leave them out" not in str(error.value)
     load_config(None, [*active, word])

@@ -22,7 +22,8 @@ def range_problems(cfg: Config) -> Iterator[str]:
     for name in part_marks():
         section, _, key = name.partition(".")
         part = getattr(getattr(cfg, section), key)
-        for setting, rule in _bounds_of(type(part)) if isinstance(part, Part) else ():
+        owner: Any = type(part)
+        for setting, rule in _bounds_of(owner) if isinstance(part, Part) else ():
             if not rule.is_legal(value := getattr(part, setting)):
                 yield f"{name}.{setting}={value!r} {rule.rule}"
 

@@ -34,12 +34,13 @@ def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -
         group: the base class of the group.
         kind: a kind of it.
     """
-    part = read_key(recipe, group.key)
+    part: Any = read_key(recipe, group.key)
     if not isinstance(part, Part) or kind not in built_in_kinds(group.group):
         return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
     owner = find_part(group.group, kind)
-    shared = [name for name in settings_of(owner) if name in settings_of(type(part))]
-    found: AnyPart = part if type(part) is owner else owner(**{name: getattr(part, name) for name in shared})
+    before: Any = type(part)
+    shared = [name for name in settings_of(owner) if name in settings_of(before)]
+    found: AnyPart = part if before is owner else owner(**{name: getattr(part, name) for name in shared})
     return found
 
 

@@ -15,7 +15,8 @@ class Section:
 
     def __post_init__(self) -> None:
         """Replace words by parts; `check_config` refuses a word that is left, as no part has this kind."""
-        for name, mark in _part_marks(type(self)):
+        owner: Any = type(self)
+        for name, mark in _part_marks(owner):
             value = getattr(self, name)
             if isinstance(value, str) and _is_kind(mark, value):
                 object.__setattr__(self, name, make_part(mark.group, value))
@@ -37,7 +38,7 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 
 
 @cache
-def _part_marks(section: type) -> tuple[tuple[str, KindOf], ...]:
+def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with settings of its own, each with its mark."""
     hints = get_type_hints(section, include_extras=True)
     found = (

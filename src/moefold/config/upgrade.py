@@ -106,7 +106,7 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: values of `keys_of` by "section.key".
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and "kind" in value:
             found |= {name: value["kind"]} | {f"{name}.{key}": entry for key, entry in value.items() if key != "kind"}
