@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.race.rivals import hugging_face_model
 from moefold.config.load import config_from_dict
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 
 GROUP_SIZE = 8
 WARM_UP = 2

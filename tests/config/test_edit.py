@@ -3,7 +3,7 @@
 import pytest
 
 import moefold
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.recipe import load_config
 
 

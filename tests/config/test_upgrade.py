@@ -10,9 +10,8 @@ from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.config.load import config_from_dict
-from moefold.config.part import settings_of
+from moefold.config.part import make_part, settings_of
 from moefold.config.schema import config_to_dict
-from moefold.config.section import make_part
 from moefold.config.suggestions import key_types, kind_settings
 from moefold.config.upgrade import FORMAT, MOVED, upgraded, upgraded_word
 from moefold.config.upgrade_text import upgrade_text

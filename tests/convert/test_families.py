@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.convert.weights import load_hf_weights
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import make_model, save_model

@@ -13,8 +13,8 @@ from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
 from moefold.errors import ConfigError
 from moefold.remote_path import to_path

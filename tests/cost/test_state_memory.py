@@ -9,9 +9,9 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moefold.config.model import ModelConfig
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.offload.backend import CopyEngine
 from moefold.optim.state_offload import MmapStore, PinnedStore

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from tests.objectives.example import IDS, example

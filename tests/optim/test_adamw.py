@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.optim.states import StateStore, named_moments, set_step_count
 from moefold.parts.optimizer.adamw.module import OffloadableAdamW

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.optim.states import named_moments, set_learning_rate, set_step_count
 from tests.optim.alone import build_alone

@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from moefold.config.find import find_part
-from moefold.config.part import settings_of
+from moefold.config.part import make_part, settings_of
 from moefold.config.part_table import toml_value
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.optim.lr_schedule import (
     check_schedule_settings,

@@ -6,8 +6,8 @@ from torch import nn
 
 from moefold.config.chosen import chosen
 from moefold.config.model import ModelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.cost.layer_spec import model_weights
 from moefold.model.init import init_weights

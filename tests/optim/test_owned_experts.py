@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.wire_codes import make_wire_code
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.optim.outer import OuterOptimizer

@@ -8,9 +8,9 @@ from torch import nn
 
 from moefold.config.groups.optimizer import ForwardOnlyStep
 from moefold.config.param_spec import ParamSpec
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.model.init import seed_for
 from moefold.parts.optimizer.spsa.module import SPSA, decode_gradient, encode_gradient

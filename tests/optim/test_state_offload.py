@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine

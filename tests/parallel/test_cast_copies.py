@@ -11,8 +11,8 @@ from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, writ
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.data.dataset import open_dataset
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS

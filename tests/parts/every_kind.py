@@ -7,9 +7,8 @@ from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_group, find_part
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.layers import FEED_FORWARD_KINDS, SPANS
-from moefold.config.part import Part, flat_keys, flat_keys_of
+from moefold.config.part import Part, flat_keys, flat_keys_of, make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.suggestions import default_of, kind_settings, part_keys
 from moefold.errors import ConfigError
 from moefold.validate.unused import idle_keys

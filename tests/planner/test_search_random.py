@@ -10,9 +10,9 @@ import pytest
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device, load_device
 from moefold.errors import ConfigError

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from tests.slow import slow
 from tests.train.test_rollout_loader import _train, recipe, records, under
 

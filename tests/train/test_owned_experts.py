@@ -10,8 +10,8 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.cost.adapter_spec import is_adapter
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts, select_owned

@@ -14,9 +14,9 @@ from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.errors import RunError
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

@@ -9,8 +9,8 @@ import torch
 
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.comm.groups import ParallelGroups
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder

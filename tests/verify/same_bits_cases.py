@@ -2,8 +2,8 @@
 
 from dataclasses import fields, replace
 
+from moefold.config.part import make_part
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from tests.verify.cases import Case, Settings, cases, data_parallel
 from tests.verify.feature_cases import LOAN, RECOMPUTE_MODEL, SHARED, TIED, TWO_SAMPLES

@@ -23,9 +23,8 @@ from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
 from moefold.config.layers import GATE_WIDTHS, LAYER_KEYS, NORM_WIDTHS
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, settings_of
+from moefold.config.part import Part, make_part, settings_of
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from moefold.config.field import POSITIVE, Bound, ReadIf, at_least
-from moefold.config.part import KindOf, Part
-from moefold.config.section import Section
+from moefold.config.part import KindOf, Part, Section
 
 HTTP = ("http://", "https://")
 

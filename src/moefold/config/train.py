@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from moefold.config.field import POSITIVE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
-from moefold.config.part import KindOf, Part
-from moefold.config.section import Section
+from moefold.config.part import KindOf, Part, Section
 
 LARGE_LOGITS = 1 << 28
 """Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""

@@ -6,7 +6,7 @@ import pytest
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.section import make_part
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.parts.optimizer.adamw.part import BF16_MOMENTS_BYTES_PER_PARAM, BYTES_PER_PARAM

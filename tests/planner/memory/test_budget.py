@@ -8,9 +8,9 @@ import pytest
 from moefold.config.find import find_part
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.section import make_part
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import compute_rank_memory
