@@ -10,13 +10,12 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.convert.config_fields import (
-    Constant,
+    Constants,
     GatedSharedExpert,
     HunyuanSharedExpert,
     MultiHeadKeyValue,
-    Positive,
+    Renamed,
     SharedExperts,
-    WithAlias,
 )
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
@@ -160,11 +159,12 @@ def _model_for(family: str) -> ModelConfig:
     if family == "longcat_flash":
         sizes |= {"num_layers": 4, "layer_pattern": "MD", "moe_shortcut": True, "shared_expert_ffn_hidden_size": 96}
         sizes |= {"zero_experts": 5, "q_lora_rank": 8}
-    fields = [entry.entry if isinstance(entry, WithAlias) else entry for entry in FAMILIES[family].config_fields]
+    fields = FAMILIES[family].config_fields
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
         sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
-    sizes |= {entry.key: entry.value for entry in fields if isinstance(entry, Constant)}
-    sizes |= {entry.key: 32 for entry in fields if isinstance(entry, Positive)}
+    for entry in fields:
+        sizes |= entry.values if isinstance(entry, Constants) else {}
+        sizes |= {entry.key: 32} if isinstance(entry, Renamed) and entry.least == 1 else {}
     if any(isinstance(entry, SharedExperts) for entry in fields):
         sizes["shared_expert_ffn_hidden_size"] = 1024
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):

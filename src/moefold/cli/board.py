@@ -129,14 +129,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders of run folders")
-    parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port; 0: any that is free ({DEFAULT_PORT})")
-    parser.add_argument(
-        "--allow-remote", action="store_true", help="allow another host than the loopback; asks for a token"
-    )
-    parser.add_argument(
-        "--token", action="store_true", help="ask for a token on the loopback, too, which all users of a machine reach"
-    )
+    parser.option("--host", "127.0.0.1", None, "name or address to listen on (127.0.0.1)")
+    parser.option("--port", DEFAULT_PORT, None, f"port; 0: any that is free ({DEFAULT_PORT})")
+    parser.flag("--allow-remote", "allow another host than the loopback; asks for a token")
+    parser.flag("--token", "ask for a token on the loopback, too, which all users of a machine reach")
     parser.add_argument("--export", metavar="FOLDER", help="write a static board and serve nothing")
-    parser.add_argument("--force", action="store_true", help="replace an export that exists")
+    parser.flag("--force", "replace an export that exists")
     return parser

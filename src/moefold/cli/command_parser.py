@@ -34,6 +34,17 @@ class CommandParser(argparse.ArgumentParser):
         """Build the parser from argparse's settings."""
         super().__init__(**{"formatter_class": _ParagraphFormatter, **settings})
 
+    def flag(self, name: str, text: str) -> None:
+        """Add a switch, off by default."""
+        self.add_argument(name, action="store_true", help=text)
+
+    def option(self, name: str, default: Any, metavar: str | None, text: str, **settings: Any) -> None:
+        """Add an option with a value of the type of its default; a type as the default means that there is none."""
+        if not isinstance(default, type):
+            settings["default"] = default
+            default = type(default)
+        self.add_argument(name, type=default, metavar=metavar, help=text, **settings)
+
     def error(self, message: str) -> NoReturn:
         """Print one line, with control characters escaped, and exit with status 2."""
         hint = self._our_words(message) or f"`{self.prog} --help` explains the arguments"

@@ -195,5 +195,5 @@ def _parser() -> argparse.ArgumentParser:
         description="Show versions, devices, memory, kernels and optional packages of this machine.",
         epilog=EPILOG,
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON array of topic, words and is_fault")
+    parser.flag("--json", "print a JSON array of topic, words and is_fault")
     return parser

@@ -72,15 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tokens", type=Path, metavar="FILE.npy", help="ids, one row of integers")
     source.add_argument("--text", type=Path, metavar="FILE", help="text in UTF-8, for the model's tokenizer")
-    parser.add_argument("--seq-len", type=int, metavar="S", help="tokens per sequence (default: see above)")
-    parser.add_argument("--keep-tail", action="store_true", help="evaluate the remaining tokens as a shorter sequence")
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="sequences at once on each data-parallel rank (8)"
-    )
-    parser.add_argument("--logits", type=Path, metavar="OUT.npy", help="write float32 logits [sequences, S, V]")
-    parser.add_argument("--force", action="store_true", help="replace the file of --logits if it exists")
-    parser.add_argument("--tokenizer", default="", metavar="PATH", help="for --text: bytes or a tokenizer.json")
+    parser.option("--seq-len", int, "S", "tokens per sequence (default: see above)")
+    parser.flag("--keep-tail", "evaluate the remaining tokens as a shorter sequence")
+    parser.option("--batch-size", 8, "N", "sequences at once on each data-parallel rank (8)")
+    parser.option("--logits", Path, "OUT.npy", "write float32 logits [sequences, S, V]")
+    parser.flag("--force", "replace the file of --logits if it exists")
+    parser.option("--tokenizer", "", "PATH", "for --text: bytes or a tokenizer.json")
     add_inference_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")
+    parser.flag("--json", "print one JSON object: loss, perplexity, tokens")
     add_part_option(parser)
     return parser

@@ -109,38 +109,36 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best",
     )
     parser.add_argument("out", metavar="HF_DIR", help="the folder to write; must not exist")
-    parser.add_argument(
+    parser.option(
         "--dtype",
+        "auto",
+        None,
+        "dtype of the tensors; auto: imported weights keep theirs, trained weights get run.dtype of the run",
         choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the tensors; auto: imported weights keep theirs, trained weights get run.dtype of the run",
     )
-    parser.add_argument(
+    parser.option(
         "--quantize",
-        choices=("none", "fp8", "mxfp4"),
-        default="none",
-        help="fp8: matrices of attention and feed-forward networks, in blocks of 128 x 128 with a scale each; mxfp4: "
+        "none",
+        None,
+        "fp8: matrices of attention and feed-forward networks, in blocks of 128 x 128 with a scale each; mxfp4: "
         "the experts of gpt-oss (default none)",
+        choices=("none", "fp8", "mxfp4"),
     )
-    parser.add_argument(
+    parser.option(
         "--family",
-        choices=("auto", *FAMILIES),
-        default="auto",
-        metavar="NAME",
-        help=f"{', '.join(FAMILIES)}, or auto: the family of the imported weights, else the first one that computes "
+        "auto",
+        "NAME",
+        f"{', '.join(FAMILIES)}, or auto: the family of the imported weights, else the first one that computes "
         "the same (default auto)",
+        choices=("auto", *FAMILIES),
     )
-    parser.add_argument(
-        "--merge", action="store_true", help="merge the adapters of a run with lora.rank into its base weights"
-    )
+    parser.flag("--merge", "merge the adapters of a run with lora.rank into its base weights")
     parser.add_argument(
         "--base", metavar="DIR", help="base weights of the adapters, if they have moved (default: as in the checkpoint)"
     )
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 500MB; 0: one file (default 5GB)")
-    parser.add_argument(
-        "--no-verify", action="store_true", help="check only the sizes of the checkpoint's files, not their hashes"
-    )
-    parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
+    parser.flag("--no-verify", "check only the sizes of the checkpoint's files, not their hashes")
+    parser.flag("--check", "read the result again and compare every byte")
     mtp_group = parser.add_mutually_exclusive_group()
     mtp_group.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
     mtp_group.add_argument(

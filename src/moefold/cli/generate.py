@@ -98,46 +98,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("words", nargs="*", metavar="PROMPT", help="text to continue; parallel.KEY=N sets the mapping")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most new tokens per prompt (128)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: greedy decoding (1)"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest; 0: from all (0)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that reach probability P (1)"
-    )
-    parser.add_argument(
+    parser.option("--max-tokens", 128, "N", "most new tokens per prompt (128)")
+    parser.option("--temperature", 1.0, "T", "divides the logits; 0: greedy decoding (1)")
+    parser.option("--top-k", 0, "K", "sample from the K likeliest; 0: from all (0)")
+    parser.option("--top-p", 1.0, "P", "sample from the likeliest that reach probability P (1)")
+    parser.option(
         "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="sample from tokens at least P times as likely as the likeliest, before --top-k and --top-p (0)",
+        0.0,
+        "P",
+        "sample from tokens at least P times as likely as the likeliest, before --top-k and --top-p (0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens (0)")
-    parser.add_argument("--chat", action="store_true", help="prompts are messages, put into the model's chat template")
-    parser.add_argument(
-        "--chat-template", default="", metavar="FILE", help="template for --chat instead of the model's"
-    )
-    parser.add_argument("--system", default="", metavar="TEXT", help="with --chat: system message before each prompt")
-    parser.add_argument(
-        "--want", default="", metavar="REWARD", help="with --chat: reward to ask for, not align.want; none: for none"
-    )
-    parser.add_argument("--no-echo", action="store_true", help="print the continuation without its prompt")
-    parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
-    parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
-    parser.add_argument(
+    parser.option("--seed", 0, None, "seed of the sampled tokens (0)")
+    parser.flag("--chat", "prompts are messages, put into the model's chat template")
+    parser.option("--chat-template", "", "FILE", "template for --chat instead of the model's")
+    parser.option("--system", "", "TEXT", "with --chat: system message before each prompt")
+    parser.option("--want", "", "REWARD", "with --chat: reward to ask for, not align.want; none: for none")
+    parser.flag("--no-echo", "print the continuation without its prompt")
+    parser.flag("--ignore-eos", "continue after an end-of-text token")
+    parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")
+    parser.option(
         "--cache-gib",
-        type=float,
-        default=0.0,
-        metavar="G",
-        help="GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
+        0.0,
+        "G",
+        "GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
     )
     add_generation_options(parser)
     add_inference_options(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per prompt: prompt, text, tokens, end"
-    )
+    parser.flag("--json", "print one JSON object per prompt: prompt, text, tokens, end")
     add_part_option(parser)
     return parser

@@ -77,14 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", metavar="HF_DIR", help="the folder to read")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
-    parser.add_argument("--check", action="store_true", help="read the result again and compare every byte")
+    parser.flag("--check", "read the result again and compare every byte")
     parser.add_argument("--base", metavar="DIR", help="base weights of adapters (default: as in adapter_config.json)")
-    parser.add_argument("--no-tokenizer", action="store_true", help="accept a folder without tokenizer.json")
-    parser.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="list the keys of the folder's JSON files: read, constant (without effect), and ignored",
-    )
+    parser.flag("--no-tokenizer", "accept a folder without tokenizer.json")
+    parser.flag("--without-mtp", "leave out multi-token prediction (MTP) layers")
+    parser.flag("--report", "list the keys of the folder's JSON files: read, constant (without effect), and ignored")
     add_ignore_key_option(parser)
     return parser

@@ -1,26 +1,26 @@
 """Options of every command that runs a finished model, and its notices."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
+from moefold.cli.command_parser import CommandParser
 from moefold.config.suggestions import choices_of
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import print_escaped, printable
 
 
-def add_inference_options(parser: argparse.ArgumentParser) -> None:
+def add_inference_options(parser: CommandParser) -> None:
     """Add the options that evaluation and generation share."""
-    parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float64, or auto: the dtype of the stored weights (auto)"
+    parser.option(
+        "--dtype", "auto", None, "float32, bfloat16, float64, or auto: the dtype of the stored weights (auto)"
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available (auto)")
+    parser.option("--device", "auto", None, "cpu, cuda, or auto: cuda if available (auto)")
     add_ignore_key_option(parser)
 
 
-def add_ignore_key_option(parser: argparse.ArgumentParser) -> None:
+def add_ignore_key_option(parser: CommandParser) -> None:
     """Add the option of commands that read a Hugging Face folder."""
     parser.add_argument(
         "--ignore-key",
@@ -31,20 +31,22 @@ def add_ignore_key_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_generation_options(parser: argparse.ArgumentParser) -> None:
+def add_generation_options(parser: CommandParser) -> None:
     """Add the options that only commands which generate have."""
-    parser.add_argument(
+    parser.option(
         "--kernels",
+        "auto",
+        None,
+        "run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)",
         choices=choices_of("run", "kernels"),
-        default="auto",
-        help="run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)",
     )
-    parser.add_argument(
+    parser.option(
         "--experts",
-        choices=("exchange", "fetch"),
-        default="exchange",
-        help="how data-parallel ranks reach experts of other ranks: exchange tokens in step, or fetch: read the "
+        "exchange",
+        None,
+        "how data-parallel ranks reach experts of other ranks: exchange tokens in step, or fetch: read the "
         "weights of their peers from shared memory (exchange)",
+        choices=("exchange", "fetch"),
     )
 
 

@@ -151,6 +151,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="[NAME] [DIR]",
         help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
     )
-    parser.add_argument("--list", action="store_true", help="list the recipes, with a sentence on each")
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.flag("--list", "list the recipes, with a sentence on each")
+    parser.flag("--force", "replace files that exist")
     return parser

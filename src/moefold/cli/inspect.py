@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moefold.cli.command_parser import CommandParser
+from moefold.cli.screen import Column, print_columns
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.metrics.definitions import MISREAD, definitions_text
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
         save_picture(balance, arguments.picture, curves["rl"], curves["sites"])
         print_escaped(f"wrote {arguments.picture}", file=sys.stderr)
     if arguments.json:
-        record = {
+        record: dict[str, Any] = {
             "run": str(balance.run_dir),
             "source": balance.source,
             "first_step": int(balance.steps[0]),
@@ -96,11 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG + "".join(f"  {text}\n" for text in MISREAD),
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run.dir of a training run")
-    parser.add_argument("--layer", type=int, metavar="N", help="layer whose experts to show (default: the least even)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, all layers in numbers")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw all layers (.png, .svg or .pdf)")
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument("--definitions", action="store_true", help="print what every reported number counts")
+    parser.option("--layer", int, "N", "layer whose experts to show (default: the least even)")
+    parser.flag("--json", "print one JSON object, all layers in numbers")
+    parser.option("--picture", Path, "FILE", "also draw all layers (.png, .svg or .pdf)")
+    parser.flag("--force", "replace files that exist")
+    parser.flag("--definitions", "print what every reported number counts")
     return parser
 
 
@@ -134,9 +134,9 @@ def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -
     if balance.cut_short:
         console.print(Text(f"{printable(balance.cut_short)}: the end is the end of the counts", style=WARM))
     console.print()
-    console.print(_numbers(summaries))
+    print_columns(console, _numbers(summaries))
     columns = max(8, min(MAX_COLUMNS, console.width - 16))
-    blocks = BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS
+    blocks = _blocks(console)
     _print_layers(console, balance, columns, blocks)
     if balance.counts is None:
         console.print(Text("which experts: not recorded; set metrics.expert_counts_every=1", style="dim"))
@@ -145,26 +145,20 @@ def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -
     _print_experts(console, balance, worst if layer is None else balance.layers.index(layer), columns, blocks)
 
 
-def _numbers(summaries: Sequence[LayerSummary]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge = False
-    table.padding = (0, 1, 0, 0)
-    for name in ("layer", "load start", "end", "worst", "at step", "cv", "dead", "dropped", "entropy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for summary in summaries:
-        dead = None if summary.dead_experts is None else len(summary.dead_experts)
-        table.add_row(
-            str(summary.layer),
-            f"{summary.load_start:.2f}",
-            Text(f"{summary.load_end:.2f}", style=_load_color(summary.load_end)),
-            f"{summary.load_worst:.2f}",
-            str(summary.worst_step),
-            _format_optional(summary.load_cv, "{:.3f}"),
-            Text("-" if dead is None else str(dead), style=HOT if dead else ""),
-            _format_optional(summary.dropped_fraction, "{:.1%}"),
-            _format_optional(summary.router_entropy, "{:.3f}"),
-        )
-    return table
+def _numbers(summaries: Sequence[LayerSummary]) -> list[Column]:
+    dead = [None if one.dead_experts is None else len(one.dead_experts) for one in summaries]
+    cells: dict[str, list[str | Text]] = {
+        "layer": [str(one.layer) for one in summaries],
+        "load start": [f"{one.load_start:.2f}" for one in summaries],
+        "end": [Text(f"{one.load_end:.2f}", style=_load_color(one.load_end)) for one in summaries],
+        "worst": [f"{one.load_worst:.2f}" for one in summaries],
+        "at step": [str(one.worst_step) for one in summaries],
+        "cv": [_format_optional(one.load_cv, "{:.3f}") for one in summaries],
+        "dead": [Text("-" if count is None else str(count), style=HOT if count else "") for count in dead],
+        "dropped": [_format_optional(one.dropped_fraction, "{:.1%}") for one in summaries],
+        "entropy": [_format_optional(one.router_entropy, "{:.3f}") for one in summaries],
+    }
+    return [Column(name=name, cells=column, justify="right") for name, column in cells.items()]
 
 
 def _format_optional(value: float | None, form: str) -> str:
@@ -207,28 +201,27 @@ def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) ->
     """
     if not curves:
         return
-    columns = max(8, min(MAX_COLUMNS, console.width - 20))
-    blocks = BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge = False
-    table.padding = (0, 1, 0, 0)
-    table.add_column(title, no_wrap=True)
+    summaries = [curve.summary() for curve in curves]
+    columns = [Column(name=title, cells=[curve.title for curve in curves])]
     for name in ("start", "end", "min", "max"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for curve in curves:
-        table.add_row(curve.title, *(f"{value:.4g}" for value in curve.summary().values()))
+        columns.append(Column(name=name, cells=[f"{summary[name]:.4g}" for summary in summaries], justify="right"))
     console.print()
-    console.print(table)
+    print_columns(console, columns)
     console.print()
+    blocks = _blocks(console)
     console.print(Text(f"{blocks[0]} lowest, {blocks[-1]} highest of each curve", style="dim"))
     for curve in curves:
-        _, values = curve.binned(columns)
+        _, values = curve.binned(max(8, min(MAX_COLUMNS, console.width - 20)))
         low = float(values.min())
         span = float(values.max()) - low or 1.0
         levels = ((values - low) / span * len(blocks)).astype(int).clip(0, len(blocks) - 1)
         width = max(1, MIN_ROW_COLUMNS // len(values))
         row = "".join(blocks[level] * width for level in levels.tolist())
         console.print(Text(f"{curve.title:>16}  {row}", no_wrap=True, overflow="crop"))
+
+
+def _blocks(console: Console) -> str:
+    return BLOCKS if "utf" in console.encoding.lower() else ASCII_BLOCKS
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:

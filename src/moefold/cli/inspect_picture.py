@@ -125,8 +125,7 @@ def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], gri
             extent=_extent(balance, balance.num_experts),
         )
         axes.set_title(f"layer {balance.layers[index]}", fontsize=9, color=INK, loc="left", pad=3)
-        _style(axes)
-        axes.spines[:].set_visible(False)
+        _style_map(axes)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.xaxis.get_major_locator().set_params(integer=True, nbins=4)
     for axes in all_axes.flat[len(shown) :]:
@@ -136,9 +135,7 @@ def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], gri
     assert image is not None
     bar = figure.colorbar(image, ax=all_axes, pad=0.01, aspect=28, extend="both")
     bar.set_ticks([-2, -1, 0, 1, 2], labels=["¼", "½", "even", "2", "4"])
-    bar.set_label("tokens over the mean (black: none)", color=INK, fontsize=9)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(colors=INK, labelsize=8, length=0)
+    _style_bar(bar, "tokens over the mean (black: none)")
 
 
 def _draw_layer_map(figure: Any, balance: ExpertBalance) -> None:
@@ -156,12 +153,8 @@ def _draw_layer_map(figure: Any, balance: ExpertBalance) -> None:
     )
     axes.set_yticks(range(len(balance.layers)), labels=[str(number) for number in balance.layers])
     axes.set_ylabel("layer", color=INK, fontsize=9)
-    _style(axes)
-    axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, ax=axes, pad=0.01)
-    bar.set_label("load, max / mean", color=INK, fontsize=9)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(colors=INK, labelsize=8, length=0)
+    _style_map(axes)
+    _style_bar(figure.colorbar(image, ax=axes, pad=0.01), "load, max / mean")
 
 
 def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
@@ -181,12 +174,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (name, at, values) in zip(row, panels, strict=True):
         _draw_lines(axes, balance, at, values)
-        axes.set_title(name, fontsize=9.5, color=INK, loc="left", pad=4)
-        axes.set_xlabel("step", color=INK, fontsize=9)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        _style(axes)
+        _style_curve(axes, name)
         if name.startswith("load"):
             axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
             axes.set_ylim(bottom=0.9)
@@ -215,12 +203,8 @@ def _draw_panels(figure: Any, curves: Sequence[MetricCurve]) -> Sequence[Any]:
         steps, values = curve.binned(MAX_BINS)
         marker = "o" if len(steps) == 1 else ""
         axes.plot(steps, values, color=LOAD_COLORS[0], linewidth=1.2, marker=marker, label="samples")
-        axes.set_title(curve.title, fontsize=9.5, color=INK, loc="left", pad=4)
-        axes.set_xlabel("step", color=INK, fontsize=9)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.xaxis.get_major_locator().set_params(integer=True, nbins=4)
-        _style(axes)
+        _style_curve(axes, curve.title)
+        axes.xaxis.get_major_locator().set_params(nbins=4)
     return row
 
 
@@ -244,6 +228,27 @@ def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Arra
         )
     if len(balance.layers) > 1:
         axes.plot(steps, values.mean(1), color="#b5301f", linewidth=1.6, marker=marker, label="mean")
+
+
+def _style_curve(axes: Any, title: str) -> None:
+    """Style axes with curves over the steps."""
+    axes.set_title(title, fontsize=9.5, color=INK, loc="left", pad=4)
+    axes.set_xlabel("step", color=INK, fontsize=9)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _style(axes)
+
+
+def _style_map(axes: "Axes") -> None:
+    _style(axes)
+    axes.spines[:].set_visible(False)
+
+
+def _style_bar(bar: Any, label: str) -> None:
+    bar.set_label(label, color=INK, fontsize=9)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(colors=INK, labelsize=8, length=0)
 
 
 def _style(axes: "Axes") -> None:

@@ -175,11 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "words", nargs="+", metavar="RECIPE.toml | key=value", help="a recipe, then keys that override it"
     )
-    parser.add_argument("--json", action="store_true", help="print the rank groups of both views as one JSON object")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="also draw views and stages into FILE (.png, .svg or .pdf)"
-    )
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.flag("--json", "print the rank groups of both views as one JSON object")
+    parser.option("--picture", Path, "FILE", "also draw views and stages into FILE (.png, .svg or .pdf)")
+    parser.flag("--force", "replace files that exist")
     return parser
 
 

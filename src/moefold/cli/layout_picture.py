@@ -7,13 +7,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.drawn_view import DrawnView
+from moefold.cli.drawn_view import DrawnView, build_drawn_views
 from moefold.cli.layout_table import (
     compact_count,
     describe_changes,
     describe_stage,
     format_count,
-    named_views,
     node_ranks,
     unfolded_experts,
 )
@@ -21,11 +20,11 @@ from moefold.config.model import ModelConfig
 from moefold.cost.stage_partition import StageCost
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
-from moefold.topology.layout import Layout, View
+from moefold.topology.layout import Layout
 from moefold.topology.pipeline_layout import Stage, StagePlan
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 MAX_RANKS = 256
@@ -100,11 +99,11 @@ def save_picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels, note = _panels(layout, gpus_per_node)
-    cards = _CardGrid.from_layout(layout, gpus_per_node, max(len(panel.bands) for panel in panels))
+    views, note = _views(layout, gpus_per_node)
+    cards = _CardGrid.from_layout(layout, gpus_per_node, max(len(_bands(view)) for view in views.values()))
     stacked = cards.num_rows <= MAX_STACKED_ROWS
-    width = cards.width if stacked else len(panels) * (cards.width + MARGIN) - MARGIN
-    views_height = len(panels) * cards.height if stacked else cards.height
+    width = cards.width if stacked else len(views) * (cards.width + MARGIN) - MARGIN
+    views_height = len(views) * cards.height if stacked else cards.height
     stages = None if plan is None else StagePanel(plan, model, costs, width)
     stages_height = 0.0
     if stages is not None:
@@ -117,82 +116,71 @@ def save_picture(
         figsize=(width, height), dpi=LARGE_DPI if layout.world_size > MIN_LARGE_RANKS else DPI, facecolor=PAPER
     )
     FigureCanvasAgg(figure)
-
-    def axes_of(left: float, top: float, size: tuple[float, float]) -> "Axes":
-        bottom = height - top - size[1]
-        axes = figure.add_axes((left / width, bottom / height, size[0] / width, size[1] / height))
-        axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
-        axes.axis("off")
-        return axes
-
-    _draw_heading(axes_of(0.0, 0.0, (width, heading)), _title(layout, cards, model), lines)
-    for index, panel in enumerate(panels):
+    title = _Canvas(figure, (width, height), (0.0, 0.0, width, heading))
+    name = "" if model is None else f"{model.preset or 'the model'} on "
+    machine = f"{format_count(layout.world_size, 'rank')}, {format_count(len(cards.ranks_by_node), 'node')}"
+    title.text(MARGIN, 0.4, f"{name}{machine}", 19, fontweight="bold")
+    for i, line in enumerate(lines):
+        title.text(MARGIN, 0.8 + LINE_HEIGHT * i, line, 10.5)
+    for index, (name, view) in enumerate(views.items()):
         left = 0.0 if stacked else index * (cards.width + MARGIN)
         top = heading + (index * cards.height if stacked else 0.0)
-        _draw_view(axes_of(left, top, (cards.width, cards.height)), cards, panel)
+        _draw_view(_Canvas(figure, (width, height), (left, top, cards.width, cards.height)), cards, name, view, layout)
     if stages is not None:
-        stages.draw(axes_of(0.0, heading + views_height, (width, stages_height)))
+        stages.draw(_Canvas(figure, (width, height), (0.0, heading + views_height, width, stages_height)))
     try:
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
 
 
-@dataclass(frozen=True)
-class _Band:
-    """Band of the cards: one axis of a view."""
+class _Canvas:
+    """Part of a figure, in inches from its upper left corner.
 
-    axis: str
-    groups: tuple[int, ...]
-    """Group of each rank."""
-    group_ranks: tuple[int, ...]
-    """Index of each rank in its group."""
+    Args:
+        figure: the figure.
+        size: its width and height.
+        box: left, top, width and height of the part.
+    """
 
+    def __init__(self, figure: "Figure", size: tuple[float, float], box: tuple[float, float, float, float]) -> None:
+        left, top, width, height = box
+        bottom = size[1] - top - height
+        self._axes = figure.add_axes((left / size[0], bottom / size[1], width / size[0], height / size[1]))
+        self._axes.set(xlim=(0, width), ylim=(height, 0))
+        self._axes.axis("off")
 
-@dataclass(frozen=True)
-class _Panel:
-    """Drawing data of one view."""
+    def text(self, x: float, y: float, words: str, size: float, color: str = INK, **style: Any) -> None:
+        """Write words whose middle has the height y."""
+        self._axes.text(x, y, words, fontsize=size, color=color, **{"va": "center", **style})
 
-    name: str
-    factors: str
-    bands: tuple[_Band, ...]
-    stages: tuple[int, ...]
-    """Pipeline stage of each rank."""
-    pp: int
+    def box(self, box: tuple[float, float, float, float], fill: str, radius: float = 0.0, edge: str = "none") -> None:
+        """Draw a rectangle, with round corners if it has a radius."""
+        from matplotlib.patches import FancyBboxPatch, Rectangle
 
-
-def _panels(layout: Layout, gpus_per_node: int) -> tuple[list[_Panel], str]:
-    """Return the attention view, the expert view, and the unfolded expert view if it differs; and a note on folding."""
-    stages = tuple(layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size))
-    unfolded = unfolded_experts(layout)
-    views: list[tuple[str, View | DrawnView]] = list(named_views(layout))
-    if unfolded is not None:
-        views[1] = ("experts, folded", views[1][1])
-        views.append(("experts without folding", unfolded))
-    panels = []
-    for name, view in views:
-        axes = view.axes if isinstance(view, View) else tuple(view.parts_of_axis)
-        bands = tuple(
-            _Band(axis, view.group_indices(axis), tuple(view.coordinate(r, axis) for r in range(layout.world_size)))
-            for axis in axes
-            if view.degree(axis) > 1
+        left, top, width, height = box
+        if not radius:
+            self._axes.add_patch(Rectangle((left, top), width, height, facecolor=fill, edgecolor=edge))
+            return
+        style = f"round,pad=0,rounding_size={radius}"
+        self._axes.add_patch(
+            FancyBboxPatch((left, top), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=0.8)
         )
-        factors = " × ".join(f"{axis} {view.degree(axis)}" for axis in axes)
-        panels.append(_Panel(name, factors, bands, stages, layout.pp))
+
+
+def _views(layout: Layout, gpus_per_node: int) -> tuple[dict[str, DrawnView], str]:
+    """Return the attention view, the expert view, and the unfolded expert view if it differs; and a note on folding."""
+    attention, experts = build_drawn_views(layout)
+    unfolded = unfolded_experts(layout)
     if unfolded is None:
-        return panels, ""
-    return panels, "What folding changes: " + "; ".join(describe_changes(layout, unfolded, gpus_per_node)) + "."
+        return {"attention": attention, "experts": experts}, ""
+    views = {"attention": attention, "experts, folded": experts, "experts without folding": unfolded}
+    return views, "What folding changes: " + "; ".join(describe_changes(layout, unfolded, gpus_per_node)) + "."
 
 
-def _title(layout: Layout, grid: "_CardGrid", model: ModelConfig | None) -> str:
-    name = "" if model is None else f"{model.preset or 'the model'} on "
-    return f"{name}{format_count(layout.world_size, 'rank')}, {format_count(len(grid.ranks_by_node), 'node')}"
-
-
-def _draw_heading(axes: "Axes", title: str, lines: Sequence[str]) -> None:
-    axes.text(MARGIN, 0.4, title, fontsize=19, fontweight="bold", color=INK, va="center")
-    for i, line in enumerate(lines):
-        axes.text(MARGIN, 0.8 + LINE_HEIGHT * i, line, fontsize=10.5, color=INK, va="center")
+def _bands(view: DrawnView) -> list[str]:
+    """Return the axes that have a band on the cards."""
+    return [axis for axis in view.parts_of_axis if view.degree(axis) > 1]
 
 
 @dataclass(frozen=True)
@@ -251,64 +239,52 @@ class _CardGrid:
                 )
 
 
-def _draw_view(axes: "Axes", grid: _CardGrid, panel: _Panel) -> None:
-    axes.text(MARGIN, 0.36, panel.name, fontsize=15, fontweight="bold", color=INK, va="center")
+def _draw_view(canvas: _Canvas, grid: _CardGrid, name: str, view: DrawnView, layout: Layout) -> None:
+    bands = _bands(view)
+    canvas.text(MARGIN, 0.36, name, 15, fontweight="bold")
     right = grid.width - MARGIN
-    axes.text(right, 0.36, panel.factors, fontsize=12, color=INK, va="center", ha="right", family="monospace")
-    meaning = ", ".join(f"{band.axis} {AXIS_MEANING[band.axis]}" for band in panel.bands)
-    note = f"one colour is one group{', a stage one family' * (panel.pp > 1)}; the number is the rank in it ({meaning})"
+    factors = " × ".join(f"{axis} {view.degree(axis)}" for axis in view.parts_of_axis)
+    canvas.text(right, 0.36, factors, 12, ha="right", family="monospace")
+    meaning = ", ".join(f"{axis} {AXIS_MEANING[axis]}" for axis in bands)
+    family = ", a stage one family" * (layout.pp > 1)
+    note = f"one colour is one group{family}; the number is the rank in it ({meaning})"
     lines = wrap(note if meaning else "every rank is a group by itself", int((right - MARGIN) / NOTE_CHAR_WIDTH))
-    axes.text(MARGIN, 0.72, "\n".join(lines), fontsize=9, color=FAINT, va="center", linespacing=1.25)
+    canvas.text(MARGIN, 0.72, "\n".join(lines), 9, FAINT, linespacing=1.25)
     for node, ranks in enumerate(grid.ranks_by_node):
-        _draw_tray(axes, grid, node, len(ranks))
-    colours = [_colours(panel, band) for band in panel.bands]
+        left, top = grid.node_corner(node)
+        width = min(len(ranks), grid.columns) * CARD_PITCH - (CARD_PITCH - CARD_SIZE) + 0.28
+        canvas.box((left, top, width, grid.node_height - NODE_GAP + 0.36), TRAY, 0.12)
+        canvas.text(left + 0.16, top + 0.16, f"node {node}", 8.5, FAINT)
+    colours = {axis: _colours(view, axis, layout) for axis in bands}
     for rank, left, top in grid.cards():
-        _draw_box(axes, (left, top, CARD_SIZE, grid.card_height), PAPER, "#c9d0da", 0.09)
-        axes.text(left + 0.1, top + CARD_HEAD_HEIGHT / 2 + 0.01, "rank", fontsize=7.5, color=FAINT, va="center")
-        bold: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": INK, "va": "center", "ha": "right"}
-        axes.text(left + CARD_SIZE - 0.1, top + CARD_HEAD_HEIGHT / 2, str(rank), **bold)
-        height = (grid.card_height - CARD_HEAD_HEIGHT - 0.06) / max(1, len(panel.bands))
-        for i, band in enumerate(panel.bands):
+        canvas.box((left, top, CARD_SIZE, grid.card_height), PAPER, 0.09, "#c9d0da")
+        canvas.text(left + 0.1, top + CARD_HEAD_HEIGHT / 2 + 0.01, "rank", 7.5, FAINT)
+        canvas.text(left + CARD_SIZE - 0.1, top + CARD_HEAD_HEIGHT / 2, str(rank), 13, fontweight="bold", ha="right")
+        height = (grid.card_height - CARD_HEAD_HEIGHT - 0.06) / max(1, len(bands))
+        for i, axis in enumerate(bands):
             box = (left + 0.06, top + CARD_HEAD_HEIGHT + i * height + 0.015, CARD_SIZE - 0.12, height - 0.03)
-            _draw_box(axes, box, colours[i][rank], "none", 0.05)
+            canvas.box(box, colours[axis][rank], 0.05)
             middle = box[1] + box[3] / 2
-            axes.text(left + 0.14, middle, band.axis, fontsize=9, color=INK, va="center_baseline")
-            place = str(band.group_ranks[rank])
-            axes.text(left + CARD_SIZE - 0.14, middle, place, fontsize=9, color=INK, va="center_baseline", ha="right")
+            canvas.text(left + 0.14, middle, axis, 9, va="center_baseline")
+            place = str(view.coordinate(rank, axis))
+            canvas.text(left + CARD_SIZE - 0.14, middle, place, 9, va="center_baseline", ha="right")
 
 
-def _draw_tray(axes: "Axes", grid: _CardGrid, node: int, num_ranks: int) -> None:
-    left, top = grid.node_corner(node)
-    height = grid.node_height - NODE_GAP + 0.36
-    width = min(num_ranks, grid.columns) * CARD_PITCH - (CARD_PITCH - CARD_SIZE) + 0.28
-    _draw_box(axes, (left, top, width, height), TRAY, "none", 0.12)
-    axes.text(left + 0.16, top + 0.16, f"node {node}", fontsize=8.5, color=FAINT, va="center")
-
-
-def _draw_box(axes: "Axes", box: tuple[float, float, float, float], fill: str, edge: str, radius: float) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    left, top, width, height = box
-    style = f"round,pad=0,rounding_size={radius}"
-    axes.add_patch(
-        FancyBboxPatch((left, top), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=0.8)
-    )
-
-
-def _colours(panel: _Panel, band: _Band) -> list[str]:
+def _colours(view: DrawnView, axis: str, layout: Layout) -> list[str]:
     """Return the colour of a band on each rank: a colour family for each stage, one colour for each group."""
-    if band.axis == "pp":
-        return [_shade((stage + STAGE_HUE_SHARE / 2) / panel.pp, 0.74) for stage in panel.stages]
-    members: list[list[int]] = [
-        sorted({group for group, at in zip(band.groups, panel.stages, strict=True) if at == stage})
-        for stage in range(panel.pp)
+    stages = [layout.attention.coordinate(rank, "pp") for rank in range(layout.world_size)]
+    if axis == "pp":
+        return [_shade((stage + STAGE_HUE_SHARE / 2) / layout.pp, 0.74) for stage in stages]
+    groups = view.group_indices(axis)
+    members = [
+        sorted({group for group, at in zip(groups, stages, strict=True) if at == stage}) for stage in range(layout.pp)
     ]
     colours = []
-    for group, stage in zip(band.groups, panel.stages, strict=True):
+    for group, stage in zip(groups, stages, strict=True):
         place = members[stage].index(group)
         num_groups = len(members[stage])
         lightness = 0.84 if num_groups <= MAX_HUE_ONLY_GROUPS else (0.88, 0.72, 0.80)[place % 3]
-        colours.append(_shade((stage + STAGE_HUE_SHARE * (place + 0.5) / num_groups) / panel.pp, lightness))
+        colours.append(_shade((stage + STAGE_HUE_SHARE * (place + 0.5) / num_groups) / layout.pp, lightness))
     return colours
 
 
@@ -369,28 +345,20 @@ class StagePanel:
         """Width in inches that the columns need."""
         return 2 * STAGES_MARGIN + self._num_columns * (self._column_width + COLUMN_GAP) - COLUMN_GAP
 
-    def draw(self, axes: "Axes") -> None:
-        """Draw into axes of the panel's size in inches, with the origin in the upper left corner."""
-        costs = self.costs
+    def draw(self, canvas: _Canvas) -> None:
+        """Draw into a canvas of the panel's size."""
         text = self.plan.layout
         shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
-        axes.text(STAGES_MARGIN, 0.36, "pipeline stages", fontsize=17, fontweight="bold", color=INK, va="center")
-        axes.text(STAGES_MARGIN, 0.72, shown, fontsize=10, color=INK, va="center", family="monospace")
-        self._draw_legend(axes)
-        max_cost = StageCost(1, 1)
-        if costs is not None:
-            max_cost = StageCost(
-                max(1, *(cost.flops for cost in costs)), max(1, *(cost.num_parameters for cost in costs))
-            )
+        canvas.text(STAGES_MARGIN, 0.36, "pipeline stages", 17, fontweight="bold")
+        canvas.text(STAGES_MARGIN, 0.72, shown, 10, family="monospace")
+        self._draw_legend(canvas)
         for i, stage in enumerate(self.plan.stages):
             column, row = divmod(i, self._num_rows)
-            corner = (
-                STAGES_MARGIN + column * (self._column_width + COLUMN_GAP),
-                STAGES_HEAD_HEIGHT + row * STAGE_ROW_HEIGHT,
-            )
-            self._draw_stage(axes, stage, corner)
-            if costs is not None:
-                self._draw_bars(axes, corner, costs[i], max_cost)
+            left = STAGES_MARGIN + column * (self._column_width + COLUMN_GAP)
+            top = STAGES_HEAD_HEIGHT + row * STAGE_ROW_HEIGHT
+            self._draw_stage(canvas, stage, left, top)
+            if self.costs is not None:
+                self._draw_bars(canvas, self.costs, i, left + NAMES_WIDTH + UNITS_WIDTH, top)
 
     @property
     def _column_width(self) -> float:
@@ -407,80 +375,51 @@ class StagePanel:
         fitting = int((self.width - 2 * STAGES_MARGIN + COLUMN_GAP) / (self._column_width + COLUMN_GAP))
         return max(1, min(fitting, -(-count // MIN_COLUMN_STAGES)), -(-count // MAX_COLUMN_STAGES))
 
-    def _draw_legend(self, axes: "Axes") -> None:
+    def _draw_legend(self, canvas: _Canvas) -> None:
         left = STAGES_MARGIN
         used = {kind for stage in self.plan.stages for kind, _ in self._units(stage)}
         for kind, (fill, meaning) in UNIT_COLORS.items():
-            if kind not in used:
-                continue
-            _draw_rectangle(axes, (left, 0.99, 0.18, 0.18), fill)
-            axes.text(left + 0.26, 1.08, meaning, fontsize=9.5, color=FAINT, va="center")
-            left += 0.5 + 0.082 * len(meaning)
+            if kind in used:
+                canvas.box((left, 0.99, 0.18, 0.18), fill)
+                canvas.text(left + 0.26, 1.08, meaning, 9.5, FAINT)
+                left += 0.5 + 0.082 * len(meaning)
         if self.costs is not None:
             left = STAGES_MARGIN + NAMES_WIDTH + UNITS_WIDTH
-            axes.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", fontsize=8.5, color=FAINT, va="center")
-            axes.text(
-                left + BARS_WIDTH,
-                STAGES_HEAD_HEIGHT - 0.14,
-                "weights per rank",
-                fontsize=8.5,
-                color=FAINT,
-                va="center",
-            )
+            canvas.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", 8.5, FAINT)
+            canvas.text(left + BARS_WIDTH, STAGES_HEAD_HEIGHT - 0.14, "weights per rank", 8.5, FAINT)
 
-    def _draw_stage(self, axes: "Axes", stage: Stage, corner: tuple[float, float]) -> None:
-        left, top = corner
+    def _draw_stage(self, canvas: _Canvas, stage: Stage, left: float, top: float) -> None:
         middle = top + STAGE_ROW_HEIGHT / 2
-        width = self._column_width - 0.1
-        _draw_rectangle(
-            axes,
-            (left - 0.08, top + 0.03, width, STAGE_ROW_HEIGHT - 0.06),
-            TRAY if stage.pp_rank % 2 == 0 else "#f8f9fb",
-        )
-        axes.text(left, middle, f"stage {stage.number}", fontsize=10, fontweight="bold", color=INK, va="center")
-        axes.text(left + 0.86, middle, f"pp rank {stage.pp_rank}", fontsize=9, color=FAINT, va="center")
+        box = (left - 0.08, top + 0.03, self._column_width - 0.1, STAGE_ROW_HEIGHT - 0.06)
+        canvas.box(box, TRAY if stage.pp_rank % 2 == 0 else "#f8f9fb")
+        canvas.text(left, middle, f"stage {stage.number}", 10, fontweight="bold")
+        canvas.text(left + 0.86, middle, f"pp rank {stage.pp_rank}", 9, FAINT)
         units = list(self._units(stage))
         if not units:
-            axes.text(left + NAMES_WIDTH, middle, describe_stage(stage.parts), fontsize=9, color=FAINT, va="center")
+            canvas.text(left + NAMES_WIDTH, middle, describe_stage(stage.parts), 9, FAINT)
             return
         size = min(MAX_UNIT_WIDTH, (UNITS_WIDTH - 0.2) / len(units))
         for i, (kind, label) in enumerate(units):
             box = (left + NAMES_WIDTH + i * size, top + 0.07, size - min(0.04, size / 5), STAGE_ROW_HEIGHT - 0.14)
-            _draw_rectangle(axes, box, UNIT_COLORS[kind][0])
+            canvas.box(box, UNIT_COLORS[kind][0])
             is_end = i in (0, len(units) - 1) and size > MIN_NUMBERED_UNIT_WIDTH / 2
             if size >= MIN_NUMBERED_UNIT_WIDTH or is_end:
-                centre = box[0] + box[2] / 2
-                axes.text(centre, middle, label, fontsize=7.5, color=INK, va="center", ha="center")
+                canvas.text(box[0] + box[2] / 2, middle, label, 7.5, ha="center")
 
-    def _draw_bars(self, axes: "Axes", corner: tuple[float, float], cost: StageCost, max_cost: StageCost) -> None:
-        left = corner[0] + NAMES_WIDTH + UNITS_WIDTH
-        top = corner[1]
+    def _draw_bars(self, canvas: _Canvas, costs: Sequence[StageCost], stage: int, left: float, top: float) -> None:
+        cost = costs[stage]
+        flops = cost.flops / max(1, *(one.flops for one in costs))
+        weights = cost.num_parameters / max(1, *(one.num_parameters for one in costs))
         bars = (
-            (cost.flops / max_cost.flops, f"{cost.flops / max_cost.flops:.0%}", FLOPS_BAR_COLOR),
-            (cost.num_parameters / max_cost.num_parameters, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR),
+            (flops, f"{flops:.0%}", FLOPS_BAR_COLOR),
+            (weights, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR),
         )
         for i, (share, label, fill) in enumerate(bars):
-            start = left + i * BARS_WIDTH
-            axes.text(
-                start + BAR_TEXT_WIDTH - 0.08,
-                top + STAGE_ROW_HEIGHT / 2,
-                label,
-                fontsize=9,
-                color=INK,
-                va="center",
-                ha="right",
-            )
+            start = left + i * BARS_WIDTH + BAR_TEXT_WIDTH
+            canvas.text(start - 0.08, top + STAGE_ROW_HEIGHT / 2, label, 9, ha="right")
             if share > 0:
-                _draw_rectangle(
-                    axes,
-                    (
-                        start + BAR_TEXT_WIDTH,
-                        top + 0.12,
-                        share * (BARS_WIDTH - BAR_TEXT_WIDTH - 0.25),
-                        STAGE_ROW_HEIGHT - 0.24,
-                    ),
-                    fill,
-                )
+                length = share * (BARS_WIDTH - BAR_TEXT_WIDTH - 0.25)
+                canvas.box((start, top + 0.12, length, STAGE_ROW_HEIGHT - 0.24), fill)
 
     def _units(self, stage: Stage) -> Iterator[tuple[str, str]]:
         """Yield the kind and the label of each box of a stage."""
@@ -492,10 +431,3 @@ class StagePanel:
             yield "m", "m"
         if stage.parts.has_loss:
             yield "L", "L"
-
-
-def _draw_rectangle(axes: "Axes", box: tuple[float, float, float, float], fill: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    left, top, width, height = box
-    axes.add_patch(Rectangle((left, top), width, height, facecolor=fill, edgecolor="none"))

@@ -1,6 +1,6 @@
 """Text view of a layout: nodes, groups, pipeline stages, and the experts without folding. Torch-free."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import gcd, lcm
 
 from rich.box import SIMPLE_HEAD
@@ -38,7 +38,7 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     middle, which repeat the pattern, are left out.
     """
     num_nodes = -(-layout.world_size // gpus_per_node)
-    console.print(f"{_count(layout.world_size, 'rank')} on {_count(num_nodes, 'node')}", style="bold")
+    console.print(f"{format_count(layout.world_size, 'rank')} on {format_count(num_nodes, 'node')}", style="bold")
     for name, view in named_views(layout):
         factors = " x ".join(f"{axis} {degree}" for axis, degree in zip(view.axes, view.degrees, strict=True))
         console.print(f"  {name:9}  {factors}  (slowest to fastest)", highlight=False)
@@ -74,11 +74,7 @@ def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> No
     for first in range(0, len(ranks), per_table):
         part = ranks[first : first + per_table]
         span = f"rank {part[0]}" if len(part) == 1 else f"ranks {part[0]}-{part[-1]}"
-        table = _table(f"node {node}, {span}")
-        table.add_column("", no_wrap=True)
-        table.add_column("rank", no_wrap=True)
-        for rank in part:
-            table.add_column(str(rank), justify="right", no_wrap=True)
+        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in part)))
         for name, view in named_views(layout):
             for axis in view.axes:
                 label = name if axis == view.axes[0] else ""
@@ -87,20 +83,22 @@ def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> No
         console.print(table)
 
 
-def _table(title: str) -> Table:
+def _table(title: str, names: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
     table.pad_edge = False
     table.padding = (0, 1, 0, 0)
+    _add_columns(table, names)
     return table
 
 
+def _add_columns(table: Table, names: Iterable[str]) -> None:
+    """Add columns that are not wrapped; ">" before a name aligns it to the right."""
+    for name in names:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
+
+
 def _groups_table(layout: Layout, gpus_per_node: int) -> Table:
-    table = _table("groups")
-    table.add_column("", no_wrap=True)
-    table.add_column("axis", no_wrap=True)
-    table.add_column("groups", justify="right", no_wrap=True)
-    table.add_column("of", justify="right", no_wrap=True)
-    table.add_column("nodes", justify="right", no_wrap=True)
+    table = _table("groups", ("", "axis", ">groups", ">of", ">nodes"))
     table.add_column("ranks of each group")
     for name, view in named_views(layout):
         for axis in view.axes:
@@ -151,10 +149,6 @@ def _list_ranks(ranks: range) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 BAR = "█"
 BAR_WIDTH = 20
 
@@ -164,30 +158,15 @@ def print_stages(console: Console, plan: StagePlan, costs: Sequence[StageCost] |
 
     FLOPs count the forward pass, relative to the busiest stage; weights are counted on one rank. Both are in `costs`.
     """
-    table = Table(
-        title=f"stages, {plan.layout}",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-    )
-    table.pad_edge = False
-    table.padding = (0, 1, 0, 0)
-    for name in ("stage", "pp rank"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(f"stages, {plan.layout}", (">stage", ">pp rank"))
     table.add_column("holds")
-    if costs is not None:
-        table.add_column("weights", justify="right", no_wrap=True)
-        table.add_column("operations", no_wrap=True)
+    _add_columns(table, (">weights", "operations") if costs is not None else ())
     for stage in plan.stages:
         cells = [str(stage.number), str(stage.pp_rank), describe_stage(stage.parts)]
         if costs is not None:
             cost, max_flops = costs[stage.number], max(1, *(cost.flops for cost in costs))
             share = cost.flops / max_flops
-            cells += [
-                compact_count(cost.num_parameters),
-                f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}",
-            ]
+            cells += [compact_count(cost.num_parameters), f"{share:4.0%} {BAR * round(BAR_WIDTH * share)}"]
         table.add_row(*cells)
     console.print()
     console.print(table)

@@ -149,20 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "names", nargs="+", metavar="NAME|FILE|RUN", help=f"lengths of the documents: {names}, a file, or a run's data"
     )
-    parser.add_argument("--seq-len", type=int, default=131072, metavar="S", help="tokens per sample (default 131072)")
-    parser.add_argument("--cp", type=int, default=8, help="ranks of a sample (default 8)")
-    parser.add_argument("--dp", type=int, default=4, help="data-parallel ranks (default 4)")
-    parser.add_argument(
-        "--micro-batch-size",
-        type=int,
-        default=1,
-        metavar="B",
-        help="samples of a data-parallel rank in a round (default 1)",
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.1, metavar="X", help="parallel.attention_tolerance (default 0.1)"
-    )
-    parser.add_argument("--block", type=int, default=128, metavar="N", help="parallel.attention_block (default 128)")
-    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON array")
+    parser.option("--seq-len", 131072, "S", "tokens per sample (default 131072)")
+    parser.option("--cp", 8, None, "ranks of a sample (default 8)")
+    parser.option("--dp", 4, None, "data-parallel ranks (default 4)")
+    parser.option("--micro-batch-size", 1, "B", "samples of a data-parallel rank in a round (default 1)")
+    parser.option("--tolerance", 0.1, "X", "parallel.attention_tolerance (default 0.1)")
+    parser.option("--block", 128, "N", "parallel.attention_block (default 128)")
+    parser.flag("--json", "print the numbers as one JSON array")
     add_part_option(parser)
     return parser

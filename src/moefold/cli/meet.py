@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve the meeting point of the sites of a run.",
         epilog=EPILOG,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port; default {DEFAULT_PORT}, 0: a free one")
-    parser.add_argument("--secret", default="", metavar="FILE", help="file with the shared secret")
+    parser.option("--host", "127.0.0.1", None, "address to listen on; default: this machine only")
+    parser.option("--port", DEFAULT_PORT, None, f"port; default {DEFAULT_PORT}, 0: a free one")
+    parser.option("--secret", "", "FILE", "file with the shared secret")
     return parser

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("table", type=Path, metavar="FILE.csv", help="published measurements")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.flag("--json", "print one JSON object")
     return parser
 
 

@@ -148,8 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="device file to write; its name is the device's")
-    parser.add_argument("--ranks", type=int, help="ranks of this machine (default: all GPUs, or one rank on a CPU)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    parser.option("--ranks", int, None, "ranks of this machine (default: all GPUs, or one rank on a CPU)")
+    parser.option("--device", "auto", None, "default auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument(
         "--base",
         metavar="NAME",
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of attention and experts (default: bfloat16 on GPUs, float32 on a CPU)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each operation (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write measured times and fitted numbers as JSON")
+    parser.option("--rounds", 5, None, "timed rounds of each operation (default 5)")
+    parser.option("--json", Path, "FILE", "write measured times and fitted numbers as JSON")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     return parser

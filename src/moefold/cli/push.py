@@ -92,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="a Hugging Face folder, a checkpoint, a run: its newest one, or RUN/best"
     )
     parser.add_argument("repo", metavar="ORG/NAME", help="the repository to write to")
-    parser.add_argument("--public", action="store_true", help="let everyone read the repository (default: private)")
-    parser.add_argument("--revision", default="", metavar="BRANCH", help="commit to this branch (default: main)")
-    parser.add_argument("--message", default="Upload by moefold", metavar="TEXT", help="message of the commit")
-    parser.add_argument("--overwrite", action="store_true", help="replace a README.md that the repository has already")
-    parser.add_argument("--dry-run", action="store_true", help="list the files and their sizes, and send nothing")
+    parser.flag("--public", "let everyone read the repository (default: private)")
+    parser.option("--revision", "", "BRANCH", "commit to this branch (default: main)")
+    parser.option("--message", "Upload by moefold", "TEXT", "message of the commit")
+    parser.flag("--overwrite", "replace a README.md that the repository has already")
+    parser.flag("--dry-run", "list the files and their sizes, and send nothing")
     add_part_option(parser)
     return parser

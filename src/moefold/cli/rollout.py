@@ -83,13 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", action="append", default=[], metavar="FILE", help="JSON lines of prompts; may be repeated"
     )
-    parser.add_argument("--skip-bad-rows", action="store_true", help="skip rows that are no prompt, and count them")
-    parser.add_argument(
-        "--task", choices=("sort", "add", "countdown"), default="", help="generated problems instead of prompts"
-    )
-    parser.add_argument("--task-size", type=int, default=4, metavar="N", help="as data.task_size in a recipe (4)")
-    parser.add_argument("--count", type=int, default=0, metavar="N", help="prompts; 0: all, or 256 problems (0)")
-    parser.add_argument("--held-out", action="store_true", help="problems that recipes do not train on")
+    parser.flag("--skip-bad-rows", "skip rows that are no prompt, and count them")
+    parser.option("--task", "", None, "generated problems instead of prompts", choices=("sort", "add", "countdown"))
+    parser.option("--task-size", 4, "N", "as data.task_size in a recipe (4)")
+    parser.option("--count", 0, "N", "prompts; 0: all, or 256 problems (0)")
+    parser.flag("--held-out", "problems that recipes do not train on")
     parser.add_argument(
         "--reward",
         action="append",
@@ -105,26 +103,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="W",
         help="factor of a reward in the sum, as often as --reward (1)",
     )
-    parser.add_argument("--samples", type=int, default=8, metavar="G", help="completions of each prompt (8)")
+    parser.option("--samples", 8, "G", "completions of each prompt (8)")
     parser.add_argument("--out", required=True, metavar="FILE.jsonl", help="file to write")
-    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="most new tokens of a completion (64)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="divides the logits; 0: greedy decoding (1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled tokens and of the problems (0)")
-    parser.add_argument(
-        "--slots", type=int, default=256, metavar="N", help="completions that a rank decodes at once (256)"
-    )
-    parser.add_argument(
-        "--cache-gib", type=float, default=0.0, metavar="GIB", help="cache of a rank; 0: as much as the slots need (0)"
-    )
-    parser.add_argument(
-        "--want", default="", metavar="REWARD", help="reward that prompts ask for, not align.want; none: for none"
-    )
+    parser.flag("--force", "replace the file if it exists")
+    parser.option("--max-tokens", 64, "N", "most new tokens of a completion (64)")
+    parser.option("--temperature", 1.0, "T", "divides the logits; 0: greedy decoding (1)")
+    parser.option("--seed", 0, None, "seed of the sampled tokens and of the problems (0)")
+    parser.option("--slots", 256, "N", "completions that a rank decodes at once (256)")
+    parser.option("--cache-gib", 0.0, "GIB", "cache of a rank; 0: as much as the slots need (0)")
+    parser.option("--want", "", "REWARD", "reward that prompts ask for, not align.want; none: for none")
     add_generation_options(parser)
-    parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
-    parser.add_argument("--chat-template", default="", metavar="FILE", help="template of prompts that are messages")
+    parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")
+    parser.option("--chat-template", "", "FILE", "template of prompts that are messages")
     add_inference_options(parser)
     add_part_option(parser)
     return parser

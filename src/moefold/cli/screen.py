@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from moefold.console import PrintableConsole
 
@@ -27,7 +28,7 @@ class Column:
     """A column of a table."""
 
     name: str
-    cells: Sequence[str]
+    cells: "Sequence[str | Text]"
     justify: Literal["left", "right"] = "left"
     wraps: bool = False
     """True if long cells may be wrapped between words; numbers never are."""
@@ -42,7 +43,7 @@ class Column:
         """Width with long cells wrapped."""
         if not self.wraps:
             return self.width
-        return max(len(word) for cell in (self.name, *self.cells) for word in cell.split() or [""])
+        return max(len(word) for cell in (self.name, *self.cells) for word in str(cell).split() or [""])
 
 
 def open_console() -> "PrintableConsole":

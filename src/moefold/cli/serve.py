@@ -71,33 +71,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="checkpoint, run folder or Hugging Face folder")
     parser.add_argument("overrides", nargs="*", metavar="parallel.KEY=N", help="the mapping")
-    parser.add_argument("--host", default="127.0.0.1", help="name or address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port; 0: any that is free (8000)")
-    parser.add_argument("--name", default="", help="name of the model in the API (the name of its folder)")
-    parser.add_argument("--slots", type=int, default=64, metavar="N", help="samples decoded at once a dp rank (64)")
-    parser.add_argument("--cache-gib", type=float, default=1.0, metavar="G", help="GiB of the KV cache of a rank (1)")
-    parser.add_argument(
-        "--max-length", type=int, default=0, metavar="N", help="most tokens of prompt and completion (the context)"
-    )
-    parser.add_argument(
-        "--max-concurrent", type=int, default=256, metavar="N", help="most samples that run or wait (256)"
-    )
-    parser.add_argument("--max-body-kib", type=int, default=1024, metavar="N", help="largest request, in KiB (1024)")
-    parser.add_argument(
-        "--api-key", default="", metavar="KEY", help=f"key that clients must send (of the environment: {KEY_VARIABLE})"
-    )
-    parser.add_argument(
-        "--access-log", default="", metavar="FILE", help="file to add a line for each request to (-: standard error)"
-    )
+    parser.option("--host", "127.0.0.1", None, "name or address to listen on (127.0.0.1)")
+    parser.option("--port", 8000, None, "port; 0: any that is free (8000)")
+    parser.option("--name", "", None, "name of the model in the API (the name of its folder)")
+    parser.option("--slots", 64, "N", "samples decoded at once a dp rank (64)")
+    parser.option("--cache-gib", 1.0, "G", "GiB of the KV cache of a rank (1)")
+    parser.option("--max-length", 0, "N", "most tokens of prompt and completion (the context)")
+    parser.option("--max-concurrent", 256, "N", "most samples that run or wait (256)")
+    parser.option("--max-body-kib", 1024, "N", "largest request, in KiB (1024)")
+    parser.option("--api-key", "", "KEY", f"key that clients must send (of the environment: {KEY_VARIABLE})")
+    parser.option("--access-log", "", "FILE", "file to add a line for each request to (-: standard error)")
     add_generation_options(parser)
-    parser.add_argument("--tokenizer", default="", metavar="PATH", help="bytes or a tokenizer.json, not the model's")
-    parser.add_argument(
-        "--want", default="", metavar="REWARD", help="reward that chats ask for, not align.want; none: for none"
-    )
-    parser.add_argument("--chat-template", default="", metavar="FILE", help="chat template instead of the model's")
-    parser.add_argument(
-        "--reasoning", action="store_true", help="chats: text between <think> and </think> is reasoning_content"
-    )
+    parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")
+    parser.option("--want", "", "REWARD", "reward that chats ask for, not align.want; none: for none")
+    parser.option("--chat-template", "", "FILE", "chat template instead of the model's")
+    parser.flag("--reasoning", "chats: text between <think> and </think> is reasoning_content")
     add_inference_options(parser)
     add_part_option(parser)
     return parser

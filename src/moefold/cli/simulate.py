@@ -242,17 +242,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("words", nargs="*", metavar="RECIPE.toml | section.key=value", help="a recipe, then overrides")
-    parser.add_argument(
-        "--run", type=Path, metavar="RUN_DIR", help="simulate the recipe of this run and compare with its step time"
-    )
-    parser.add_argument("--gpu", default="h100", help=f"{', '.join(device_names())}, or FILE.toml (default h100)")
+    parser.option("--run", Path, "RUN_DIR", "simulate the recipe of this run and compare with its step time")
+    parser.option("--gpu", "h100", None, f"{', '.join(device_names())}, or FILE.toml (default h100)")
     parser.add_argument("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's)")
-    parser.add_argument(
-        "--imbalance", type=float, default=1.0, metavar="X", help="busiest ep rank over the mean (default 1)"
-    )
-    parser.add_argument(
-        "--overlap", action="store_true", help="overlap the experts' all-to-all with the compute of another micro-batch"
-    )
+    parser.option("--imbalance", 1.0, "X", "busiest ep rank over the mean (default 1)")
+    parser.flag("--overlap", "overlap the experts' all-to-all with the compute of another micro-batch")
     help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
     parser.add_argument("--lengths", metavar="NAME|FILE|RUN", help=help_)
     add_noise_options(parser)
@@ -261,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"
     )
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument("--json", action="store_true", help="print the numbers as one JSON object")
+    parser.flag("--force", "replace files that exist")
+    parser.flag("--json", "print the numbers as one JSON object")
     add_part_option(parser)
     return parser

@@ -52,36 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("scheduler", choices=SCHEDULERS, metavar="SCHEDULER", help="one of those below")
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, by the path that the nodes have")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="G", help="GPUs of a node, a rank on each")
-    parser.add_argument(
-        "--restarts", type=int, default=3, metavar="R", help="starts after a failure, from the newest checkpoint (3)"
-    )
-    parser.add_argument(
-        "--time",
-        default="",
-        metavar="T",
-        help=f"time limit, [DAYS-]HH:MM:SS (slurm: {DEFAULT_SLURM_TIME}; pytorchjob)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=int,
-        metavar="S",
-        help=f"seconds from SIGTERM to the end ({DEFAULT_GRACE_S}; slurm, pytorchjob)",
-    )
-    parser.add_argument(
-        "--image", default="", metavar="I", help="container image with moefold (trainjob, pytorchjob, skypilot)"
-    )
-    parser.add_argument(
-        "--claim", default="", metavar="NAME", help="shared volume with run.dir (trainjob, pytorchjob, skypilot)"
-    )
-    parser.add_argument("--gpu", default="", metavar="NAME", help="name of the GPU, such as H100 (skypilot)")
-    parser.add_argument(
-        "--cpus-per-task", type=int, metavar="C", help="CPU cores of a rank (slurm: the cores of the node, shared)"
-    )
-    parser.add_argument(
-        "--mem", default="", metavar="M", help="memory of a node, such as 512G, in GiB; not ray (slurm: all)"
-    )
+    parser.option("--nodes", int, "N", "number of nodes", required=True)
+    parser.option("--gpus-per-node", int, "G", "GPUs of a node, a rank on each", required=True)
+    parser.option("--restarts", 3, "R", "starts after a failure, from the newest checkpoint (3)")
+    parser.option("--time", "", "T", f"time limit, [DAYS-]HH:MM:SS (slurm: {DEFAULT_SLURM_TIME}; pytorchjob)")
+    parser.option("--grace", int, "S", f"seconds from SIGTERM to the end ({DEFAULT_GRACE_S}; slurm, pytorchjob)")
+    parser.option("--image", "", "I", "container image with moefold (trainjob, pytorchjob, skypilot)")
+    parser.option("--claim", "", "NAME", "shared volume with run.dir (trainjob, pytorchjob, skypilot)")
+    parser.option("--gpu", "", "NAME", "name of the GPU, such as H100 (skypilot)")
+    parser.option("--cpus-per-task", int, "C", "CPU cores of a rank (slurm: the cores of the node, shared)")
+    parser.option("--mem", "", "M", "memory of a node, such as 512G, in GiB; not ray (slurm: all)")
     parser.add_argument(
         "--exclusive",
         action=argparse.BooleanOptionalAction,

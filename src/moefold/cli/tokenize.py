@@ -68,17 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders that are read recursively")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder for the token files")
     parser.add_argument("--tokenizer", required=True, metavar="T", help="bytes, a tokenizer.json, or a folder with one")
-    parser.add_argument(
-        "--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="auto: by file name"
-    )
-    parser.add_argument("--column", default="text", help="field or column with the text (default: text)")
-    parser.add_argument(
+    parser.option("--format", "auto", None, "auto: by file name", choices=["auto", "text", "jsonl", "parquet"])
+    parser.option("--column", "text", None, "field or column with the text (default: text)")
+    parser.flag(
         "--skip-bad-rows",
-        action="store_true",
-        help="skip lines and rows that hold no text in the column, and count them; else the first one ends the command",
+        "skip lines and rows that hold no text in the column, and count them; else the first one ends the command",
     )
     parser.add_argument("--processes", type=int, default=_cores(), metavar="N", help="default: one per core")
-    parser.add_argument(
-        "--shard-mb", type=int, default=64, metavar="N", help="input per token file, in 10**6 bytes (default: 64)"
-    )
+    parser.option("--shard-mb", 64, "N", "input per token file, in 10**6 bytes (default: 64)")
     return parser

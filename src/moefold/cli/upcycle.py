@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="model.key=value", help="num_experts, top_k, router_softmax, upcycle_noise ..."
     )
-    parser.add_argument("--granularity", type=int, help="slices of a copy (default 1); num_experts counts slices")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the router weights and of the noise (default 0)")
+    parser.option("--granularity", int, None, "slices of a copy (default 1); num_experts counts slices")
+    parser.option("--seed", 0, None, "seed of the router weights and of the noise (default 0)")
     add_ignore_key_option(parser)
     add_part_option(parser)
     return parser

@@ -293,24 +293,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe whose mapping to verify")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
-    parser.add_argument(
+    parser.flag(
         "--shrink",
-        action="store_true",
-        help="make the model and the mapping small, on synthetic data; every axis of the recipe that is above 1 stays "
+        "make the model and the mapping small, on synthetic data; every axis of the recipe that is above 1 stays "
         "at 2 or more, and the output lists the axes that are smaller than in the recipe, or left out",
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="with --shrink: lower degrees only if the mapping takes more ranks than this (default 16)",
+    parser.option(
+        "--ranks", int, "N", "with --shrink: lower degrees only if the mapping takes more ranks than this (default 16)"
     )
-    parser.add_argument(
+    parser.option(
         "--against",
-        choices=("oracle", ONE_RANK),
-        default="oracle",
-        help="one-rank: train the same code on one rank instead of the oracle, for parts from outside without a "
+        "oracle",
+        None,
+        "one-rank: train the same code on one rank instead of the oracle, for parts from outside without a "
         "formula; this compares the code with itself (oracle)",
+        choices=("oracle", ONE_RANK),
     )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
+    parser.option("--steps", 3, None, "optimizer steps (default 3)")
     return parser

@@ -3,12 +3,14 @@
 Each converter reads some keys of a config.json into keys of [model], and writes them back.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard
 
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import MAX_LAYERS
-from moefold.convert.key_reader import Json, mark_read, overlay
+from moefold.convert.key_reader import Json, mark_read, plain
 from moefold.errors import ConfigError
 
 REQUIRED = object()
@@ -31,15 +33,35 @@ class ConfigField(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """A number or switch under another name; `default` replaces an absent or null key."""
+    """A number or switch under another name.
+
+    Attributes:
+        hf_key: key of config.json.
+        key: key of [model].
+        default: replaces an absent or null key.
+        also: other spellings of the key, which are read and not written.
+        copies: further keys of [model] with the same value; other values read back as another model.
+        default_key: key of config.json whose value replaces an absent or null key.
+        least: smallest value.
+        most: largest value.
+        writes_null: write null for 0.
+    """
 
     hf_key: str
     key: str
     default: Any = REQUIRED
+    also: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+    default_key: str = ""
+    least: float = -math.inf
+    most: float = math.inf
+    writes_null: bool = False
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Convert exactly to the type of the [model] key."""
-        value = hf_config.get(self.hf_key)
+        name, value = self._given(hf_config)
+        if value is None and self.default_key:
+            value = hf_config.get(self.default_key)
         if value is None:
             if self.default is REQUIRED:
                 raise ConfigError(f"config.json lacks {self.hf_key}")
@@ -48,61 +70,37 @@ class Renamed:
         is_number = isinstance(value, int | float) and isinstance(value, bool) == (kind is bool)
         # nan and inf both fail the comparison with the limit.
         if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
-            raise ConfigError(f"config.json has {self.hf_key}={value!r}, which should be {_type_description(kind)}")
-        return {self.key: kind(value)}
+            raise ConfigError(f"config.json has {name}={value!r}, which should be {_type_description(kind)}")
+        if not self.least <= value <= self.most:
+            bounds = f"{self.least} or more" if self.most == math.inf else f"{self.least} to {self.most}"
+            raise ConfigError(f"config.json has {name}={kind(value)}, which should be {bounds}")
+        return dict.fromkeys((self.key, *self.copies), kind(value))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Copy the value."""
-        return {self.hf_key: getattr(model, self.key)}
+        value = getattr(model, self.key)
+        return {self.hf_key: (value or None) if self.writes_null else value}
+
+    def _given(self, hf_config: Json) -> tuple[str, Any]:
+        """Return the spelling that is present, and its value."""
+        found = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
+        found = [pair for pair in found if pair[1] is not None] or found
+        for other, value in found[1:]:
+            if value is not None and plain(value) != plain(found[0][1]):
+                raise ConfigError(
+                    f"config.json has {found[0][0]}={found[0][1]!r} and {other}={value!r}, two spellings of one key"
+                )
+        return found[0]
 
 
-@dataclass(frozen=True)
-class Positive:
-    """A size that is 1 or more, where 0 in [model] means a model without that part."""
-
-    hf_key: str
-    key: str
-    default: Any = REQUIRED
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the size; reject 0."""
-        found = Renamed(self.hf_key, self.key, self.default).read(hf_config)
-        if found[self.key] < 1:
-            raise ConfigError(f"config.json has {self.hf_key}={found[self.key]}, which should be 1 or more")
-        return found
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Copy the value; a model without that part does not read back."""
-        return {self.hf_key: getattr(model, self.key)}
+def renamed(**keys: str | tuple[str, Any]) -> tuple[Renamed, ...]:
+    """Return fields by keys of config.json: the key of [model], or that and the default."""
+    return tuple(Renamed(hf_key, *((to,) if isinstance(to, str) else to)) for hf_key, to in keys.items())
 
 
-@dataclass(frozen=True)
-class WithAlias:
-    """A field whose key some folders spell in another way.
-
-    Attributes:
-        entry: the field.
-        key: the spelling that is written.
-        alias: the other spelling, which is read where it is present.
-    """
-
-    entry: ConfigField
-    key: str
-    alias: str
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the field by either spelling."""
-        value = hf_config.get(self.alias)
-        own = hf_config.get(self.key)
-        if value is not None and own is not None and value != own:
-            raise ConfigError(
-                f"config.json has {self.key}={own!r} and {self.alias}={value!r}, two spellings of one key"
-            )
-        return self.entry.read(hf_config if value is None else overlay(hf_config, {self.key: value}))
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the field."""
-        return self.entry.write(model)
+def same(*names: str, **defaults: Any) -> tuple[Renamed, ...]:
+    """Return fields of keys that [model] has under the same names, with the defaults of some."""
+    return (*(Renamed(name, name) for name in names), *(Renamed(name, name, value) for name, value in defaults.items()))
 
 
 @dataclass(frozen=True)
@@ -128,34 +126,29 @@ class AllowedValues:
         return {self.hf_key: self.values[0]}
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A key of [model] that is constant for the family."""
+def allowed(**values: tuple[Any, ...]) -> tuple[AllowedValues, ...]:
+    """Return restricted keys by name."""
+    return tuple(AllowedValues(name, legal) for name, legal in values.items())
 
-    key: str
-    value: Any
+
+@dataclass(frozen=True)
+class Constants:
+    """Keys of [model] that are constant for the family; config.json does not spell them out."""
+
+    values: Mapping[str, Any]
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return the constant."""
-        return {self.key: self.value}
+        """Return the constants."""
+        return dict(self.values)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys: config.json does not spell the constant out."""
+        """Return no keys."""
         return {}
 
 
-@dataclass(frozen=True)
-class KeyValueHeads:
-    """num_key_value_heads; absent, the number of query heads."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read num_query_groups."""
-        heads = hf_config.get("num_attention_heads")
-        return Renamed("num_key_value_heads", "num_query_groups", heads).read(hf_config)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Copy the value."""
-        return {"num_key_value_heads": model.num_query_groups}
+def constants(**values: Any) -> Constants:
+    """Return constants by name."""
+    return Constants(values)
 
 
 @dataclass(frozen=True)
@@ -193,23 +186,6 @@ class SharedExperts:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of experts; a width that does not divide reads back as another width."""
         return {self.hf_key: model.shared_expert_ffn_hidden_size // model.moe_ffn_hidden_size}
-
-
-@dataclass(frozen=True)
-class AttentionBias:
-    """`attention_bias`: biases on the query, key and value projections, and on the output's if `has_output`."""
-
-    has_output: bool
-    hf_key: str = "attention_bias"
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the switch."""
-        found = Renamed(self.hf_key, "qkv_bias", False).read(hf_config)
-        return found | ({"attention_output_bias": found["qkv_bias"]} if self.has_output else {})
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the switch; a bias on some of the projections reads back as another model."""
-        return {self.hf_key: model.qkv_bias}
 
 
 @dataclass(frozen=True)
@@ -315,36 +291,6 @@ class GatedSharedExpert:
 
 
 @dataclass(frozen=True)
-class MTPLayers:
-    """`num_nextn_predict_layers`, which transformers 5 also spells num_mtp_layers."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the number of MTP layers; 1 if absent."""
-        keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf_config.get(key) is not None]
-        found = Renamed(keys[0] if keys else "num_nextn_predict_layers", "mtp_layers", 1).read(hf_config)
-        if not 0 <= found["mtp_layers"] <= MAX_LAYERS:
-            raise ConfigError(f"config.json has {keys[0]}={found['mtp_layers']}, which should be 0 to {MAX_LAYERS}")
-        return found
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the spelling of the released folder."""
-        return {"num_nextn_predict_layers": model.mtp_layers}
-
-
-@dataclass(frozen=True)
-class QueryLoraRank:
-    """`q_lora_rank`, null if queries are projected directly from the hidden state."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the rank, 0 for none."""
-        return Renamed("q_lora_rank", "q_lora_rank", 0).read(hf_config)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the rank, null for none."""
-        return {"q_lora_rank": model.q_lora_rank or None}
-
-
-@dataclass(frozen=True)
 class RouterGroups:
     """`n_group` and `topk_group`; with `has_method`, only if `topk_method` is "group_limited_greedy"."""
 
@@ -430,6 +376,20 @@ class NormTopKProb:
         return {"norm_topk_prob": model.router_softmax == "post"}
 
 
+def num_experts(hf_key: str) -> Renamed:
+    """Return the field of the number of experts, which transformers 5 spells in two ways; `hf_key` is written."""
+    return Renamed(hf_key, "num_experts", also=tuple({"num_experts", "num_local_experts"} - {hf_key}))
+
+
+def attention_bias(*, has_output: bool) -> Renamed:
+    """Return the field of biases on the query, key and value projections, and on the output's if `has_output`."""
+    return Renamed("attention_bias", "qkv_bias", False, copies=("attention_output_bias",) * has_output)
+
+
+MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)
+"""Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 has another."""
+
+
 def num_layers_of(hf_config: Json) -> int:
     """Return num_hidden_layers.
 
@@ -449,3 +409,15 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 def _type_description(kind: Any) -> str:
     return {bool: "true or false", int: "a whole number"}.get(kind, "a number")
+
+
+def interval_of(hf_config: Json, key: str, default: int) -> int:
+    """Return a key that says that every n-th layer differs.
+
+    Raises:
+        ConfigError: it is no whole number from 1 on.
+    """
+    every = hf_config.get(key, default)
+    if not is_int(every) or every < 1:
+        raise ConfigError(f"config.json has {key}={every!r}, which should be a whole number from 1 on")
+    return every

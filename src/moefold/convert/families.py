@@ -1,42 +1,31 @@
 """Registry of the model families of Hugging Face folders. Torch-free."""
 
 from moefold.convert.config_fields import (
-    AllowedValues,
-    AttentionBias,
+    MTP_LAYERS,
     ConfigField,
-    Constant,
     GatedSharedExpert,
-    LatentHeadSizes,
-    MTPLayers,
-    MultiHeadKeyValue,
     NormTopKProb,
-    Positive,
-    QueryLoraRank,
     Renamed,
     RouterGroups,
     SharedExperts,
-    WithAlias,
+    allowed,
+    attention_bias,
+    constants,
+    num_experts,
+    renamed,
 )
 from moefold.convert.family import (
-    BACKBONE,
-    BIASES,
-    DENSE_FFN,
-    HEAD_NORMS,
-    MIXTRAL_EXPERTS,
+    GATED_SHARED_EXPERT,
     MLA,
     MTP,
-    PER_EXPERT,
-    ROUTER,
-    ROUTER_BIAS,
-    SHARED_EXPERT,
-    SHARED_EXPERTS,
-    STACKED_EXPERTS,
     Family,
-    NumExperts,
-    backbone_sizes,
-    family_sizes,
+    attention_fields,
+    backbone_fields,
+    fused,
+    latent_fields,
     layer_rules,
-    merge_rules,
+    layouts,
+    mixtral_layouts,
 )
 from moefold.convert.kda_families import KDA_FAMILIES
 from moefold.convert.layer_fields import (
@@ -47,82 +36,75 @@ from moefold.convert.layer_fields import (
     NoSlidingWindow,
     SlidingWindowLayers,
     SparseLayers,
-    UniformLayers,
     UniformWindow,
 )
 from moefold.convert.lfm2_families import LFM2_FAMILIES
 from moefold.convert.linear_families import QWEN_HYBRID_FAMILIES
 from moefold.convert.llama4_families import LLAMA4_FAMILIES
 from moefold.convert.longcat_families import LONGCAT_FAMILIES
-from moefold.convert.phi_families import PHI_FAMILIES
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.sigmoid_families import SIGMOID_FAMILIES
-from moefold.convert.softmax_families import SOFTMAX_FAMILIES
-from moefold.convert.tensor_mapping import InterleavedTensor
+from moefold.convert.softmax_families import PHI_FAMILIES, SOFTMAX_FAMILIES
 
-_GPT_OSS = layer_rules(
-    {
-        "attention.bo": "self_attn.o_proj.bias",
-        "attention.sinks": "self_attn.sinks",
-        "ffn.router.weight": "mlp.router.weight",
-        "ffn.router.bias": "mlp.router.bias",
-        "ffn.experts.w_down": "mlp.experts.down_proj",
-        "ffn.experts.b_down": "mlp.experts.down_proj_bias",
-    }
-)
-_GPT_OSS |= {
-    f"layers.{{l}}.ffn.experts.{ours}_{kind}": InterleavedTensor(f"model.layers.{{l}}.mlp.experts.{theirs}", part)
-    for ours, theirs in (("w", "gate_up_proj"), ("b", "gate_up_proj_bias"))
-    for part, kind in enumerate(("gate", "up"))
+_GPT_OSS = {
+    **layer_rules(
+        {
+            "attention.sinks": "self_attn.sinks",
+            "ffn.router.weight": "mlp.router.weight",
+            "ffn.router.bias": "mlp.router.bias",
+            "ffn.experts.w_down": "mlp.experts.down_proj",
+            "ffn.experts.b_down": "mlp.experts.down_proj_bias",
+        }
+    ),
+    **fused(("ffn.experts.w_gate", "ffn.experts.w_up"), "mlp.experts.gate_up_proj", axis=-1, step=2),
+    **fused(("ffn.experts.b_gate", "ffn.experts.b_up"), "mlp.experts.gate_up_proj_bias", axis=-1, step=2),
 }
-
-
-_NO_WINDOW: tuple[ConfigField, ...] = (AllowedValues("use_sliding_window", (False, None)), NoSlidingWindow())
-_QWEN_EXPERTS: tuple[ConfigField, ...] = (
-    SparseLayers(),
-    Renamed("intermediate_size", "ffn_hidden_size"),
-    Renamed("num_experts_per_tok", "top_k"),
-    Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
-    NormTopKProb(default=False),
+_NO_WINDOW: tuple[ConfigField, ...] = (*allowed(use_sliding_window=(False, None)), NoSlidingWindow())
+_QWEN_DENSE: tuple[ConfigField, ...] = (
+    *_NO_WINDOW,
+    constants(layer_pattern="D"),
+    *renamed(intermediate_size="ffn_hidden_size"),
 )
-
-
+_QWEN_EXPERTS: tuple[ConfigField, ...] = (
+    *_NO_WINDOW,
+    SparseLayers(),
+    *renamed(
+        intermediate_size="ffn_hidden_size", num_experts_per_tok="top_k", moe_intermediate_size="moe_ffn_hidden_size"
+    ),
+    NormTopKProb(default=False),
+    num_experts("num_experts"),
+)
 _LATENT: tuple[ConfigField, ...] = (
-    MultiHeadKeyValue(),
-    Constant("attention", "mla"),
-    LatentHeadSizes(),
-    QueryLoraRank(),
-    Renamed("kv_lora_rank", "kv_lora_rank"),
-    Renamed("qk_nope_head_dim", "qk_nope_head_dim"),
-    Renamed("qk_rope_head_dim", "qk_rope_head_dim"),
-    Renamed("v_head_dim", "v_head_dim"),
-    AllowedValues("attention_bias", (False,)),
-    Renamed("intermediate_size", "ffn_hidden_size"),
-    Renamed("n_routed_experts", "num_experts"),
-    Renamed("num_experts_per_tok", "top_k"),
-    Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
+    *latent_fields(),
+    *renamed(
+        intermediate_size="ffn_hidden_size",
+        n_routed_experts="num_experts",
+        num_experts_per_tok="top_k",
+        moe_intermediate_size="moe_ffn_hidden_size",
+    ),
     SharedExperts(),
 )
-
 _DEEPSEEK: tuple[ConfigField, ...] = (
-    *backbone_sizes(1e-6, RopeParameters(1e4, scales_scores=True)),
+    *backbone_fields(1e-6, RopeParameters(1e4, scales_scores=True)),
     *_LATENT,
     FirstKDense(),
-    AllowedValues("moe_layer_freq", (1,)),
+    *allowed(moe_layer_freq=(1,)),
 )
 _DEEPSEEK_V3_ROUTER: tuple[ConfigField, ...] = (
     RouterGroups(),
-    Renamed("norm_topk_prob", "router_normalize", True),
-    Constant("router_score", "sigmoid"),
-    Constant("expert_bias", True),
-    AllowedValues("scoring_func", ("sigmoid",)),
-    AllowedValues("topk_method", ("noaux_tc",)),
-    MTPLayers(),
+    *renamed(norm_topk_prob=("router_normalize", True)),
+    constants(router_score="sigmoid", expert_bias=True),
+    *allowed(scoring_func=("sigmoid",), topk_method=("noaux_tc",)),
+    MTP_LAYERS,
 )
-_DEEPSEEK_V3_LAYOUTS = tuple(
-    merge_rules(BACKBONE, MLA, MTP, SHARED_EXPERTS, ROUTER_BIAS, DENSE_FFN, ROUTER, experts)
-    for experts in (PER_EXPERT, STACKED_EXPERTS)
-)
+_DEEPSEEK_V3_LAYOUTS = layouts(MLA, MTP)
+_DEEPSEEK_V3_DEFAULTS = {
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+}
 _INDEXER = layer_rules(
     {
         "attention.indexer.wq": "self_attn.indexer.wq_b.weight",
@@ -134,22 +116,20 @@ _INDEXER = layer_rules(
 )
 
 
-def _sparse_attention(index_heads: int) -> tuple[ConfigField, ...]:
-    """Return the fields of families with a lightning indexer, given the default of its heads."""
+def _sparse_attention(index_heads: int, *, is_interleaved: bool) -> tuple[ConfigField, ...]:
+    """Return the fields of families with a lightning indexer, given the default of its heads and its RoPE."""
     return (
         *_LATENT,
-        Positive("q_lora_rank", "q_lora_rank"),
+        Renamed("q_lora_rank", "q_lora_rank", least=1),
         MlpLayerTypes(default=3),
-        AllowedValues("moe_layer_freq", (1,)),
-        Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
-        Constant("rope_interleaved", True),
-        AllowedValues("rope_interleave", (True, None)),
-        AllowedValues("mlp_bias", (False, None)),
+        *allowed(moe_layer_freq=(1,), rope_interleave=(True, None), mlp_bias=(False, None)),
+        *renamed(routed_scaling_factor=("router_scaling_factor", 2.5)),
+        constants(rope_interleaved=True, index_rope_interleaved=is_interleaved),
         *_DEEPSEEK_V3_ROUTER,
         IndexedAttention(),
-        Positive("index_topk", "index_topk", 2048),
-        Positive("index_n_heads", "index_heads", index_heads),
-        Positive("index_head_dim", "index_head_dim", 128),
+        Renamed("index_topk", "index_topk", 2048, least=1),
+        Renamed("index_n_heads", "index_heads", index_heads, least=1),
+        Renamed("index_head_dim", "index_head_dim", 128, least=1),
     )
 
 
@@ -160,135 +140,107 @@ FAMILIES = {
             "llama",
             "LlamaForCausalLM",
             (
-                *family_sizes(norm_eps=1e-6, rope_theta=1e4),
-                UniformLayers("D"),
-                Renamed("intermediate_size", "ffn_hidden_size"),
-                AttentionBias(has_output=True),
-                AllowedValues("mlp_bias", (False,)),
+                *attention_fields(1e-6, 1e4),
+                constants(layer_pattern="D"),
+                *renamed(intermediate_size="ffn_hidden_size"),
+                attention_bias(has_output=True),
+                *allowed(mlp_bias=(False,)),
             ),
-            (merge_rules(BACKBONE, BIASES, DENSE_FFN),),
+            layouts(experts=({},)),
         ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
-            (
-                *family_sizes(norm_eps=1e-6, rope_theta=1e4),
-                *_NO_WINDOW,
-                UniformLayers("D"),
-                Renamed("intermediate_size", "ffn_hidden_size"),
-                Constant("qkv_bias", True),
-            ),
-            (merge_rules(BACKBONE, BIASES, DENSE_FFN),),
+            (*attention_fields(1e-6, 1e4), *_QWEN_DENSE, constants(qkv_bias=True)),
+            layouts(experts=({},)),
             default_keys={"num_key_value_heads": 32},
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
             (
-                *family_sizes(norm_eps=1e-6, rope_theta=1e4, head_size=128),
-                *_NO_WINDOW,
-                UniformLayers("D"),
-                Renamed("intermediate_size", "ffn_hidden_size"),
-                AttentionBias(has_output=True),
-                Constant("qk_norm", True),
+                *attention_fields(1e-6, 1e4, head_size=128),
+                *_QWEN_DENSE,
+                attention_bias(has_output=True),
+                constants(qk_norm=True),
             ),
-            (merge_rules(BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN),),
+            layouts(experts=({},)),
             default_keys={"num_key_value_heads": 32},
         ),
         Family(
             "mixtral",
             "MixtralForCausalLM",
             (
-                *family_sizes(norm_eps=1e-5, rope_theta=1e6),
-                UniformLayers("M"),
-                NumExperts("num_local_experts"),
-                Renamed("num_experts_per_tok", "top_k", 2),
-                Renamed("intermediate_size", "moe_ffn_hidden_size"),
-                Constant("router_softmax", "post"),
+                *attention_fields(1e-5, 1e6),
+                constants(layer_pattern="M", router_softmax="post"),
+                num_experts("num_local_experts"),
+                *renamed(num_experts_per_tok=("top_k", 2), intermediate_size="moe_ffn_hidden_size"),
                 UniformWindow(),
             ),
-            (
-                merge_rules(
-                    BACKBONE, layer_rules({"ffn.router.weight": "block_sparse_moe.gate.weight"}), MIXTRAL_EXPERTS
-                ),
-                merge_rules(BACKBONE, ROUTER, STACKED_EXPERTS),
-            ),
+            mixtral_layouts({"ffn.router.weight": "block_sparse_moe.gate.weight"}, {}),
             default_keys={"num_key_value_heads": 8},
         ),
         Family(
             "qwen2_moe",
             "Qwen2MoeForCausalLM",
             (
-                *family_sizes(norm_eps=1e-6, rope_theta=1e4),
-                *_NO_WINDOW,
+                *attention_fields(1e-6, 1e4),
                 *_QWEN_EXPERTS,
-                NumExperts("num_experts"),
                 GatedSharedExpert(),
-                Renamed("qkv_bias", "qkv_bias", True),
+                *renamed(qkv_bias=("qkv_bias", True)),
             ),
-            tuple(
-                merge_rules(BACKBONE, BIASES, DENSE_FFN, ROUTER, SHARED_EXPERT, experts)
-                for experts in (PER_EXPERT, STACKED_EXPERTS)
-            ),
+            layouts(GATED_SHARED_EXPERT),
             default_keys={"num_key_value_heads": 16},
         ),
         Family(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             (
-                *family_sizes(norm_eps=1e-6, rope_theta=1e4),
-                *_NO_WINDOW,
+                *attention_fields(1e-6, 1e4),
                 *_QWEN_EXPERTS,
-                NumExperts("num_experts"),
-                AttentionBias(has_output=True),
-                Constant("qk_norm", True),
+                attention_bias(has_output=True),
+                constants(qk_norm=True),
             ),
-            tuple(
-                merge_rules(BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN, ROUTER, experts)
-                for experts in (PER_EXPERT, STACKED_EXPERTS)
-            ),
+            layouts(),
             default_keys={"num_key_value_heads": 4},
         ),
         Family(
             "olmoe",
             "OlmoeForCausalLM",
             (
-                *family_sizes(norm_eps=1e-5, rope_theta=1e4),
-                UniformLayers("M"),
-                NumExperts("num_experts"),
-                Renamed("num_experts_per_tok", "top_k"),
-                Renamed("intermediate_size", "moe_ffn_hidden_size"),
+                *attention_fields(1e-5, 1e4),
+                constants(layer_pattern="M", qk_norm=True, qk_norm_width="all_heads"),
+                num_experts("num_experts"),
+                *renamed(num_experts_per_tok="top_k", intermediate_size="moe_ffn_hidden_size"),
                 NormTopKProb(default=False),
-                AttentionBias(has_output=True),
-                AllowedValues("clip_qkv", (None,)),
-                Constant("qk_norm", True),
-                Constant("qk_norm_width", "all_heads"),
+                attention_bias(has_output=True),
+                *allowed(clip_qkv=(None,)),
             ),
-            tuple(
-                merge_rules(BACKBONE, BIASES, HEAD_NORMS, ROUTER, experts) for experts in (PER_EXPERT, STACKED_EXPERTS)
-            ),
+            layouts(),
         ),
         Family(
             "gpt_oss",
             "GptOssForCausalLM",
             (
-                *family_sizes(
-                    norm_eps=1e-5, rope_theta=1.5e5, head_size=64, rope=RopeParameters(1.5e5, is_required=True)
-                ),
+                *attention_fields(1e-5, RopeParameters(1.5e5, is_required=True), head_size=64),
                 SlidingWindowLayers(),
-                UniformLayers("M"),
-                NumExperts("num_local_experts"),
-                WithAlias(Renamed("num_experts_per_tok", "top_k"), "num_experts_per_tok", "experts_per_token"),
-                Renamed("intermediate_size", "moe_ffn_hidden_size"),
-                Constant("router_softmax", "post"),
-                AllowedValues("attention_bias", (True,)),
-                *(Constant(key, True) for key in ("qkv_bias", "attention_output_bias", "attention_sinks")),
-                *(Constant(key, True) for key in ("moe_bias", "router_bias")),
-                Constant("moe_activation", "clamped_swiglu"),
-                Renamed("swiglu_alpha", "swiglu_alpha", 1.702),
-                Renamed("swiglu_limit", "swiglu_limit", 7.0),
+                num_experts("num_local_experts"),
+                Renamed("num_experts_per_tok", "top_k", also=("experts_per_token",)),
+                *renamed(intermediate_size="moe_ffn_hidden_size"),
+                *allowed(attention_bias=(True,)),
+                constants(
+                    layer_pattern="M",
+                    router_softmax="post",
+                    qkv_bias=True,
+                    attention_output_bias=True,
+                    attention_sinks=True,
+                    moe_bias=True,
+                    router_bias=True,
+                    moe_activation="clamped_swiglu",
+                ),
+                *renamed(swiglu_alpha=("swiglu_alpha", 1.702), swiglu_limit=("swiglu_limit", 7.0)),
             ),
-            (merge_rules(BACKBONE, BIASES, _GPT_OSS),),
+            layouts(_GPT_OSS, experts=({},)),
             default_keys={"num_key_value_heads": 8},
         ),
         Family(
@@ -296,17 +248,12 @@ FAMILIES = {
             "DeepseekV2ForCausalLM",
             (
                 *_DEEPSEEK,
-                Renamed("routed_scaling_factor", "router_scaling_factor", 1.0),
+                *renamed(routed_scaling_factor=("router_scaling_factor", 1.0)),
                 RouterGroups(has_method=True),
-                Constant("rope_interleaved", True),
-                Constant("router_softmax", "pre"),
-                AllowedValues("norm_topk_prob", (False, None)),
-                AllowedValues("scoring_func", ("softmax",)),
+                constants(rope_interleaved=True, router_softmax="pre"),
+                *allowed(norm_topk_prob=(False, None), scoring_func=("softmax",)),
             ),
-            tuple(
-                merge_rules(BACKBONE, MLA, SHARED_EXPERTS, DENSE_FFN, ROUTER, experts)
-                for experts in (PER_EXPERT, STACKED_EXPERTS)
-            ),
+            layouts(MLA),
             default_keys={"q_lora_rank": 1536, "n_shared_experts": 2},
         ),
         Family(
@@ -314,19 +261,13 @@ FAMILIES = {
             "DeepseekV3ForCausalLM",
             (
                 *_DEEPSEEK,
-                Renamed("routed_scaling_factor", "router_scaling_factor", 2.5),
-                Renamed("rope_interleave", "rope_interleaved", True),
+                *renamed(
+                    routed_scaling_factor=("router_scaling_factor", 2.5), rope_interleave=("rope_interleaved", True)
+                ),
                 *_DEEPSEEK_V3_ROUTER,
             ),
             _DEEPSEEK_V3_LAYOUTS,
-            default_keys={
-                "num_key_value_heads": 128,
-                "q_lora_rank": 1536,
-                "first_k_dense_replace": 3,
-                "n_shared_experts": 1,
-                "n_group": 8,
-                "topk_group": 4,
-            },
+            default_keys={**_DEEPSEEK_V3_DEFAULTS, "first_k_dense_replace": 3},
             has_mtp=True,
             mtp_unreported=(61,),
             aliases=("kimi_k2",),
@@ -338,11 +279,12 @@ FAMILIES = {
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
             (
-                *backbone_sizes(1e-5, RopeParameters(1e4, scales_scores=True)),
+                *backbone_fields(1e-5, RopeParameters(1e4, scales_scores=True)),
                 *_LATENT,
                 MlpLayerTypes(default=1),
-                Renamed("routed_scaling_factor", "router_scaling_factor", 1.8),
-                Renamed("rope_interleave", "rope_interleaved", True),
+                *renamed(
+                    routed_scaling_factor=("router_scaling_factor", 1.8), rope_interleave=("rope_interleaved", True)
+                ),
                 *_DEEPSEEK_V3_ROUTER,
             ),
             _DEEPSEEK_V3_LAYOUTS,
@@ -354,18 +296,11 @@ FAMILIES = {
             "deepseek_v32",
             "DeepseekV32ForCausalLM",
             (
-                *backbone_sizes(1e-6, RopeParameters(1e4, scales_scores=True)),
-                *_sparse_attention(index_heads=64),
-                Constant("index_rope_interleaved", False),
+                *backbone_fields(1e-6, RopeParameters(1e4, scales_scores=True)),
+                *_sparse_attention(64, is_interleaved=False),
             ),
-            tuple(merge_rules(layout, _INDEXER) for layout in _DEEPSEEK_V3_LAYOUTS),
-            default_keys={
-                "num_key_value_heads": 128,
-                "q_lora_rank": 1536,
-                "n_shared_experts": 1,
-                "n_group": 8,
-                "topk_group": 4,
-            },
+            layouts(MLA, MTP, _INDEXER),
+            default_keys=_DEEPSEEK_V3_DEFAULTS,
             has_mtp=True,
             mtp_unreported=(61,),
         ),
@@ -373,12 +308,11 @@ FAMILIES = {
             "glm_moe_dsa",
             "GlmMoeDsaForCausalLM",
             (
-                *backbone_sizes(1e-5, RopeParameters(1e4, scales_scores=True)),
-                *_sparse_attention(index_heads=32),
-                Constant("index_rope_interleaved", True),
+                *backbone_fields(1e-5, RopeParameters(1e4, scales_scores=True)),
+                *_sparse_attention(32, is_interleaved=True),
                 IndexerTypes(),
             ),
-            tuple(merge_rules(layout, _INDEXER) for layout in _DEEPSEEK_V3_LAYOUTS),
+            layouts(MLA, MTP, _INDEXER),
             default_keys={"num_key_value_heads": 64, "q_lora_rank": 2048, "n_shared_experts": 1},
             has_mtp=True,
             mtp_unreported=(78,),

@@ -6,15 +6,32 @@ writes. `layouts` lists the layouts of the experts that a folder may have; the f
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import AllowedValues, ConfigField, HeadSize, KeyValueHeads, Renamed
+from moefold.convert.config_fields import (
+    AllowedValues,
+    ConfigField,
+    HeadSize,
+    LatentHeadSizes,
+    MultiHeadKeyValue,
+    Renamed,
+    constants,
+    renamed,
+    same,
+)
 from moefold.convert.key_reader import Json, overlay
 from moefold.convert.rope_fields import RopeParameters
-from moefold.convert.tensor_mapping import PerExpertTensors, RenamedTensor, StackedExperts, TensorRule
+from moefold.convert.tensor_mapping import (
+    ByAttention,
+    GroupedRows,
+    PerExpertTensors,
+    RowGroups,
+    TensorBlock,
+    TensorRule,
+)
 from moefold.errors import ConfigError
 
 TensorRules = Mapping[str, TensorRule]
@@ -115,74 +132,134 @@ class Family:
         return keys
 
 
-def layer_rules(names: Mapping[str, str]) -> dict[str, TensorRule]:
+LAYER = "model.layers.{l}"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Usual names of the matrices w_gate, w_up and w_down of a feed-forward network."""
+NUMBERED_PROJECTIONS = ("w1", "w3", "w2")
+"""The same as Mixtral names them."""
+
+
+def layer_rules(names: Mapping[str, str], layer: str = LAYER) -> dict[str, TensorRule]:
     """Return the rules of a layer's tensors, given the names of ours and of theirs in the layer."""
-    return {f"layers.{{l}}.{ours}": RenamedTensor(f"model.layers.{{l}}.{theirs}") for ours, theirs in names.items()}
+    return {f"layers.{{l}}.{ours}": TensorBlock(f"{layer}.{theirs}") for ours, theirs in names.items()}
 
 
-def merge_rules(*parts: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+def ffn_rules(ours: str, theirs: str, names: Sequence[str] = PROJECTIONS, layer: str = LAYER) -> dict[str, TensorRule]:
+    """Return the rules of the three matrices of a feed-forward network, such as `ffn.shared`."""
+    pairs = zip(("gate", "up", "down"), names, strict=True)
+    return layer_rules({f"{ours}.w_{x}": f"{theirs}.{name}.weight" for x, name in pairs}, layer)
+
+
+def fused(
+    ours: Iterable[str], theirs: str, *, axis: int = 0, step: int = 1, dims: tuple[int, ...] = ()
+) -> dict[str, TensorRule]:
+    """Return the rules of parameters that one HF tensor of the layer fuses; see `TensorBlock`."""
+    return {
+        f"layers.{{l}}.{name}": TensorBlock(f"{LAYER}.{theirs}", part, axis, step, dims)
+        for part, name in enumerate(ours)
+    }
+
+
+def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int = 2) -> dict[str, TensorRule]:
+    """Return the rules of parameters whose rows one HF tensor of the layer has group by group; see `GroupedRows`."""
+    return {
+        f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, part, num_dims)
+        for part, name in enumerate(ours)
+    }
+
+
+def stacked_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
+    """Return the rules of experts in one tensor for gate and up, and one for down, each expert transposed."""
+    halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=1, dims=(0, 2, 1))
+    return halves | fused(("ffn.experts.w_down",), down, dims=(0, 2, 1))
+
+
+def expert_layouts(
+    each: str, names: Sequence[str] = PROJECTIONS, stacked: str = "", layer: str = LAYER
+) -> tuple[TensorRules, TensorRules]:
+    """Return the layouts of experts: a tensor of each, and stacked as transformers 5 has them in memory.
+
+    Args:
+        each: module of the layer that holds the experts.
+        names: of the matrices of one expert.
+        stacked: module that holds the stacked tensors; empty: the same.
+        layer: module of the layer.
+    """
+    pairs = zip(("gate", "up", "down"), names, strict=True)
+    single = {
+        f"layers.{{l}}.ffn.experts.w_{x}": PerExpertTensors(f"{layer}.{each}.{{e}}.{name}.weight") for x, name in pairs
+    }
+    return single, stacked_experts(f"{stacked or each}.gate_up_proj", f"{stacked or each}.down_proj")
+
+
+def mla_rules(module: str = "self_attn", layer: str = LAYER) -> dict[str, TensorRule]:
+    """Return the rules of latent attention, whose output projection is as in other attention."""
+    return layer_rules(
+        {
+            "attention.wq_down": f"{module}.q_a_proj.weight",
+            "attention.query_norm.weight": f"{module}.q_a_layernorm.weight",
+            "attention.wq_up": f"{module}.q_b_proj.weight",
+            "attention.wkv_down": f"{module}.kv_a_proj_with_mqa.weight",
+            "attention.key_value_norm.weight": f"{module}.kv_a_layernorm.weight",
+            "attention.wkv_up": f"{module}.kv_b_proj.weight",
+        },
+        layer,
+    )
+
+
+def by_attention(recurrent: TensorRules, softmax: TensorRules) -> dict[str, TensorRule]:
+    """Return one table of the tables of both kinds of layers."""
+    shared = recurrent.keys() & softmax.keys()
+    return {**recurrent, **softmax} | {name: ByAttention(recurrent[name], softmax[name]) for name in shared}
+
+
+def merge_rules(*parts: TensorRules) -> dict[str, TensorRule]:
     """Return one table of several; a later rule of a parameter replaces an earlier one."""
     return {ours: row for part in parts for ours, row in part.items()}
 
 
-BACKBONE: dict[str, TensorRule] = {
-    "embedding.weight": RenamedTensor("model.embed_tokens.weight"),
-    "head.norm.weight": RenamedTensor("model.norm.weight"),
-    "head.weight": RenamedTensor("lm_head.weight"),
+def layouts(*tables: TensorRules, experts: Sequence[TensorRules] | None = None) -> tuple[TensorRules, ...]:
+    """Return the layouts of a family: the usual names of all parts, replaced by tables, with each layout of experts."""
+    return tuple(merge_rules(USUAL, rules, *tables) for rules in (EXPERTS if experts is None else experts))
+
+
+USUAL: TensorRules = {
+    "embedding.weight": TensorBlock("model.embed_tokens.weight"),
+    "head.norm.weight": TensorBlock("model.norm.weight"),
+    "head.weight": TensorBlock("lm_head.weight"),
     **layer_rules(
         {
             "attention_norm.weight": "input_layernorm.weight",
             "ffn_norm.weight": "post_attention_layernorm.weight",
-            "attention.wq": "self_attn.q_proj.weight",
-            "attention.wk": "self_attn.k_proj.weight",
-            "attention.wv": "self_attn.v_proj.weight",
-            "attention.wo": "self_attn.o_proj.weight",
+            **{f"attention.w{x}": f"self_attn.{x}_proj.weight" for x in "qkvo"},
+            **{f"attention.b{x}": f"self_attn.{x}_proj.bias" for x in "qkvo"},
+            "attention.query_norm.weight": "self_attn.q_norm.weight",
+            "attention.key_norm.weight": "self_attn.k_norm.weight",
+            "ffn.router.weight": "mlp.gate.weight",
+            "ffn.router.expert_bias": "mlp.gate.e_score_correction_bias",
         }
     ),
+    **ffn_rules("ffn", "mlp"),
+    **ffn_rules("ffn.shared", "mlp.shared_experts"),
 }
-BIASES = layer_rules({f"attention.b{x}": f"self_attn.{x}_proj.bias" for x in "qkvo"})
-HEAD_NORMS = layer_rules(
-    {"attention.query_norm.weight": "self_attn.q_norm.weight", "attention.key_norm.weight": "self_attn.k_norm.weight"}
-)
-DENSE_FFN = layer_rules({f"ffn.w_{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")})
-SHARED_EXPERTS = layer_rules(
-    {f"ffn.shared.w_{x}": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")}
-)
-ROUTER_BIAS = layer_rules({"ffn.router.expert_bias": "mlp.gate.e_score_correction_bias"})
-ROUTER = layer_rules({"ffn.router.weight": "mlp.gate.weight"})
-SHARED_EXPERT = layer_rules(
-    {
-        **{f"ffn.shared.w_{x}": f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
-        "ffn.shared_gate": "mlp.shared_expert_gate.weight",
-    }
-)
-_EXPERTS = "layers.{l}.ffn.experts.w_"
-PER_EXPERT: dict[str, TensorRule] = {
-    f"{_EXPERTS}{x}": PerExpertTensors(f"model.layers.{{l}}.mlp.experts.{{e}}.{x}_proj.weight")
-    for x in ("gate", "up", "down")
-}
-STACKED_EXPERTS: dict[str, TensorRule] = {
-    f"{_EXPERTS}gate": StackedExperts("model.layers.{l}.mlp.experts.gate_up_proj", 0),
-    f"{_EXPERTS}up": StackedExperts("model.layers.{l}.mlp.experts.gate_up_proj", 1),
-    f"{_EXPERTS}down": StackedExperts("model.layers.{l}.mlp.experts.down_proj"),
-}
-"""Experts as transformers 5 stacks them in memory; some tools write files in this layout."""
+"""Usual names of the parts that families share."""
+EXPERTS = expert_layouts("mlp.experts")
+MIXTRAL_EXPERTS = expert_layouts("block_sparse_moe.experts", NUMBERED_PROJECTIONS, "mlp.experts")
 
-MIXTRAL_EXPERTS: dict[str, TensorRule] = {
-    f"{_EXPERTS}{ours}": PerExpertTensors(f"model.layers.{{l}}.block_sparse_moe.experts.{{e}}.{theirs}.weight")
-    for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
 
-MLA = layer_rules(
-    {
-        "attention.wq_down": "self_attn.q_a_proj.weight",
-        "attention.query_norm.weight": "self_attn.q_a_layernorm.weight",
-        "attention.wq_up": "self_attn.q_b_proj.weight",
-        "attention.wkv_down": "self_attn.kv_a_proj_with_mqa.weight",
-        "attention.key_value_norm.weight": "self_attn.kv_a_layernorm.weight",
-        "attention.wkv_up": "self_attn.kv_b_proj.weight",
-    }
-)
+def mixtral_layouts(
+    released: Mapping[str, str], stacked: Mapping[str, str], *tables: TensorRules
+) -> tuple[TensorRules, ...]:
+    """Return the layouts of a family whose released folders name experts as Mixtral, given further names of each."""
+    pairs = zip(MIXTRAL_EXPERTS, (released, stacked), strict=True)
+    return tuple(merge_rules(USUAL, rules, layer_rules(names), *tables) for rules, names in pairs)
+
+
+GATED_SHARED_EXPERT: TensorRules = {
+    **ffn_rules("ffn.shared", "mlp.shared_expert"),
+    **layer_rules({"ffn.shared_gate": "mlp.shared_expert_gate.weight"}),
+}
+MLA = mla_rules()
 MTP = layer_rules(
     {
         "embedding_norm.weight": "enorm.weight",
@@ -194,53 +271,64 @@ MTP = layer_rules(
 """Tensors that a multi-token prediction (MTP) layer adds to the tensors of an ordinary layer."""
 
 
-def family_sizes(
-    *,
+def backbone_fields(
     norm_eps: float,
-    rope_theta: float,
-    head_size: int = 0,
+    rope: RopeParameters | float | None,
+    *,
     tie_embeddings: bool = False,
-    rope: RopeParameters | None = None,
+    layers: ConfigField | None = None,
 ) -> tuple[ConfigField, ...]:
-    """Return the fields of families with plain attention; the arguments are the family's defaults for absent keys.
+    """Return the fields that all families share; the arguments are the family's defaults for absent keys.
 
     Args:
         norm_eps: epsilon of the norms.
-        rope_theta: base of the RoPE frequencies.
-        head_size: width of one head; 0: hidden_size / num_attention_heads.
+        rope: reader of the RoPE parameters; a number: the default of theta, of the whole head; None: no RoPE.
         tie_embeddings: whether the embedding is the output head.
-        rope: reader of the RoPE parameters; None: of the whole head, with `rope_theta`.
+        layers: field of the number of layers; None: num_hidden_layers.
     """
-    backbone = backbone_sizes(norm_eps, rope or RopeParameters(rope_theta), tie_embeddings)
-    return (*backbone, KeyValueHeads(), HeadSize(head_size))
-
-
-def backbone_sizes(norm_eps: float, rope: RopeParameters, tie_embeddings: bool = False) -> tuple[ConfigField, ...]:
-    """Return the fields that all families share."""
+    reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (
-        Renamed("num_hidden_layers", "num_layers"),
-        Renamed("hidden_size", "hidden_size"),
-        Renamed("num_attention_heads", "num_attention_heads"),
-        Renamed("vocab_size", "vocab_size"),
-        Renamed("rms_norm_eps", "norm_eps", norm_eps),
-        Renamed("tie_word_embeddings", "tie_embeddings", tie_embeddings),
-        Renamed("initializer_range", "init_std", 0.02),
-        rope,
+        layers or Renamed("num_hidden_layers", "num_layers"),
+        *same("hidden_size", "num_attention_heads", "vocab_size"),
+        *renamed(
+            rms_norm_eps=("norm_eps", norm_eps),
+            tie_word_embeddings=("tie_embeddings", tie_embeddings),
+            initializer_range=("init_std", 0.02),
+        ),
+        *(() if reader is None else (reader,)),
         AllowedValues("hidden_act", SILU),
     )
 
 
-@dataclass(frozen=True)
-class NumExperts:
-    """Field num_experts, which transformers 5 also spells num_local_experts."""
+def attention_fields(
+    norm_eps: float, rope: RopeParameters | float, *, head_size: int = 0, tie_embeddings: bool = False
+) -> tuple[ConfigField, ...]:
+    """Return the fields of families with plain attention, as `backbone_fields`.
 
-    hf_key: str
+    Args:
+        norm_eps: epsilon of the norms.
+        rope: reader of the RoPE parameters, or theta.
+        head_size: width of one head; 0: hidden_size / num_attention_heads.
+        tie_embeddings: whether the embedding is the output head.
+    """
+    backbone = backbone_fields(norm_eps, rope, tie_embeddings=tie_embeddings)
+    return (*backbone, KEY_VALUE_HEADS, HeadSize(head_size))
 
-    def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Read whichever spelling is present."""
-        names = [name for name in ("num_experts", "num_local_experts") if hf_config.get(name) is not None]
-        return Renamed(names[0] if names else self.hf_key, "num_experts").read(hf_config)
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the spelling of the released folders."""
-        return {self.hf_key: model.num_experts}
+def latent_fields(
+    *, has_head_dim: bool = True, writes_head_dim: bool = False, **defaults: int
+) -> tuple[ConfigField, ...]:
+    """Return the fields of latent attention (MLA), given the defaults of its sizes; `LatentHeadSizes` has the flags."""
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return (
+        MultiHeadKeyValue(),
+        constants(attention="mla"),
+        LatentHeadSizes(has_head_dim, writes_head_dim),
+        Renamed("q_lora_rank", "q_lora_rank", 0, writes_null=True),
+        *same(*(size for size in sizes if size not in defaults), **defaults),
+        AllowedValues("attention_bias", (False,)),
+    )
+
+
+KEY_VALUE_HEADS = Renamed("num_key_value_heads", "num_query_groups", default_key="num_attention_heads")
+"""Number of key-value heads; absent, the number of query heads."""

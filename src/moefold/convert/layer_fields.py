@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
-from moefold.convert.config_fields import Positive, Renamed, is_int, num_layers_of
+from moefold.convert.config_fields import Renamed, interval_of, is_int, num_layers_of
 from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
 
@@ -19,12 +19,9 @@ class SparseLayers:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the layer pattern."""
         count = num_layers_of(hf_config)
-        step = hf_config.get("decoder_sparse_step")
-        dense = hf_config.get("mlp_only_layers")
-        step = 1 if step is None else step
-        dense = [] if dense is None else dense
-        if not is_int(step) or step < 1:
-            raise ConfigError(f"config.json has decoder_sparse_step={step!r}, which should be a whole number from 1 on")
+        given = hf_config.get("decoder_sparse_step") is not None
+        step = interval_of(hf_config, "decoder_sparse_step", 1) if given else 1
+        dense = [] if hf_config.get("mlp_only_layers") is None else hf_config["mlp_only_layers"]
         if not isinstance(dense, list) or not all(map(is_int, dense)):
             raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
         kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
@@ -91,8 +88,9 @@ class ExpertLayerRange:
             if not is_int(value) or value < (1 if name == "interval" else -1):
                 raise ConfigError(f"config.json has moe_layer_{name}={value!r}, which should be a whole number")
             found[name] = value
-        kinds = _layers_in_range(count, found["start_index"], found["end_index"], found["interval"])
-        return {"layer_pattern": shorten_pattern(kinds)}
+        last = count - 1 if found["end_index"] == -1 else found["end_index"]
+        layers = [i for i in range(found["start_index"], last + 1) if (i + 1) % found["interval"] == 0]
+        return {"layer_pattern": shorten_pattern("".join("M" if i in layers else "D" for i in range(count)))}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the range; other patterns read back as another model."""
@@ -103,11 +101,6 @@ class ExpertLayerRange:
         return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": interval}
 
 
-def _layers_in_range(count: int, start: int, end: int, interval: int) -> str:
-    last = count - 1 if end == -1 else end
-    return "".join("M" if start <= i <= last and (i + 1) % interval == 0 else "D" for i in range(count))
-
-
 def letters_of(hf_config: Json, key: str, letters: Mapping[str, str]) -> str:
     """Return the letter of each layer from a list of its kinds."""
     kinds = hf_config.get(key)
@@ -115,6 +108,16 @@ def letters_of(hf_config: Json, key: str, letters: Mapping[str, str]) -> str:
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(letters) for kind in kinds):
         raise ConfigError(f"config.json has {key}={kinds!r}, which moefold does not compute")
     return "".join(letters[kind] for kind in kinds)
+
+
+def attention_types(model: ModelConfig, letters: Mapping[str, str]) -> list[str]:
+    """Return the kind of every layer by its letter; kinds without one read back as full attention."""
+    names = {letter: kind for kind, letter in letters.items()}
+    found = [
+        "L" if layer.attention.is_recurrent else "W" if layer.window else "C" if layer.chunk else "F"
+        for layer in model.layers
+    ]
+    return [names.get(letter, names["F"]) for letter in found]
 
 
 DefaultTypes = Callable[[Json, int], list[str]]
@@ -136,20 +139,54 @@ def last_layers_slide(hf_config: Json, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class EveryNthFull:
-    """Full attention in every n-th layer, window attention in the others."""
+    """Full attention in every n-th layer, another kind in the others."""
 
     hf_key: str
     default: int
+    others: str = "sliding_attention"
 
     def __call__(self, hf_config: Json, count: int) -> list[str]:
         """Return the types of all layers."""
-        every = hf_config.get(self.hf_key, self.default)
-        if not is_int(every) or every < 1:
-            raise ConfigError(
-                f"config.json has {self.hf_key}={every!r}, which moefold does not read; it reads a whole number from "
-                "1 on, or layer_types"
-            )
-        return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+        return types_by_interval(count, interval_of(hf_config, self.hf_key, self.default), self.others)
+
+
+def types_by_interval(count: int, every: int, others: str) -> list[str]:
+    """Return full attention for every n-th layer, another type for the others."""
+    return [others if (i + 1) % every else "full_attention" for i in range(count)]
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """`layer_types` of families whose layers differ in their attention alone.
+
+    Attributes:
+        letters: letter of `model.attention_pattern` of each type.
+        default_types: types of a config.json without the key; None: it must have it.
+    """
+
+    letters: Mapping[str, str]
+    default_types: DefaultTypes | None = None
+
+    def read(self, hf_config: Json) -> dict[str, Any]:
+        """Read the attention pattern."""
+        if isinstance(self.default_types, EveryNthFull):
+            mark_read(hf_config, self.default_types.hf_key)
+        if self.default_types is not None and hf_config.get("layer_types") is None:
+            hf_config = overlay(hf_config, {"layer_types": self.default_types(hf_config, num_layers_of(hf_config))})
+        return {
+            "attention_pattern": shorten_pattern(letters_of(hf_config, "layer_types", self.letters), ATTENTION_KINDS)
+        }
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Write the type of every layer."""
+        return {"layer_types": attention_types(model, self.letters)}
+
+
+LINEAR_LAYERS = LayerTypes(
+    {"linear_attention": "L", "full_attention": "F"}, EveryNthFull("full_attention_interval", 4, "linear_attention")
+)
+"""`layer_types` of hybrid models; without it, full attention in every n-th layer."""
+_WINDOWS = {"sliding_attention": "W", "full_attention": "F"}
 
 
 @dataclass(frozen=True)
@@ -166,9 +203,7 @@ class SlidingWindowLayers:
         mark_read(hf_config, "sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers")
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
-        letters = letters_of(
-            overlay(hf_config, {"layer_types": types}), "layer_types", {"sliding_attention": "W", "full_attention": "F"}
-        )
+        letters = letters_of(overlay(hf_config, {"layer_types": types}), "layer_types", _WINDOWS)
         found: dict[str, Any] = {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS), "sliding_window": 0}
         if "W" in letters:
             found |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
@@ -179,8 +214,7 @@ class SlidingWindowLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        kinds = ["sliding_attention" if layer.window else "full_attention" for layer in model.layers]
-        return {"layer_types": kinds, "sliding_window": model.sliding_window or None}
+        return {"layer_types": attention_types(model, _WINDOWS), "sliding_window": model.sliding_window or None}
 
 
 @dataclass(frozen=True)
@@ -193,26 +227,11 @@ class UniformWindow:
         longest = hf_config.get("max_position_embeddings")
         if window is None or (is_int(window) and is_int(longest) and window >= longest):
             return {"attention_pattern": "F", "sliding_window": 0}
-        return {"attention_pattern": "W", **Positive("sliding_window", "sliding_window").read(hf_config)}
+        return {"attention_pattern": "W", **Renamed("sliding_window", "sliding_window", least=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the window; layers of several kinds read back as another model."""
         return {"sliding_window": model.sliding_window or None}
-
-
-@dataclass(frozen=True)
-class UniformLayers:
-    """Constant layer kind of all layers."""
-
-    kind: str
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return the layer pattern."""
-        return {"layer_pattern": self.kind}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys."""
-        return {}
 
 
 @dataclass(frozen=True)

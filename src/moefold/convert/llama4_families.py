@@ -5,21 +5,30 @@ from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import ATTENTION_KINDS, ROPE_KINDS
-from moefold.convert.config_fields import AttentionBias, Constant, Renamed, is_int, num_layers_of
+from moefold.convert.config_fields import (
+    Renamed,
+    attention_bias,
+    constants,
+    interval_of,
+    is_int,
+    num_experts,
+    num_layers_of,
+    renamed,
+)
 from moefold.convert.family import (
-    BACKBONE,
-    BIASES,
     Family,
     MultimodalFolder,
-    NumExperts,
-    family_sizes,
+    attention_fields,
+    ffn_rules,
+    fused,
     layer_rules,
-    merge_rules,
+    layouts,
 )
 from moefold.convert.key_reader import Json, mark_read
-from moefold.convert.layer_fields import letters_of, shorten_pattern
-from moefold.convert.tensor_mapping import FusedColumns
+from moefold.convert.layer_fields import attention_types, letters_of, shorten_pattern
 from moefold.errors import ConfigError
+
+_CHUNKS = {"chunked_attention": "C", "full_attention": "F"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class ChunkedLayers:
         has_temperature = model.nope_temperature_scale > 0
         keys: dict[str, Any] = {
             "no_rope_layers": [int(layer.attention.has_rope) for layer in model.layers],
-            "layer_types": ["chunked_attention" if layer.chunk else "full_attention" for layer in model.layers],
+            "layer_types": attention_types(model, _CHUNKS),
             "attention_chunk_size": model.attention_chunk_size or None,
             "use_qk_norm": model.qk_norm,
             "attn_temperature_tuning": has_temperature,
@@ -80,11 +89,7 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
     count = num_layers_of(hf_config)
     values = hf_config.get("no_rope_layers") or []
     if not values:
-        every = hf_config.get("no_rope_layer_interval", 4)
-        if not is_int(every) or every < 1:
-            raise ConfigError(
-                f"config.json has no_rope_layer_interval={every!r}, which should be a whole number from 1"
-            )
+        every = interval_of(hf_config, "no_rope_layer_interval", 4)
         return [(i + 1) % every != 0 for i in range(count)]
     if not isinstance(values, list) or len(values) < count or any(value not in (0, 1) for value in values):
         raise ConfigError(
@@ -96,7 +101,7 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
 def _attention_letters(hf_config: Json, has_rope: list[bool]) -> str:
     """Return C for each layer that attends within chunks, F for each other one."""
     if hf_config.get("layer_types") is not None:
-        return letters_of(hf_config, "layer_types", {"chunked_attention": "C", "full_attention": "F"})
+        return letters_of(hf_config, "layer_types", _CHUNKS)
     has_chunks = hf_config.get("attention_chunk_size") is not None
     return "".join("C" if rope and has_chunks else "F" for rope in has_rope)
 
@@ -109,12 +114,9 @@ class InterleavedExperts:
         """Read the layer pattern."""
         count = num_layers_of(hf_config)
         numbers = hf_config.get("moe_layers")
-        step = hf_config.get("interleave_moe_layer_step", 1)
+        mark_read(hf_config, "interleave_moe_layer_step")
         if numbers is None:
-            if not is_int(step) or step < 1:
-                raise ConfigError(
-                    f"config.json has interleave_moe_layer_step={step!r}, which should be a whole number from 1 on"
-                )
+            step = interval_of(hf_config, "interleave_moe_layer_step", 1)
             numbers = list(range(step - 1, count, step))
         if not isinstance(numbers, list) or not all(is_int(number) for number in numbers):
             raise ConfigError(f"config.json has moe_layers={numbers!r}, which should be a list of whole numbers")
@@ -125,57 +127,32 @@ class InterleavedExperts:
         return {"moe_layers": [i for i, layer in enumerate(model.layers) if layer.ffn.is_routed]}
 
 
-@dataclass(frozen=True)
-class SameWidthExperts:
-    """`intermediate_size`: width of a routed expert, and of the shared one."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read both widths."""
-        width = Renamed("intermediate_size", "moe_ffn_hidden_size", 8192).read(hf_config)["moe_ffn_hidden_size"]
-        return {"moe_ffn_hidden_size": width, "shared_expert_ffn_hidden_size": width}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the width; two different ones read back as another model."""
-        return {"intermediate_size": model.moe_ffn_hidden_size}
-
-
-_EXPERTS = "model.layers.{l}.feed_forward.experts"
-_TENSORS = merge_rules(
-    BACKBONE,
-    BIASES,
-    layer_rules(
-        {
-            **{f"ffn.w_{x}": f"feed_forward.{x}_proj.weight" for x in ("gate", "up", "down")},
-            **{f"ffn.shared.w_{x}": f"feed_forward.shared_expert.{x}_proj.weight" for x in ("gate", "up", "down")},
-            "ffn.router.weight": "feed_forward.router.weight",
-            "ffn.experts.w_down": "feed_forward.experts.down_proj",
-        }
+_TENSORS = {
+    **ffn_rules("ffn", "feed_forward"),
+    **ffn_rules("ffn.shared", "feed_forward.shared_expert"),
+    **layer_rules(
+        {"ffn.router.weight": "feed_forward.router.weight", "ffn.experts.w_down": "feed_forward.experts.down_proj"}
     ),
-    {
-        "layers.{l}.ffn.experts.w_gate": FusedColumns(f"{_EXPERTS}.gate_up_proj", 0),
-        "layers.{l}.ffn.experts.w_up": FusedColumns(f"{_EXPERTS}.gate_up_proj", 1),
-    },
-)
+    **fused(("ffn.experts.w_gate", "ffn.experts.w_up"), "feed_forward.experts.gate_up_proj", axis=-1),
+}
 
 LLAMA4_FAMILIES = (
     Family(
         "llama4_text",
         "Llama4ForCausalLM",
         (
-            *family_sizes(norm_eps=1e-5, rope_theta=5e5),
-            Constant("rope_interleaved", True),
-            AttentionBias(has_output=True),
+            *attention_fields(1e-5, 5e5),
+            attention_bias(has_output=True),
             ChunkedLayers(),
             InterleavedExperts(),
-            Renamed("intermediate_size_mlp", "ffn_hidden_size", 16384),
-            NumExperts("num_local_experts"),
-            Renamed("num_experts_per_tok", "top_k", 1),
-            SameWidthExperts(),
-            Constant("router_score", "sigmoid"),
-            Constant("router_normalize", False),
-            Constant("router_probs_on_input", True),
+            num_experts("num_local_experts"),
+            *renamed(intermediate_size_mlp=("ffn_hidden_size", 16384), num_experts_per_tok=("top_k", 1)),
+            Renamed("intermediate_size", "moe_ffn_hidden_size", 8192, copies=("shared_expert_ffn_hidden_size",)),
+            constants(
+                rope_interleaved=True, router_score="sigmoid", router_normalize=False, router_probs_on_input=True
+            ),
         ),
-        (_TENSORS,),
+        layouts(_TENSORS, experts=({},)),
         multimodal=MultimodalFolder(
             "llama4", "language_model.", r"(vision_model|multi_modal_projector)\..*", text_root=""
         ),

@@ -9,11 +9,20 @@ from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import MAX_LAYERS
-from moefold.convert.config_fields import AllowedValues, Constant, LatentHeadSizes, MultiHeadKeyValue, Renamed, is_int
-from moefold.convert.family import SILU, Family, TensorRules
+from moefold.convert.config_fields import AllowedValues, Renamed, allowed, constants, is_int, renamed
+from moefold.convert.family import (
+    Family,
+    TensorRules,
+    backbone_fields,
+    expert_layouts,
+    ffn_rules,
+    latent_fields,
+    layer_rules,
+    layouts,
+    mla_rules,
+)
 from moefold.convert.key_reader import Json
 from moefold.convert.rope_fields import RopeParameters
-from moefold.convert.tensor_mapping import PerExpertTensors, RenamedTensor, TensorRule
 from moefold.errors import ConfigError
 
 
@@ -34,20 +43,6 @@ class LayerPairs:
 
 
 @dataclass(frozen=True)
-class DenseWidth:
-    """`ffn_hidden_size`: width of both dense networks of a layer, the first of which is a shared expert here."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read both widths."""
-        found = Renamed("ffn_hidden_size", "ffn_hidden_size", 12288).read(hf_config)
-        return found | {"shared_expert_ffn_hidden_size": found["ffn_hidden_size"]}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the width; two different ones read back as another model."""
-        return {"ffn_hidden_size": model.ffn_hidden_size}
-
-
-@dataclass(frozen=True)
 class ZeroExperts:
     """`zero_expert_num`, null for none, and their kind."""
 
@@ -64,38 +59,20 @@ class ZeroExperts:
 
 
 _LAYER = "model.layers.{pair}"
-
-
-def _layer_rules(names: dict[str, str]) -> dict[str, TensorRule]:
-    """Return the rules of tensors that each half of a layer has, by its number in the layer."""
-    return {f"layers.{{l}}.{ours}": RenamedTensor(f"{_LAYER}.{theirs}") for ours, theirs in names.items()}
-
-
 _TENSORS: TensorRules = {
-    "embedding.weight": RenamedTensor("model.embed_tokens.weight"),
-    "head.norm.weight": RenamedTensor("model.norm.weight"),
-    "head.weight": RenamedTensor("lm_head.weight"),
-    **_layer_rules(
+    **mla_rules("self_attn.{half}", _LAYER),
+    **ffn_rules("ffn", "mlps.{half}", layer=_LAYER),
+    **ffn_rules("ffn.shared", "mlps.{half}", layer=_LAYER),
+    **layer_rules(
         {
             "attention_norm.weight": "input_layernorm.{half}.weight",
             "ffn_norm.weight": "post_attention_layernorm.{half}.weight",
-            "attention.wq_down": "self_attn.{half}.q_a_proj.weight",
-            "attention.query_norm.weight": "self_attn.{half}.q_a_layernorm.weight",
-            "attention.wq_up": "self_attn.{half}.q_b_proj.weight",
-            "attention.wkv_down": "self_attn.{half}.kv_a_proj_with_mqa.weight",
-            "attention.key_value_norm.weight": "self_attn.{half}.kv_a_layernorm.weight",
-            "attention.wkv_up": "self_attn.{half}.kv_b_proj.weight",
             "attention.wo": "self_attn.{half}.o_proj.weight",
             "ffn.router.weight": "mlp.router.classifier.weight",
             "ffn.router.expert_bias": "mlp.router.e_score_correction_bias",
-            **{f"ffn.w_{x}": f"mlps.{{half}}.{x}_proj.weight" for x in ("gate", "up", "down")},
-            **{f"ffn.shared.w_{x}": f"mlps.{{half}}.{x}_proj.weight" for x in ("gate", "up", "down")},
-        }
+        },
+        _LAYER,
     ),
-    **{
-        f"layers.{{l}}.ffn.experts.w_{x}": PerExpertTensors(f"{_LAYER}.mlp.experts.{{e}}.{x}_proj.weight")
-        for x in ("gate", "up", "down")
-    },
 }
 
 LONGCAT_FAMILIES = (
@@ -103,40 +80,29 @@ LONGCAT_FAMILIES = (
         "longcat_flash",
         "LongcatFlashForCausalLM",
         (
-            LayerPairs(),
-            Renamed("hidden_size", "hidden_size"),
-            Renamed("num_attention_heads", "num_attention_heads"),
-            Renamed("vocab_size", "vocab_size"),
-            Renamed("rms_norm_eps", "norm_eps", 1e-5),
-            Renamed("tie_word_embeddings", "tie_embeddings", False),
-            Renamed("initializer_range", "init_std", 0.02),
-            RopeParameters(1e7, scales_scores=True),
-            AllowedValues("hidden_act", SILU),
-            MultiHeadKeyValue(),
-            Constant("attention", "mla"),
-            LatentHeadSizes(writes_head_dim=True),
-            Constant("rope_interleaved", True),
-            Constant("mla_scale_latents", True),
-            AllowedValues("mla_scale_q_lora", (True, None)),
-            AllowedValues("mla_scale_kv_lora", (True, None)),
-            AllowedValues("attention_bias", (False,)),
+            *backbone_fields(1e-5, RopeParameters(1e7, scales_scores=True), layers=LayerPairs()),
+            *latent_fields(
+                writes_head_dim=True, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+            ),
             Renamed("q_lora_rank", "q_lora_rank", 1536),
-            Renamed("kv_lora_rank", "kv_lora_rank", 512),
-            Renamed("qk_nope_head_dim", "qk_nope_head_dim", 128),
-            Renamed("qk_rope_head_dim", "qk_rope_head_dim", 64),
-            Renamed("v_head_dim", "v_head_dim", 128),
-            DenseWidth(),
-            Renamed("n_routed_experts", "num_experts", 512),
+            constants(rope_interleaved=True, mla_scale_latents=True, router_softmax="pre", expert_bias=True),
+            *allowed(
+                mla_scale_q_lora=(True, None),
+                mla_scale_kv_lora=(True, None),
+                router_bias=(False, None),
+                norm_topk_prob=(False, None),
+            ),
+            # Width of both dense networks of a layer, the first of which is a shared expert here.
+            Renamed("ffn_hidden_size", "ffn_hidden_size", 12288, copies=("shared_expert_ffn_hidden_size",)),
             ZeroExperts(),
-            Renamed("moe_topk", "top_k", 12),
-            Renamed("expert_ffn_hidden_size", "moe_ffn_hidden_size", 2048),
-            Renamed("routed_scaling_factor", "router_scaling_factor", 6.0),
-            Constant("router_softmax", "pre"),
-            Constant("expert_bias", True),
-            AllowedValues("router_bias", (False, None)),
-            AllowedValues("norm_topk_prob", (False, None)),
+            *renamed(
+                n_routed_experts=("num_experts", 512),
+                moe_topk=("top_k", 12),
+                expert_ffn_hidden_size=("moe_ffn_hidden_size", 2048),
+                routed_scaling_factor=("router_scaling_factor", 6.0),
+            ),
         ),
-        (_TENSORS,),
+        layouts(_TENSORS, experts=expert_layouts("mlp.experts", layer=_LAYER)[:1]),
         # Its class rotates by head_dim, whatever qk_rope_head_dim is.
         default_keys={"head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
         ignored_tensors=(

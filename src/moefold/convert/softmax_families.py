@@ -1,97 +1,90 @@
 """Further families with grouped-query attention and a softmax router. Torch-free."""
 
 from moefold.convert.config_fields import (
-    AllowedValues,
-    AttentionBias,
     AttentionMultiplier,
     ConfigField,
-    Constant,
     HunyuanSharedExpert,
     NormTopKProb,
-    Renamed,
     SameForAllLayers,
     SharedExperts,
+    allowed,
+    attention_bias,
+    constants,
+    num_experts,
+    renamed,
 )
 from moefold.convert.family import (
-    BACKBONE,
-    BIASES,
-    DENSE_FFN,
-    HEAD_NORMS,
-    PER_EXPERT,
-    ROUTER,
-    SHARED_EXPERTS,
-    STACKED_EXPERTS,
     Family,
-    NumExperts,
-    TensorRules,
-    family_sizes,
+    attention_fields,
+    ffn_rules,
+    fused,
     layer_rules,
-    merge_rules,
+    layouts,
+    mixtral_layouts,
+    stacked_experts,
 )
-from moefold.convert.layer_fields import ExpertLayerRange, UniformLayers
-from moefold.convert.tensor_mapping import FusedRows, RowVector, StackedExperts, TensorRule
-
-
-def _layouts(*tables: TensorRules) -> tuple[TensorRules, ...]:
-    shared = (BACKBONE, BIASES, HEAD_NORMS, DENSE_FFN, ROUTER, SHARED_EXPERTS)
-    return tuple(merge_rules(*shared, experts, *tables) for experts in (PER_EXPERT, STACKED_EXPERTS))
-
+from moefold.convert.layer_fields import ExpertLayerRange, UniformWindow
+from moefold.convert.rope_fields import RopeParameters
+from moefold.convert.tensor_mapping import TensorBlock
 
 _GRANITE: tuple[ConfigField, ...] = (
-    *family_sizes(norm_eps=1e-6, rope_theta=1e4),
-    AttentionBias(has_output=True),
+    *attention_fields(1e-6, 1e4),
+    attention_bias(has_output=True),
     AttentionMultiplier(),
-    Renamed("embedding_multiplier", "embedding_multiplier", 1.0),
-    Renamed("residual_multiplier", "residual_multiplier", 1.0),
-    Renamed("logits_scaling", "logits_divisor", 1.0),
-    UniformLayers("M"),
-    Renamed("num_local_experts", "num_experts", 8),
-    Renamed("num_experts_per_tok", "top_k", 2),
-    Renamed("intermediate_size", "moe_ffn_hidden_size"),
-    Constant("router_softmax", "post"),
+    *renamed(
+        embedding_multiplier=("embedding_multiplier", 1.0),
+        residual_multiplier=("residual_multiplier", 1.0),
+        logits_scaling=("logits_divisor", 1.0),
+        num_local_experts=("num_experts", 8),
+        num_experts_per_tok=("top_k", 2),
+        intermediate_size="moe_ffn_hidden_size",
+    ),
+    constants(layer_pattern="M", router_softmax="post"),
 )
-_MOE = "model.layers.{l}.block_sparse_moe"
-_SHARED = "model.layers.{l}.shared_mlp"
-_GRANITE_TENSORS: dict[str, TensorRule] = {
-    **BACKBONE,
-    **BIASES,
-    **layer_rules({"ffn.router.weight": "block_sparse_moe.router.layer.weight"}),
-    "layers.{l}.ffn.experts.w_gate": StackedExperts(f"{_MOE}.input_linear.weight", 0),
-    "layers.{l}.ffn.experts.w_up": StackedExperts(f"{_MOE}.input_linear.weight", 1),
-    "layers.{l}.ffn.experts.w_down": StackedExperts(f"{_MOE}.output_linear.weight"),
+_GRANITE_LAYOUTS = layouts(
+    layer_rules(
+        {
+            "ffn.router.weight": "block_sparse_moe.router.layer.weight",
+            "ffn.shared.w_down": "shared_mlp.output_linear.weight",
+        }
+    ),
+    fused(("ffn.shared.w_gate", "ffn.shared.w_up"), "shared_mlp.input_linear.weight"),
+    experts=(
+        stacked_experts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        # Under the names that they have in transformers' model.
+        stacked_experts("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    ),
+)
+_PHI_NORMS = {
+    "head.norm.bias": TensorBlock("model.norm.bias"),
+    "head.bias": TensorBlock("lm_head.bias"),
+    **layer_rules({"attention_norm.bias": "input_layernorm.bias", "ffn_norm.bias": "post_attention_layernorm.bias"}),
 }
-_GRANITE_SHARED: dict[str, TensorRule] = {
-    "layers.{l}.ffn.shared.w_gate": FusedRows(f"{_SHARED}.input_linear.weight", 0),
-    "layers.{l}.ffn.shared.w_up": FusedRows(f"{_SHARED}.input_linear.weight", 1),
-    **layer_rules({"ffn.shared.w_down": "shared_mlp.output_linear.weight"}),
-}
-_GRANITE_STACKED: dict[str, TensorRule] = {
-    "layers.{l}.ffn.experts.w_gate": StackedExperts(f"{_MOE}.experts.gate_up_proj", 0),
-    "layers.{l}.ffn.experts.w_up": StackedExperts(f"{_MOE}.experts.gate_up_proj", 1),
-    "layers.{l}.ffn.experts.w_down": StackedExperts(f"{_MOE}.experts.down_proj"),
-}
-"""Experts under the names that they have in transformers' model."""
-_GRANITE_LAYOUTS = (_GRANITE_TENSORS, merge_rules(_GRANITE_TENSORS, _GRANITE_STACKED))
 
 SOFTMAX_FAMILIES = (
     Family(
         "ernie4_5_moe",
         "Ernie4_5_MoeForCausalLM",
         (
-            *family_sizes(norm_eps=1e-5, rope_theta=5e5, tie_embeddings=True),
-            AllowedValues("use_bias", (False, None)),
-            Constant("rope_interleaved", True),
+            *attention_fields(1e-5, 5e5, tie_embeddings=True),
+            *allowed(use_bias=(False, None)),
+            constants(rope_interleaved=True, router_softmax="post", expert_bias=True),
             ExpertLayerRange(),
-            Renamed("intermediate_size", "ffn_hidden_size"),
-            Renamed("moe_num_experts", "num_experts", 64),
-            Renamed("moe_k", "top_k", 6),
-            Renamed("moe_intermediate_size", "moe_ffn_hidden_size"),
+            *renamed(
+                intermediate_size="ffn_hidden_size",
+                moe_num_experts=("num_experts", 64),
+                moe_k=("top_k", 6),
+                moe_intermediate_size="moe_ffn_hidden_size",
+            ),
             SharedExperts("moe_num_shared_experts", allows_none=True, default=2),
-            Constant("router_softmax", "post"),
-            Constant("expert_bias", True),
         ),
-        _layouts(
-            {"layers.{l}.ffn.router.expert_bias": RowVector("model.layers.{l}.mlp.moe_statics.e_score_correction_bias")}
+        layouts(
+            # A matrix of one row.
+            {
+                "layers.{l}.ffn.router.expert_bias": TensorBlock(
+                    "model.layers.{l}.mlp.moe_statics.e_score_correction_bias", dims=(1,)
+                )
+            }
         ),
         default_keys={"num_key_value_heads": 4},
     ),
@@ -99,52 +92,45 @@ SOFTMAX_FAMILIES = (
     Family(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        (*_GRANITE, Renamed("shared_intermediate_size", "shared_expert_ffn_hidden_size", 0)),
-        tuple(merge_rules(layout, _GRANITE_SHARED) for layout in _GRANITE_LAYOUTS),
+        (*_GRANITE, *renamed(shared_intermediate_size=("shared_expert_ffn_hidden_size", 0))),
+        _GRANITE_LAYOUTS,
     ),
     Family(
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM",
         (
-            *family_sizes(norm_eps=1e-5, rope_theta=1e4),
-            AttentionBias(has_output=True),
-            Constant("qk_norm", True),
-            Constant("qk_norm_after_rope", True),
-            AllowedValues("use_qk_norm", (True, None)),
-            UniformLayers("M"),
+            *attention_fields(1e-5, 1e4),
+            attention_bias(has_output=True),
+            constants(qk_norm=True, qk_norm_after_rope=True, layer_pattern="M", router_softmax="post"),
+            *allowed(use_qk_norm=(True, None)),
             SameForAllLayers("num_experts", "num_experts", 1),
             SameForAllLayers("moe_topk", "top_k", 1),
-            Renamed("intermediate_size", "moe_ffn_hidden_size"),
+            *renamed(intermediate_size="moe_ffn_hidden_size"),
             HunyuanSharedExpert(),
-            Constant("router_softmax", "post"),
         ),
-        _layouts(
+        layouts(
             layer_rules(
                 {
                     "attention.query_norm.weight": "self_attn.query_layernorm.weight",
                     "attention.key_norm.weight": "self_attn.key_layernorm.weight",
                     "ffn.router.weight": "mlp.gate.wg.weight",
-                    **{f"ffn.shared.w_{x}": f"mlp.shared_mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
                 }
-            )
+            ),
+            ffn_rules("ffn.shared", "mlp.shared_mlp"),
         ),
     ),
     Family(
         "flex_olmo",
         "FlexOlmoForCausalLM",
         (
-            *family_sizes(norm_eps=1e-6, rope_theta=5e5),
-            AttentionBias(has_output=True),
-            Constant("qk_norm", True),
-            Constant("qk_norm_width", "all_heads"),
-            Constant("norm_placement", "post"),
-            UniformLayers("M"),
-            NumExperts("num_experts"),
-            Renamed("num_experts_per_tok", "top_k", 5),
-            Renamed("intermediate_size", "moe_ffn_hidden_size"),
+            *attention_fields(1e-6, 5e5),
+            attention_bias(has_output=True),
+            constants(qk_norm=True, qk_norm_width="all_heads", norm_placement="post", layer_pattern="M"),
+            num_experts("num_experts"),
+            *renamed(num_experts_per_tok=("top_k", 5), intermediate_size="moe_ffn_hidden_size"),
             NormTopKProb(default=False),
         ),
-        _layouts(
+        layouts(
             layer_rules(
                 {
                     "attention_output_norm.weight": "post_attention_layernorm.weight",
@@ -155,3 +141,30 @@ SOFTMAX_FAMILIES = (
     ),
 )
 """Families in the order in which an export without --family tries them."""
+PHI_FAMILIES = (
+    # Phi-3.5-MoE: LayerNorm, a SparseMixer router, LongRoPE and a bias of the output head.
+    Family(
+        "phimoe",
+        "PhimoeForCausalLM",
+        (
+            *attention_fields(1e-5, RopeParameters(1e6, has_mscale=True)),
+            attention_bias(has_output=True),
+            *renamed(
+                lm_head_bias=("head_bias", False),
+                intermediate_size="moe_ffn_hidden_size",
+                router_jitter_noise=("sparsemixer_jitter", 0.01),
+            ),
+            UniformWindow(),
+            num_experts("num_local_experts"),
+            # transformers chooses two experts whatever the key says.
+            *allowed(num_experts_per_tok=(2,)),
+            constants(norm="layernorm", layer_pattern="M", top_k=2, router_softmax="sparsemixer"),
+        ),
+        mixtral_layouts(
+            {"ffn.router.weight": "block_sparse_moe.gate.weight"},
+            {"ffn.router.weight": "mlp.router.weight"},
+            _PHI_NORMS,
+        ),
+        default_keys={"num_key_value_heads": 8},
+    ),
+)

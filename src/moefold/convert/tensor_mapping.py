@@ -5,7 +5,7 @@ names use "{e}" for the expert number.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,50 +153,71 @@ class TensorRule(Protocol):
 
 
 @dataclass(frozen=True)
-class RenamedTensor:
-    """HF tensor that equals our parameter under another name."""
-
-    hf_name: str
-
-    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield one slice mapping of the whole tensor."""
-        zeros = (0,) * len(shape)
-        ones = (1,) * len(shape)
-        yield SliceMapping(
-            param_name, zeros, shape, fill_in_layer(self.hf_name, layer), zeros, ones, tuple(range(len(shape)))
-        )
-
-
-@dataclass(frozen=True)
-class RowVector:
-    """HF matrix of one row that equals our vector."""
-
-    hf_name: str
-
-    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield one slice mapping of the whole tensor."""
-        yield SliceMapping(param_name, (0,), shape, fill_in_layer(self.hf_name, layer), (0, 0), (1, 1), (1,))
-
-
-@dataclass(frozen=True)
-class FusedRows:
-    """Block of rows of an HF matrix or vector that fuses several of ours of one shape (Granite: gate and up).
+class TensorBlock:
+    """Our parameter as a block of an HF tensor, by default the whole tensor with the same dims.
 
     Attributes:
         hf_name: its name.
-        part: our block.
+        part: our block of a tensor that fuses several parameters of one shape: of gate and up, 0 is gate and 1 is up.
+        axis: HF dim along which they are fused.
+        step: 1 for parameters one after another; else the number of parameters whose indices alternate.
+        dims: for each of our dims the HF dim; empty: the same dims. Other HF dims have size 1.
+        num_dims: number of HF dims, if the last ones are not in `dims`.
     """
 
     hf_name: str
-    part: int
+    part: int = 0
+    axis: int = 0
+    step: int = 1
+    dims: tuple[int, ...] = ()
+    num_dims: int = 0
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
         """Yield one slice mapping of the whole parameter."""
-        dims = range(len(shape))
-        start = (self.part * shape[0], *(0 for _ in shape[1:]))
-        zeros = tuple(0 for _ in dims)
-        steps = tuple(1 for _ in dims)
-        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, steps, tuple(dims))
+        dims = self.dims or tuple(range(len(shape)))
+        start = [0] * max(self.num_dims, *(dim + 1 for dim in dims))
+        step = [1] * len(start)
+        if self.part or self.step > 1:
+            axis = self.axis % len(start)
+            start[axis] = self.part if self.step > 1 else self.part * shape[dims.index(axis)]
+            step[axis] = self.step
+        name = fill_in_layer(self.hf_name, layer)
+        yield SliceMapping(param_name, (0,) * len(shape), shape, name, tuple(start), tuple(step), dims)
+
+
+RowGroups = Callable[[ModelConfig], tuple[int, tuple[int, ...]]]
+"""Returns the number of groups of rows of an HF tensor, and the rows of each of our parameters in one."""
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """Rows of an HF tensor that fuses several of our matrices group by group: each group has rows of each of them.
+
+    Attributes:
+        hf_name: its name.
+        groups: of a model.
+        part: our matrix.
+        num_dims: HF dims: 2 of a matrix, 3 of a convolution [.., 1, K].
+    """
+
+    hf_name: str
+    groups: RowGroups
+    part: int
+    num_dims: int = 2
+
+    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
+        """Yield one slice mapping per group."""
+        count, widths = self.groups(model)
+        size = widths[self.part]
+        offset = sum(widths[: self.part])
+        hf_name = fill_in_layer(self.hf_name, layer)
+        rest = (0,) * (self.num_dims - 1)
+        step = (1,) * self.num_dims
+        for group in range(count):
+            start = (group * sum(widths) + offset, *rest)
+            yield SliceMapping(
+                param_name, (group * size, 0), (size, shape[1]), hf_name, start, step, (0, self.num_dims - 1)
+            )
 
 
 @dataclass(frozen=True)
@@ -214,66 +235,21 @@ class PerExpertTensors:
 
 
 @dataclass(frozen=True)
-class StackedExperts:
-    """One HF tensor for all experts, each transposed.
+class ByAttention:
+    """Rule of a parameter that recurrent layers and layers of softmax attention both have, in other HF tensors.
 
     Attributes:
-        hf_name: its name, without an expert number.
-        part: our block of its second dim: of a fused gate and up projection, 0 is the gate, 1 is up.
+        recurrent: rule of layers of kind L.
+        softmax: rule of the other layers.
     """
 
-    hf_name: str
-    part: int = 0
+    recurrent: TensorRule
+    softmax: TensorRule
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield one slice mapping of all experts."""
-        start = (0, self.part * shape[2], 0)
-        yield SliceMapping(
-            param_name, (0, 0, 0), shape, fill_in_layer(self.hf_name, layer), start, (1, 1, 1), (0, 2, 1)
-        )
-
-
-@dataclass(frozen=True)
-class FusedColumns:
-    """Block of the last dim of an HF tensor that fuses several of our tensors of one shape, dims in the same order.
-
-    Attributes:
-        hf_name: its name.
-        part: our block: of a fused gate and up projection, 0 is the gate, 1 is up.
-    """
-
-    hf_name: str
-    part: int
-
-    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield one slice mapping of the whole parameter."""
-        zeros = (0,) * len(shape)
-        start = (*zeros[:-1], self.part * shape[-1])
-        ones = (1,) * len(shape)
-        dims = tuple(range(len(shape)))
-        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, ones, dims)
-
-
-@dataclass(frozen=True)
-class InterleavedTensor:
-    """Every second index of the last dim of an HF tensor, dims in the same order (gpt-oss: interleaved gate and up).
-
-    Attributes:
-        hf_name: its name.
-        part: 0 for the first of each pair, 1 for the second.
-    """
-
-    hf_name: str
-    part: int
-
-    def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield one slice mapping with step 2."""
-        zeros = (0,) * len(shape)
-        ones = (1,) * (len(shape) - 1)
-        dims = tuple(range(len(shape)))
-        start = (*zeros[:-1], self.part)
-        step = (*ones, 2)
-        yield SliceMapping(param_name, zeros, shape, fill_in_layer(self.hf_name, layer), start, step, dims)
+        """Yield the slice mappings of the rule of the layer's kind."""
+        rule = self.recurrent if model.all_layers[int(layer)].attention.is_recurrent else self.softmax
+        return rule.slices(param_name, shape, layer, model)
 
 
 def fill_in_layer(template: str, layer: str) -> str:
