@@ -16,8 +16,8 @@ EPILOG = """examples:
   moefold recipe upgrade my.toml other.toml
   moefold recipe upgrade --word train.min_lr=1e-5 my.toml
 
-`upgrade` changes files in place: keys that have moved stand in the table of their part, all other lines and comments
-stay. --word prints one setting of a command line in its new form, and changes no file.
+`upgrade` changes files in place: keys that have moved stand in the table of their part, and all other lines and
+comments stay. --word prints one setting of a command line in its new form, and changes no file.
 """
 
 
