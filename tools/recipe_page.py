@@ -29,7 +29,7 @@ def recipe_page() -> str:
         "`learning_rate` is `train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The",
         "anchor of a key is its name: `recipe.md#train.lr`.",
         "",
-        "A key that chooses a part takes a kind, or a table with `kind` and settings of this kind, which follow the key",
+        "A key that chooses a part takes a kind, or a table with `kind` and its settings, which follow the key",
         'on this page: `optimizer = "muon"`, or `optimizer = { kind = "muon", momentum = 0.9 }`. On the command line',
         "`train.optimizer.momentum=0.9` sets one of them, and `train.optimizer=adamw` keeps those that AdamW has too.",
         "`moefold recipe upgrade FILE` brings a recipe of an earlier version into this form, with its comments.",
