@@ -40,7 +40,7 @@ def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -
     owner = find_part(group.group, kind)
     before: Any = type(part)
     shared = [name for name in settings_of(owner) if name in settings_of(before)]
-    found: AnyPart = part if before is owner else owner(**{name: getattr(part, name) for name in shared})
+    found: AnyPart = owner(**{name: getattr(part, name) for name in shared})
     return found
 
 
