@@ -55,7 +55,8 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
         if count > 0:
             shorter = count * steps // planned
             *tables, key = name.split(".")
-            reduce(getitem, tables, tree)[key] = shorter
+            table: Any = reduce(getitem, tables, tree)
+            table[key] = shorter
             messages.append(
                 f"{name} is {shorter} instead of {count}: run.steps={steps} instead of the {planned} of the recipe"
             )
