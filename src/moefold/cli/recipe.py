@@ -14,10 +14,10 @@ from moefold.terminal import print_escaped
 
 EPILOG = """examples:
   moefold recipe upgrade my.toml other.toml
-  moefold recipe upgrade --word train.min_lr=1e-5 my.toml
 
 `upgrade` changes files in place: keys that have moved stand in the table of their part, and all other lines and
-comments stay. --word prints one setting of a command line in its new form, and changes no file.
+comments stay. --word prints one setting of a command line in its new form, and changes no file: train.min_lr=1e-5
+becomes train.lr_schedule.min_lr=1e-5.
 """
 
 

@@ -24,7 +24,7 @@ class _Statement(NamedTuple):
 
     @property
     def comment(self) -> str:
-        """Comment behind the value of a key of one line; empty if there is none."""
+        """Comment after the value of a key of one line; empty if there is none."""
         line = self.lines[0]
         marks = (match.start() for match in re.finditer("#", line))
         return next((line[mark:] for mark in marks if _is_whole([line[:mark]])), "") if len(self.lines) == 1 else ""
