@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.process_group import make_group
 from benchmarks.saved_memory import measure_saved_bytes
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -22,7 +23,6 @@ from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
-from moefold.verify.ranks.pool import make_group
 
 RUNS = 12
 MODEL = ModelConfig(

@@ -46,7 +46,7 @@ class _SavingTrainer:
         return self._saver.save(state, TrainState(step=self._trainer.num_steps, samples=0, tokens=0))
 
     def _first_rank_is_saving(self) -> bool:
-        is_saving = [self._saver.is_saving]
+        is_saving = [self._saver._pending_save is not None and not self._saver._pending_save.done()]
         dist.broadcast_object_list(is_saving, src=0)
         return is_saving[0]
 

@@ -23,15 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 import moefold
 from benchmarks.sent_bytes import sent_bytes
-from moefold.comm.torch_compat import (
-    TorchDispatchMode,
-    around_backward,
-    operator_arguments,
-    operator_name,
-    process_group_size,
-    storage_key,
-    tree_leaves,
-)
+from benchmarks.torch_operators import around_backward, operator_arguments, operator_name, process_group_size
+from moefold.comm.torch_compat import TorchDispatchMode, storage_key, tree_leaves
 from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch import Dispatcher
 

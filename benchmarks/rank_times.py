@@ -20,10 +20,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from benchmarks.program import add_report_options, check_counts, check_report_options, run_program, write_report
+from benchmarks.torch_operators import operator_name
 from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import TorchDispatchMode, operator_name
+from moefold.comm.torch_compat import TorchDispatchMode
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config

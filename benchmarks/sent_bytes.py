@@ -4,13 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.comm.torch_compat import (
-    TorchDispatchMode,
-    operator_name,
-    process_group_rank,
-    process_group_size,
-    tree_leaves,
-)
+from benchmarks.torch_operators import operator_name, process_group_rank, process_group_size
+from moefold.comm.torch_compat import TorchDispatchMode, tree_leaves
 
 
 class SentBytesCounter(TorchDispatchMode):

@@ -30,7 +30,7 @@ from benchmarks.site_network import SWITCH, StepTimes, ip, port_of, records, sta
 from moefold.config.schema import Config
 from moefold.recipe import load_config
 from moefold.verify.oracle import Weights
-from moefold.verify.oracle_sites import OracleSites, SitesState
+from tests.train.oracle_sites import OracleSites, SitesState
 
 STEPS, EVERY, FAULT_STEP, COUNT = 40, 4, 12, 3
 LOST = 2

@@ -1,12 +1,13 @@
 """Page of all recipe keys: `python -m tools.recipe_page > docs/recipe.md`."""
 
 import re
+from dataclasses import fields
 from textwrap import TextWrapper
 
 from moefold.config.aliases import KEY_OF
 from moefold.config.bounds import own_maxima
 from moefold.config.limits import MAX_CHARACTERS, MAX_INTEGER, MAX_MICRO_BATCHES, MAX_NUMBER
-from moefold.config.method_defaults import rates_table
+from moefold.config.method_defaults import all_methods
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.reference import RecipeKey, recipe_keys, section_help
 from moefold.config.suggestions import sections
@@ -56,7 +57,7 @@ def recipe_page() -> str:
     lines += [f"| {maximum} | {', '.join(f'`{key}`' for key in keys)} |" for maximum, keys in _keys_by_max().items()]
     lines += ["", "## Learning rates by method", ""]
     lines += ["Peak learning rates of recipes that leave `train.lr` out; the log says which one a run takes. A resumed"]
-    lines += ["run keeps the one it began with, also if another version has another default.", "", *rates_table()]
+    lines += ["run keeps the one it began with, also if another version has another default.", "", *_rates_table()]
     lines += ["", "## Presets", "", "`model.preset` fills the [model] keys that the recipe leaves out.", ""]
     lines += ["| preset | what it is |", "| --- | --- |"]
     lines += [f"| `{name}` | {preset_summary(name)} |" for name in preset_names()]
@@ -85,6 +86,15 @@ def _keys_by_max() -> dict[int, list[str]]:
     for key, maximum in sorted(own_maxima().items(), key=lambda item: -item[1]):
         found.setdefault(maximum, []).append(key)
     return found
+
+
+def _rates_table() -> list[str]:
+    """Return the defaults of all methods as lines of a Markdown table, with their sources."""
+    lines = ["| method | all weights | adapters ([lora]) | source |", "| --- | --- | --- | --- |"]
+    for rates in all_methods():
+        method, full, adapters, source = (getattr(rates, one.name) for one in fields(rates))
+        lines.append(f"| {method} | {full:g} | {adapters:g} | {source} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from benchmarks import plot_report
 from benchmarks.packed_documents import CONTEXT_METHODS, DrawnDocuments, documents_config, main
+from benchmarks.process_group import make_group
 from benchmarks.sent_bytes import SentBytesCounter
 from moefold.comm.collectives import all_gather, all_to_all, send_recv, wait_all
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import make_group
 
 
 def test_the_samples_have_the_documents_of_their_lengths():

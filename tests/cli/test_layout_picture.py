@@ -12,8 +12,7 @@ from moefold.cli.layout_table import compact_count, describe_changes, unfolded_e
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.cost.stage_partition import stage_cost
-from moefold.cost.stages import plan_stages
+from moefold.cost.stages import plan_stages, stage_cost
 from moefold.errors import ConfigError
 from moefold.topology.layout import View, fold
 

@@ -33,7 +33,7 @@ def _allocated(cfg: Config, has_router: bool) -> int:
             routers = [block.ffn.router.forward] if has_router else []
             assert all(isinstance(module, GraphedModule) for module in (attention, *routers))
             statics = [tensor for module in (attention, *routers) for tensor in module.static_tensors()]
-            total += sum(tensor.nbytes for tensor in statics) - attention.num_idle * hidden_bytes
+            total += sum(tensor.nbytes for tensor in statics) - len(attention._idle) * hidden_bytes
     return total
 
 

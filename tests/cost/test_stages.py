@@ -13,16 +13,16 @@ from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.split_units import split_units
 from moefold.cost.stage_memory import max_in_flight, unit_bytes
-from moefold.cost.stage_partition import (
+from moefold.cost.stages import (
     MAX_SLOWDOWN_PCT,
     balanced_stages,
     embedding_cost,
     fastest_stages,
     layer_cost,
     loss_cost,
+    plan_stages,
     stage_cost,
 )
-from moefold.cost.stages import plan_stages
 from moefold.cost.state_memory import StateMemory
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moefold.comm.torch_compat import around_backward
+from benchmarks.torch_operators import around_backward
 from tests.gpu_static.pretended_attention import library_attention
 from tests.gpu_static.pretended_driver import DRIVER
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from benchmarks.process_group import make_group
 from moefold.comm.collectives import all_gather_uneven, all_reduce_max, all_reduce_sum
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -21,7 +22,6 @@ from moefold.model.loss import (
 )
 from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
-from moefold.verify.ranks.pool import make_group
 
 H, V = 6, 23
 

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
+from benchmarks.process_group import make_group
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.optim.build import build_optimizer
 from moefold.optim.states import StateStore
-from moefold.verify.ranks.pool import make_group
 
 
 def build_alone(

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from benchmarks.process_group import make_group
 from moefold.parts.optimizer.muon.redistribute import MatrixKey, MatrixRedistributor
-from moefold.verify.ranks.pool import make_group
 
 pytestmark = pytest.mark.parity
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.process_group import make_group
 from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.optim.states import named_moments, reset_moments
-from moefold.verify.ranks.pool import make_group
 from tests.optim.alone import build_alone
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.parallel import planned_attention
 from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention
+from moefold.planner.cost_model.attention_load import TokenWidths, exchange_bytes
 from moefold.topology.layout import fold
 from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
 from tests.model.attention_reference import (

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moefold.checkpoint.safe_metadata import SafeReader, read_metadata
 from moefold.config.schema import Config
-from moefold.verify.oracle_sites import SitesState
 from tests.metrics.undefined import undefined
+from tests.train.oracle_sites import SitesState
 
 TOLERANCE = 1e-9
 

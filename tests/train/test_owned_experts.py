@@ -16,9 +16,9 @@ from moefold.cost.adapter_spec import is_adapter
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.train.train_step import TrainingStep
-from moefold.verify.oracle_sites import OracleSites
 from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
+from tests.train.oracle_sites import OracleSites
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
 from tests.train.test_sites import adapted, planned_bytes, recipe, train, train_and_come_back, train_sites, train_until

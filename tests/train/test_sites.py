@@ -36,9 +36,9 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
-from moefold.verify.oracle_sites import OracleSites
 from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
+from tests.train.oracle_sites import OracleSites
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
 from tests.verify.recipes import tiny, without_mapping

@@ -40,13 +40,15 @@ from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective, recipe_objective
 from moefold.verify.oracle_schedule import oracle_rate
-from moefold.verify.oracle_sites import OracleSites
 from tests.objectives.losses import policy, preference
+from tests.train import oracle_sites
+from tests.train.oracle_sites import OracleSites
 from tests.verify.recipes import LATENT, tiny
 from tests.verify.test_compare import perfect
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
-SOURCES = [ast.parse(path.read_text()) for path in Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py")]
+FORMULAS = (*Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py"), Path(oracle_sites.__file__))
+SOURCES = [ast.parse(path.read_text()) for path in FORMULAS]
 FORMULA_KEYS = {name for name, mark in judged().items() if mark is None}
 SITES_FORMULA_KEYS = {name for name, mark in judged().items() if mark is Judged.ROUNDS}
 

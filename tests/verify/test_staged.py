@@ -13,6 +13,7 @@ from moefold.verify.distributed_run import run_on_groups
 from moefold.verify.ranks.pool import WorkerPool
 from tests.slow import slow
 from tests.verify.recipes import tiny
+from tests.verify.staged_group import init_staged_group
 
 STEPS = 2
 FAST = [
@@ -40,13 +41,13 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 @pytest.fixture(scope="module")
 def staged_pool():
     """Ranks on the CPU."""
-    return WorkerPool(preload=["tests.preload"], backend="staged")
+    return WorkerPool(preload=["tests.preload"], init_group=init_staged_group)
 
 
 @pytest.fixture(scope="module")
 def gpu_pool():
     """Ranks that share one GPU."""
-    return WorkerPool(backend="staged", forks=False)
+    return WorkerPool(init_group=init_staged_group, forks=False)
 
 
 def _recipe(device: str, dtype: str, **mapping: object) -> Config:

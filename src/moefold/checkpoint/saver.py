@@ -76,11 +76,6 @@ class CheckpointSaver:
     def check(self) -> None:
         """Raise the error of the last save, if it failed; call it once per step."""
 
-    @property
-    def is_saving(self) -> bool:
-        """True while this rank still writes concurrently with training."""
-        return False
-
     def drain(self) -> None:
         """Wait for the pending save; collective. More saves may follow."""
 
@@ -143,11 +138,6 @@ class BackgroundSaver(CheckpointSaver):
         """Raise the error of the last save, if it failed."""
         if self._pending_save is not None and self._pending_save.done():
             self._wait()
-
-    @property
-    def is_saving(self) -> bool:
-        """True while this rank still writes concurrently with training."""
-        return self._pending_save is not None and not self._pending_save.done()
 
     def drain(self) -> None:
         """Wait for the pending save; collective. More saves may follow."""

@@ -17,7 +17,7 @@ from moefold.cli.layout_table import (
     unfolded_experts,
 )
 from moefold.config.model import ModelConfig
-from moefold.cost.stage_partition import StageCost
+from moefold.cost.stages import StageCost
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path
 from moefold.topology.layout import Layout

@@ -6,8 +6,8 @@ torch in pyproject.toml is raised, check each name against the new version.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -98,44 +98,6 @@ def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
     return [(axis, placement.dim) for axis, placement in axes]  # type: ignore[attr-defined]  # no partial ones
 
 
-def work_from_future(future: torch.futures.Future[Any]) -> Any:
-    """Return a handle of a collective whose result is the result of a future."""
-    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
-
-
-def process_group_name(group: Any) -> str:
-    """Return the name under which torch.distributed registered a process group."""
-    name: str = torch.distributed.distributed_c10d._world.pg_names[group]
-    return name
-
-
-def operator_name(op: Any) -> str:
-    """Return the name of an operator without its namespace and overload, such as `mm`."""
-    name: str = op._schema.name.split("::")[1]
-    return name
-
-
-def operator_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an operator by the names of its schema, without defaults."""
-    names = [argument.name for argument in op._schema.arguments]
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def process_group_size(args: Sequence[Any]) -> int:
-    """Return the size of the process group among the arguments of an operator of `torch.ops.c10d`."""
-    return int(_process_group(args).size())
-
-
-def process_group_rank(args: Sequence[Any]) -> int:
-    """Return this process's rank in the process group among the arguments of an operator of `torch.ops.c10d`."""
-    return int(_process_group(args).rank())
-
-
-def _process_group(args: Sequence[Any]) -> dist.ProcessGroup:
-    group = next(arg for arg in args if hasattr(arg, "_type") and "ProcessGroup" in str(arg._type()))
-    return torch.distributed.ProcessGroup.unbox(group)
-
-
 # Autograd.
 
 
@@ -164,22 +126,6 @@ def drain_backward_queue() -> None:
     thread.start()
     thread.join()
     found[0].backward()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def around_backward(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter a reusable context around each run of the autograd engine, meanwhile."""
-    run = torch.autograd._engine_run_backward
-
-    def run_inside(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run_inside
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
 
 
 # Kernels of the CPU and of CUDA that torch chooses by itself and does not export.

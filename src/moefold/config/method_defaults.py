@@ -5,7 +5,7 @@ optimisation takes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -101,12 +101,3 @@ def rates_text() -> str:
     """Return the defaults of all methods in one sentence."""
     words = [f"{rates.method} {rates.all_weights:g} (adapters {rates.adapters:g})" for rates in all_methods()]
     return f"Left out, it follows from the method: {', '.join(words)}."
-
-
-def rates_table() -> list[str]:
-    """Return the defaults of all methods as lines of a Markdown table, with their sources."""
-    lines = ["| method | all weights | adapters ([lora]) | source |", "| --- | --- | --- | --- |"]
-    for rates in all_methods():
-        method, full, adapters, source = (getattr(rates, one.name) for one in fields(rates))
-        lines.append(f"| {method} | {full:g} | {adapters:g} | {source} |")
-    return lines

@@ -120,11 +120,6 @@ class GraphedModule:
         """Return graphs after their backward pass; the next forward pass may overwrite what they hold."""
         self._idle.append(graphs)
 
-    @property
-    def num_idle(self) -> int:
-        """Graphs that no micro-batch uses: between two steps, as many as were captured."""
-        return len(self._idle)
-
     def static_tensors(self) -> list[Tensor]:
         """Return the tensors at fixed addresses of the graphs that no micro-batch uses, and the copied weights."""
         own = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]

@@ -180,7 +180,7 @@ def _best_of_method(
         return None
     # The best of all mappings is the best of a method that accepts it, if it is priced alike there.
     is_alike = METHODS[method].ep_may_span_cp or folded.mapping.cp == 1
-    if is_alike and METHODS[method].accepts(folded.mapping):
+    if is_alike and METHODS[method].accepts(folded.fold):
         return folded
     planner = make_planner(replace(request, restriction=Restriction(request.restriction.fixed, method)))
     # Not `best`: its error message computes what would fit, which takes longer than the search and is not used here.

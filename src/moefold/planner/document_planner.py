@@ -10,8 +10,8 @@ from moefold.planner.cost_model.step import CostModel
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.planner import Planner, PlanRequest, best_of_all
+from moefold.planner.search.constraints import Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping
-from moefold.planner.search.space import Fold
 
 
 def candidate_strategies(own: AttentionStrategy) -> list[AttentionStrategy]:

@@ -10,9 +10,8 @@ from math import log2
 
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
-from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS
+from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping
-from moefold.planner.search.space import Fold
 from moefold.planner.validation import STATED_ERROR
 
 MEASURED_COLUMNS = (

@@ -23,10 +23,10 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
 from moefold.planner.memory.budget import MemoryModel
-from moefold.planner.model_spec import ModelSpec, load_model_spec, model_spec_from_config
-from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
+from moefold.planner.model_spec import ModelSpec, load_model_spec
+from moefold.planner.search.constraints import FOLDED, METHODS, Fold, MappingConstraints, Restriction
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
-from moefold.planner.search.space import Fold, MappingSpace, explain_illegal
+from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
@@ -319,9 +319,9 @@ def read_model(name: str) -> tuple[Config, ModelSpec]:
     """
     if name.endswith(".toml"):
         cfg = load_config(Path(name))
-        return cfg, replace(model_spec_from_config(cfg.model), name=cfg.model.preset or Path(name).stem)
+        return cfg, ModelSpec(cfg.model.preset or Path(name).stem, cfg.model)
     shape = load_model_spec(name)
-    if shape.config is None:
+    if not shape.is_trainable:
         raise ConfigError(
             f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
             "plan-accuracy` prices given mappings of it"

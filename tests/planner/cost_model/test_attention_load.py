@@ -46,9 +46,6 @@ def test_documents_as_long_as_samples_cost_what_samples_do(mapping, model):
     plain = pricer(model=model)
     documents = pricer(loads, model=model)
     assert documents.step_time(mapping).total_s == pytest.approx(plain.step_time(mapping).total_s, rel=1e-3)
-    for left, right in zip(documents.stage_times(mapping), plain.stage_times(mapping), strict=True):
-        assert left.forward_s == pytest.approx(right.forward_s, rel=1e-3)
-        assert left.backward_input_s == pytest.approx(right.backward_input_s, rel=1e-3)
     assert documents.flops_per_token == pytest.approx(plain.flops_per_token, rel=1e-3)
 
 
@@ -80,7 +77,7 @@ def test_planned_attention_pays_for_its_rows():
     assert home.sent_queries == 0 < balanced.sent_queries
     ring, rows = pricer(wlb()).step_time(FOLDED).parts, pricer(wlb(PLANNED)).step_time(FOLDED).parts
     assert 0 < rows["cp_comm"] < ring["cp_comm"]
-    spec = load_model_spec("mixtral-8x7b").kinds[0].mixer.core
+    spec = load_model_spec("mixtral-8x7b").kinds[0].core
     model = pricer(wlb(BALANCED))
     cost = model.mixer_time(0, FOLDED)
     (forward,) = [item.seconds for item in cost.forward if item.part == "cp_comm"]

@@ -14,9 +14,9 @@ from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.search.constraints import MappingConstraints, Restriction
+from moefold.planner.search.constraints import Fold, MappingConstraints, Restriction
 from moefold.planner.search.search import PlannedMapping, Search
-from moefold.planner.search.space import Fold, MappingSpace
+from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 from tests.planner.recipes import RECIPES, on_ranks

@@ -12,6 +12,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.simulator.simulate import chunks_of_stages, simulate_mapping, stage_segments
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, Timeline, intersection_s, merge_spans
+from moefold.planner.stages import placed_ranks
 from moefold.recipe import load_config
 
 CLOSED_FORMS = [
@@ -44,17 +45,18 @@ def folded(**changes) -> ParallelMapping:
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("1f1b", 7), ("zbv", 2)])
 def test_stages_take_as_long_as_they_are_priced(pricer, schedule, vpp, recompute):
     mapping = folded(schedule=schedule, vpp=vpp, recompute=recompute)
-    works, priced = stage_segments(pricer, mapping), pricer.stage_times(mapping)
-    assert len(works) == len(priced) == 8 * vpp
-    for work, price in zip(works, priced, strict=True):
+    works = stage_segments(pricer, mapping)
+    assert len(works) == 8 * vpp
+    chunks = pricer.split(placed_ranks(schedule, 8, vpp))
+    layer = pricer.layer_time(0, mapping)
+    head = pricer.head_and_loss_s(2, 1, 1)
+    for work, chunk in zip(works, chunks, strict=True):
+        (count,) = chunk.kind_counts
         forward, backward, inputs, weights = (sum(piece.seconds for piece in work.segments(kind)) for kind in "FBIW")
-        assert forward == pytest.approx(price.forward_s, rel=1e-12)
-        assert backward == pytest.approx(price.backward_input_s + price.backward_weight_s, rel=1e-12)
-        assert inputs == pytest.approx(price.backward_input_s, rel=1e-12)
-        assert weights == pytest.approx(price.backward_weight_s, rel=1e-12)
-        assert work.p2p_s == price.p2p_s
-        exchange = [sum(p.seconds for p in work.segments(kind) if p.part == "ep_comm") for kind in "FB"]
-        assert exchange == pytest.approx([price.forward_ep_s, price.backward_ep_s], rel=1e-12)
+        assert forward == pytest.approx(count * layer.forward_s + chunk.has_loss * head[0], rel=1e-12)
+        assert backward == pytest.approx(count * layer.backward_s + chunk.has_loss * head[1], rel=1e-12)
+        assert weights == pytest.approx(count * layer.wgrad_s, rel=1e-12)
+        assert inputs + weights == pytest.approx(backward, rel=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), CLOSED_FORMS)

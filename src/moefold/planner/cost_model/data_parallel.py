@@ -21,7 +21,6 @@ from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_r
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.states import runtime_layer
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.topology.schedules import schedule_named
 
@@ -61,7 +60,7 @@ class GatheredMatrixCost:
     """Cost model of the matrices of one model that the optimizer gathers.
 
     Args:
-        model_spec: a model that the runtime supports.
+        model_spec: the model.
         device: a device with a known rate for GEMMs in the dtype of the master weights.
         workload: its optimizer counts.
 
@@ -70,7 +69,6 @@ class GatheredMatrixCost:
     """
 
     def __init__(self, model_spec: ModelSpec, device: Device, workload: TrainingWorkload) -> None:
-        assert model_spec.config is not None
         self._model_spec = model_spec
         self._model_config = model_spec.config
         self._device = device
@@ -86,7 +84,7 @@ class GatheredMatrixCost:
         weights = [
             (count, weight)
             for kind, count in enumerate(counts)
-            for weight in self._matrices(runtime_layer(self._model_spec, kind).params)
+            for weight in self._matrices(self._model_spec.kinds[kind].params)
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
@@ -132,12 +130,10 @@ class GatheredMatrixCost:
 
 
 def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]:
-    """Return the weights of a model, each with the number of them; one matrix stands for an unsupported model."""
+    """Return the weights of a model, each with the number of them."""
     model = model_spec.config
-    if model is None:
-        return [(1, ParamSpec("", (1, 1), "attention"))]
     units = [(1, (embedding_weight(model),)), (1, head_weights(model)), (model.mtp_layers, mtp_layer_weights(model))]
-    units += [(count, runtime_layer(model_spec, kind).params) for kind, count in Counter(model_spec.layers).items()]
+    units += [(count, model_spec.kinds[kind].params) for kind, count in Counter(model_spec.layers).items()]
     return [(count, weight) for count, weights in units for weight in weights]
 
 
@@ -304,7 +300,7 @@ class DataParallelCostModel:
         return self._max_parameters[key]
 
     def _count_max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
-        sizes = [layer_parameters(self.model_spec, kind) for kind in range(len(self.model_spec.kinds))]
+        sizes = [layer_parameters(layer) for layer in self.model_spec.kinds]
         ends = self.model_spec.vocab_size * self.model_spec.hidden_size
         fullest = (0.0, 0.0)
         for counts, has_embedding, has_loss in self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule):

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
-from moefold.cost.attention_exchange import TokenWidths, exchange_bytes
+from moefold.config.groups.ffn import RoutedPart
+from moefold.config.layers import Layer
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
-from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
+from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers, TokenWidths, exchange_bytes
 from moefold.planner.cost_model.collective import (
     GroupLimitedRouting,
     RankGroup,
@@ -24,7 +25,7 @@ from moefold.planner.cost_model.collective import (
 )
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
-from moefold.planner.model_spec import FeedForward, LayerKind, MixerShape, ModelSpec
+from moefold.planner.model_spec import ModelSpec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
 """Kernels of a part, forward and backward, as a profile counts them: norm, cast, GEMM and element-wise passes of a
@@ -82,6 +83,65 @@ CONVOLUTION_BYTES = 16.0
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
+
+CLAMPED_SWIGLU_PASSES = 11.28
+"""Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
+
+
+class Projections(NamedTuple):
+    """Widths of the GEMMs of a layer's attention."""
+
+    sharded_width: int
+    """Columns of the projections into the heads, which tp shards."""
+    output_width: int
+    """Rows of the output projection, which tp shards."""
+    latent_width: int
+    """Columns of the down-projections to latents, which tp replicates."""
+    latent_rank: int
+    """Mean width of the latents that are projected up to the heads; 0: heads are projected from the hidden state."""
+    index_params: int
+    """Weights of the indexer, which tp replicates; each rank projects its own tokens."""
+
+
+@lru_cache(maxsize=1024)
+def projections_of(layer: Layer) -> Projections:
+    """Return the widths of the GEMMs of a layer's attention, from its parameters."""
+    matrices = [weight for weight in layer.attention.params(layer.hidden_size) if weight.is_matrix]
+    indexer = [weight for weight in matrices if weight.name.startswith("indexer.")]
+    own = [weight for weight in matrices if weight not in indexer and not weight.name.startswith("conv")]
+    into_heads = [weight for weight in own if weight.tp_dim == 0]
+    sharded_width = sum(weight.shape[0] for weight in into_heads)
+    is_recurrent = isinstance(layer.core, RecurrentCore)
+    latent_width = 0 if is_recurrent else sum(weight.shape[0] for weight in own if weight.tp_dim is None)
+    return Projections(
+        sharded_width=sharded_width,
+        output_width=sum(weight.shape[1] for weight in own if weight.tp_dim == 1),
+        latent_width=latent_width,
+        latent_rank=sum(weight.numel for weight in into_heads) // sharded_width if latent_width else 0,
+        index_params=sum(weight.numel for weight in indexer),
+    )
+
+
+@lru_cache(maxsize=1024)
+def matrices_of_expert(part: RoutedPart) -> int:
+    """Return the matrices of an expert: 3 with a gate (SwiGLU), 2 without."""
+    return sum(weight.is_expert and weight.is_matrix for weight in part.params(1))
+
+
+@lru_cache(maxsize=1024)
+def active_parameters(layer: Layer, share: float) -> float:
+    """Return the weights of a feed-forward network that a token is multiplied by, without the router's.
+
+    Args:
+        layer: a layer.
+        share: share of the routed tokens that experts compute.
+    """
+    matrices = [weight for weight in layer.ffn.params(layer.hidden_size) if weight.is_matrix]
+    found = float(sum(w.numel for w in matrices if w.part in ("dense_mlp", "shared_experts")))
+    if isinstance(layer.ffn, RoutedPart):
+        experts = sum(w.numel for w in matrices if w.is_expert) // layer.ffn.num_experts
+        found += share * layer.ffn.mean_active * experts
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,36 +228,35 @@ class LayerCostModel:
         if key not in self._mixers:
             layer = self.model_spec.kinds[kind]
             found = BlockTime()
-            if layer.mixer:
-                load = self._attention_load(layer.mixer, peers)
-                found = _MixerCost(self, layer, layer.mixer, (tp, cp, mbs), load).block_time()
+            if projections_of(layer).output_width:
+                found = _MixerCost(self, layer, (tp, cp, mbs), self._attention_load(layer, peers)).block_time()
             self._mixers[key] = found
         return self._mixers[key]
 
-    def _attention_load(self, mixer: MixerShape, peers: AttentionPeers | None) -> AttentionLoad | None:
+    def _attention_load(self, layer: Layer, peers: AttentionPeers | None) -> AttentionLoad | None:
         """Return the attention work where samples hold documents; None: a sample is one document."""
         loads = self.workload.attention
-        if loads is None or isinstance(mixer.core, RecurrentCore):
+        if loads is None or isinstance(layer.core, RecurrentCore):
             return None
-        return loads.mean_load(mixer.window) if peers is None else loads.load(peers, mixer.window)
+        return loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
 
     def feed_forward(
         self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: DispatcherPart
     ) -> BlockTime:
         """Return the time of the dense MLP or the MoE block of one layer kind."""
-        layer = self.model_spec.kinds[kind].feed_forward
-        if layer is None:
+        part = self.model_spec.kinds[kind].ffn
+        is_moe = isinstance(part, RoutedPart)
+        if not is_moe and not part.tp_unit[1]:
             return BlockTime()
-        is_moe = layer.kind == "moe"
         # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
         inputs = (tp, cp, mbs) if self.workload.is_coupled else (tp, mbs / cp)
         key = (kind, *inputs, ep, etp, dispatcher) if is_moe else (kind, *inputs)
         if key not in self._feed_forwards:
-            if is_moe:
-                price = _MoECost(self, layer, (tp, cp, mbs), (ep, etp, dispatcher))
+            if isinstance(part, RoutedPart):
+                price = _MoECost(self, part, (tp, cp, mbs), (ep, etp, dispatcher))
                 self._feed_forwards[key] = price.block_time()
             else:
-                self._feed_forwards[key] = _dense_block(self, layer.width, layer.num_matrices, tp, cp, mbs)
+                self._feed_forwards[key] = _dense_block(self, part.tp_unit[1], tp, cp, mbs)
         return self._feed_forwards[key]
 
     def kernel_counts(self, block: str) -> tuple[float, float]:
@@ -215,14 +274,13 @@ class _MixerCost:
     def __init__(
         self,
         layer_costs: LayerCostModel,
-        layer: LayerKind,
-        mixer: MixerShape,
+        layer: Layer,
         mapping: tuple[int, int, int],
         load: AttentionLoad | None,
     ) -> None:
         self.layer_costs = layer_costs
         self.layer = layer
-        self.mixer = mixer
+        self.mixer = projections_of(layer)
         self.load = load
         self.tp, self.cp, self.mbs = mapping
         self.tokens = layer_costs.tokens(self.cp, self.mbs)
@@ -242,12 +300,12 @@ class _MixerCost:
         # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
         passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
         core, core_back = self._core_s()
-        if isinstance(mixer.core, RecurrentCore):
-            ring, ring_back = self._state_exchange_s(mixer.core)
+        if isinstance(self.layer.core, RecurrentCore):
+            ring, ring_back = self._state_exchange_s(self.layer.core)
         elif self.load is not None and self.load.is_planned:
-            ring, ring_back = self._exchange_s(mixer.core, self.load)
+            ring, ring_back = self._exchange_s(self.layer.core, self.load)
         else:
-            ring, ring_back = self._exposed_ring_s(mixer.core, core, core_back)
+            ring, ring_back = self._exposed_ring_s(self.layer.core, core, core_back)
         part = "attention"
         forward = (
             CostItem(part, passes),
@@ -273,8 +331,8 @@ class _MixerCost:
     @property
     def _recomputes_core(self) -> bool:
         """Return whether the backward pass recomputes the core in any case: moefold's linear attention does."""
-        is_own = self.layer.layer is not None and not self.layer_costs.workload.is_megatron
-        return is_own and isinstance(self.mixer.core, RecurrentCore)
+        is_own = self.layer_costs.model_spec.is_trainable and not self.layer_costs.workload.is_megatron
+        return is_own and isinstance(self.layer.core, RecurrentCore)
 
     def _projections_s(self) -> tuple[float, float, float]:
         """Return the seconds of the projections: forward, input gradients and weight gradients."""
@@ -304,19 +362,19 @@ class _MixerCost:
 
     def _core_s(self) -> tuple[float, float]:
         """Return the seconds of the attention core, forward and backward."""
-        mixer = self.mixer
-        core = mixer.core
+        layer = self.layer
+        core = layer.core
         device = self.layer_costs.device
         seq_len = self.layer_costs.workload.seq_len
         if isinstance(core, RecurrentCore):
             core_bytes = RECURRENCE_BYTES if core.state_flops else CONVOLUTION_BYTES
-            seconds = self.layer_costs.gemm.memory_bound_s(core_bytes * mixer.output_width * self.tokens / self.tp)
+            seconds = self.layer_costs.gemm.memory_bound_s(core_bytes * self.mixer.output_width * self.tokens / self.tp)
             if self.cp > 1 and core.state_size:
                 # A scan over [D, D + Dv] of each head, with D more columns than its Dv.
                 seconds *= 1.0 + SCAN_SHARE * (1 + core.transition_size / core.state_size)
             return seconds, (3 if self._recomputes_core else 2) * seconds
         if self.load is None:
-            keys = mean_keys = keys_per_token(mixer.window, seq_len, causal=True, chunk_size=mixer.chunk_size)
+            keys = mean_keys = keys_per_token(layer.window, seq_len, causal=True, chunk_size=layer.chunk)
             # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
             chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
         else:
@@ -427,13 +485,13 @@ def attention_core_s(device: Device, dtype: str, flops: float, length: float, he
     return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
 
 
-def _dense_block(layer_costs: LayerCostModel, width: int, num_matrices: int, tp: int, cp: int, mbs: int) -> BlockTime:
+def _dense_block(layer_costs: LayerCostModel, width: int, tp: int, cp: int, mbs: int) -> BlockTime:
     """Return the time of a dense MLP with its norm and residual."""
     gemm = layer_costs.gemm
     hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
     gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
-    forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, num_matrices)
+    forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, 3)
     passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
     comm = CostItem("tp_comm", gather, "tp")
     forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", forward_s), comm)
@@ -479,34 +537,37 @@ class _MoECost:
     def __init__(
         self,
         layer_costs: LayerCostModel,
-        layer: FeedForward,
+        part: RoutedPart,
         attention_sizes: tuple[int, int, int],
         expert_sizes: tuple[int, int, DispatcherPart],
     ) -> None:
         self.layer_costs = layer_costs
-        self.layer = layer
+        self.part = part
+        self.num_matrices = matrices_of_expert(part)
+        self.top_k = part.mean_active
+        """Experts of a token that compute, on average."""
         self.tp, self.cp, self.mbs = attention_sizes
         self.ep, self.etp, self.dispatcher = expert_sizes
         self.tokens = layer_costs.tokens(self.cp, self.mbs)
         self.local_tokens = self.tokens / self.tp
-        self.expert_hidden_size = layer.expert_hidden_size or layer_costs.model_spec.hidden_size
+        self.expert_hidden_size = part.token_size(layer_costs.model_spec.hidden_size)
         factor = layer_costs.workload.capacity_factor
-        self.routed_tokens = self.local_tokens * layer.top_k * (min(1.0, factor) if factor else 1.0)
+        self.routed_tokens = self.local_tokens * self.top_k * (min(1.0, factor) if factor else 1.0)
 
     def block_time(self) -> BlockTime:
         costs = self.layer_costs
-        layer = self.layer
+        part = self.part
         gemm = self.layer_costs.gemm
         hidden = costs.model_spec.hidden_size
-        load = costs.workload.imbalance_at(self.ep, layer.num_experts)
+        load = costs.workload.imbalance_at(self.ep, part.num_experts)
         routed_tokens = self.routed_tokens * load * self.etp
-        local_experts = max(1, layer.num_experts // self.ep)
+        local_experts = max(1, part.num_experts // self.ep)
         experts, experts_back, weights = swiglu_mlp_s(
             gemm,
             routed_tokens,
             self.expert_hidden_size,
-            max(1, layer.width // self.etp),
-            layer.num_matrices,
+            max(1, part.width // self.etp),
+            self.num_matrices,
             local_experts,
             self._activation_passes,
         )
@@ -525,15 +586,15 @@ class _MoECost:
         backward = [CostItem("permute", permute), *comm, CostItem("experts", experts_back + weights), *reversed(comm)]
         backward += [CostItem("permute", permute), CostItem("router", 2 * router + 1.6 * passes)]
         forward_kernels, backward_kernels = self._kernel_counts()
-        inner = layer.num_matrices * max(1, layer.width // self.etp)
+        inner = self.num_matrices * max(1, part.width // self.etp)
         recompute = [("norms", gemm.memory_bound_s(2 * self.local_tokens * hidden * gemm.value_bytes))]
         activation = gemm.memory_bound_s(routed_tokens * inner * gemm.value_bytes)
         if not costs.workload.is_megatron:
             # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
-            width = (layer.num_matrices - 1) * max(1, layer.width // self.etp)
+            width = (self.num_matrices - 1) * max(1, part.width // self.etp)
             activation += gemm.matmul_s(routed_tokens, width, self.expert_hidden_size, groups=local_experts)
         recompute.append(("expert_activation", activation))
-        if layer.shared_width:
+        if part.shared_width:
             shared_forward, shared_backward, shared_weights = self._shared_expert()
             forward += shared_forward
             backward += shared_backward
@@ -557,16 +618,17 @@ class _MoECost:
     @property
     def _activation_passes(self) -> float:
         """Memory passes of the experts' activation; a clamped one with biases took more before it was fused."""
-        passes = self.layer.activation_passes
-        return passes * UNFUSED_CLAMP_FACTOR if passes > 1 and self.layer_costs.workload.unfused_clamp else passes
+        if self._has_fused_activation:
+            return 1.0
+        return CLAMPED_SWIGLU_PASSES * (UNFUSED_CLAMP_FACTOR if self.layer_costs.workload.unfused_clamp else 1.0)
+
+    @property
+    def _has_fused_activation(self) -> bool:
+        return self.part.activation.is_swiglu and not self.part.has_bias
 
     @property
     def _fuses_experts(self) -> bool:
-        return (
-            self.layer.activation_passes == 1.0
-            and self.layer.num_matrices == 3
-            and self.layer_costs.gemm.fuses_grouped_gemm
-        )
+        return self._has_fused_activation and self.num_matrices == 3 and self.layer_costs.gemm.fuses_grouped_gemm
 
     def _kernel_counts(self) -> tuple[float, float]:
         """Return the kernel launches of the block, forward and backward, less `_expert_kernel_counts`."""
@@ -591,7 +653,7 @@ class _MoECost:
         They read [T, H] once and [T, E] several times.
         """
         hidden = self.layer_costs.model_spec.hidden_size
-        experts = self.layer.num_experts + self.layer.zero_experts
+        experts = self.part.num_choices
         flops = 2.0 * self.local_tokens * hidden * experts
         rate = self.layer_costs.device.peak("bf16") * 0.1
         return flops / rate + self.layer_costs.gemm.memory_bound_s(
@@ -634,14 +696,13 @@ class _MoECost:
         """Return the time of a collective; ranks of ep wait for the busiest of them."""
         costs = self.layer_costs
         group, imbalance = {
-            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.imbalance_at(self.ep, self.layer.num_experts)),
+            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.imbalance_at(self.ep, self.part.num_experts)),
             "etp": (RankGroup(self.etp, 1), 1.0),
         }[transfer.axis]
-        layer = self.layer
         if transfer.gathers:
             seconds = all_gather_s(costs.device, group, transfer.num_bytes)
         else:
-            routing = GroupLimitedRouting(layer.top_k, layer.num_groups, layer.top_groups)
+            routing = GroupLimitedRouting(self.top_k, self.part.num_groups, self.part.top_groups)
             once = routing if transfer.sends_once else None
             seconds = all_to_all_s(costs.device, group, transfer.num_bytes, routing=once)
         return CostItem(f"{transfer.axis}_comm", seconds * imbalance, transfer.axis)
@@ -654,8 +715,8 @@ class _MoECost:
     def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:
         gemm = self.layer_costs.gemm
         hidden = self.layer_costs.model_spec.hidden_size
-        width = max(1, self.layer.shared_width // self.tp)
-        forward_s, backward_s, weights = swiglu_mlp_s(gemm, self.tokens, hidden, width, self.layer.num_matrices)
+        width = max(1, self.part.shared_width // self.tp)
+        forward_s, backward_s, weights = swiglu_mlp_s(gemm, self.tokens, hidden, width, self.num_matrices)
         gather = CostItem(
             "tp_comm",
             all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * gemm.value_bytes),

@@ -21,7 +21,7 @@ from moefold.planner.cost_model.attention_load import AttentionPeers, attention_
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
-from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel
+from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
@@ -31,8 +31,8 @@ from moefold.planner.memory.activations import (
     memory_strategy,
     minimal_config,
 )
-from moefold.planner.model_spec import ModelSpec, expert_parameters, shared_parameters, train_flops
-from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter, placed_ranks
+from moefold.planner.model_spec import ModelSpec, train_flops
+from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
 from moefold.topology.schedules import schedule_named
 
 COMM_PARTS = ("tp_comm", "cp_comm", "etp_comm", "ep_comm", "pp_comm", "dp_comm")
@@ -89,24 +89,8 @@ class LayerTime:
     forward_s: float
     backward_s: float
     wgrad_s: float
-    forward_ep_s: float
-    backward_ep_s: float
     parts: tuple[float, ...]
     """Seconds by part, in the order of TIME_PARTS."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """Seconds of one model chunk for one micro-batch."""
-
-    forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    forward_ep_s: float
-    """Part of `forward_s`: the expert all-to-all."""
-    backward_ep_s: float
-    p2p_s: float
-    """One send to the next chunk, or back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +140,10 @@ class CostModel:
         self.model_spec = model_spec
         self.device = device
         self.workload = workload
-        self.split = split or make_stage_splitter(model_spec, workload.seq_len, as_megatron=workload.is_megatron)
+        cfg = minimal_config(model_spec, workload)
+        self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
         self.activation_memory = activation_memory or ActivationMemoryTable(
-            model_spec, workload, minimal_config(model_spec, workload), build_columns(model_spec)
+            model_spec, workload, cfg, build_columns(model_spec)
         )
         self.layer_costs = LayerCostModel(model_spec, device, workload)
         self.data_parallel = DataParallelCostModel(
@@ -274,8 +259,6 @@ class CostModel:
             forward_s=sum(forward_s) + launch_s[0] + offload_s[0],
             backward_s=sum(backward_s) + recompute_s + launch_s[1] + offload_s[1],
             wgrad_s=mixer.wgrad_s + feed_forward.wgrad_s,
-            forward_ep_s=forward_s[1],
-            backward_ep_s=backward_s[1],
             parts=tuple(seconds.values()),
         )
 
@@ -295,24 +278,19 @@ class CostModel:
         """
         tp = mapping.tp
         mixer = self.lower_bounds.mixer_time(kind, mapping)
-        layer = self.model_spec.kinds[kind].feed_forward
         seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
-        if layer is None:
-            return seconds
         gemm = self.layer_costs.gemm
         w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
-        flops = float(shared_parameters(layer, self.model_spec.hidden_size))
-        flops += factor * layer.top_k * expert_parameters(layer, self.model_spec.hidden_size)
+        flops = active_parameters(self.model_spec.kinds[kind], factor)
         rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
         return seconds + 6.0 * flops * self.layer_costs.tokens(mapping.cp, mapping.mbs) / tp / rate
 
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
-        layer = self.model_spec.kinds[kind].feed_forward
         # A layer without experts does not depend on their degrees, so all of a search's folds share one entry.
         key = (kind, mapping.tp, mapping.cp, mapping.mbs, self.attention_peers(mapping))
-        if layer is not None and layer.kind == "moe":
+        if self.model_spec.kinds[kind].ffn.is_routed:
             return self._compute_plain_layer_s(kind, mapping)
         if key not in self._plain_layers:
             self._plain_layers[key] = self._compute_plain_layer_s(kind, mapping)
@@ -446,28 +424,6 @@ class CostModel:
             self._head_and_loss[key] = (repeats * forward_s, repeats * backward_s)
         return self._head_and_loss[key]
 
-    def stage_times(self, mapping: ParallelMapping) -> tuple[StageTime, ...]:
-        """Return the times of every chunk of the pipeline, in the order of the model."""
-        layers = tuple(self.layer_time(kind, mapping) for kind in range(len(self.model_spec.kinds)))
-        ends = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
-        p2p = self._p2p_s(mapping) if mapping.pp > 1 else 0.0
-        stages = []
-        for chunk in self.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp)):
-            kind_layers = list(zip(chunk.kind_counts, layers, strict=True))
-            weight = sum(count * layer.wgrad_s for count, layer in kind_layers)
-            stages.append(
-                StageTime(
-                    forward_s=sum(count * layer.forward_s for count, layer in kind_layers) + chunk.has_loss * ends[0],
-                    backward_input_s=sum(count * (layer.backward_s - layer.wgrad_s) for count, layer in kind_layers)
-                    + chunk.has_loss * ends[1],
-                    backward_weight_s=weight,
-                    forward_ep_s=sum(count * layer.forward_ep_s for count, layer in kind_layers),
-                    backward_ep_s=sum(count * layer.backward_ep_s for count, layer in kind_layers),
-                    p2p_s=p2p,
-                )
-            )
-        return tuple(stages)
-
     def _rank_times(
         self, mapping: ParallelMapping, layers: tuple[LayerTime, ...]
     ) -> tuple[_RankTimes, tuple[float, float, float]]:
@@ -508,13 +464,13 @@ class CostModel:
             self._rank_contents[key] = tuple(_rank_content(tuple(chunks[i] for i in stages)) for stages in placed)
         return self._rank_contents[key]
 
-    def _p2p_s(self, mapping: ParallelMapping) -> float:
+    def p2p_s(self, mapping: ParallelMapping) -> float:
+        """Return the seconds of one send of hidden states to the next stage, or of their gradients back."""
+        if mapping.pp == 1:
+            return 0.0
         tokens = self.layer_costs.tokens(mapping.cp, mapping.mbs) / mapping.tp
-        return p2p_s(
-            self.device,
-            mapping.world_size // mapping.pp,
-            tokens * self.model_spec.hidden_size * self.workload.value_bytes,
-        )
+        num_bytes = tokens * self.model_spec.hidden_size * self.workload.value_bytes
+        return p2p_s(self.device, mapping.world_size // mapping.pp, num_bytes)
 
     def exposed_p2p_s(self, mapping: ParallelMapping, vpp: Any, num_micro_batches: int) -> tuple[Any, Any]:
         """Return the exposed p2p seconds of a step, and of one pass through a rank's chunks.
@@ -523,7 +479,7 @@ class CostModel:
         """
         if mapping.pp == 1:
             return 0.0 * vpp, 0.0 * vpp
-        send_s = self._p2p_s(mapping)
+        send_s = self.p2p_s(mapping)
         exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
         return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_S), vpp * send_s
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,24 +30,6 @@ SUM_TOLERANCE = 0.01
 Lengths = NDArray[np.int64]
 
 
-class LengthDistribution(Protocol):
-    """A distribution of document lengths in tokens."""
-
-    @property
-    def name(self) -> str:
-        """Name for display."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Origin of the numbers."""
-        ...
-
-    def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
-        """Return the lengths below which the given fractions in [0, 1) of the documents lie, each at least 1."""
-        ...
-
-
 @dataclass(frozen=True)
 class LengthHistogram:
     """Shares of documents by class of length."""
@@ -62,7 +44,7 @@ class LengthHistogram:
     """Exponent of the density within each class: documents of length x are as frequent as x ** exponent."""
 
     def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
-        """See `LengthDistribution`."""
+        """Return the lengths below which the given fractions in [0, 1) of the documents lie, each at least 1."""
         shares = np.array(self.documents)
         ends = np.cumsum(shares / shares.sum())
         ends[-1] = 1.0
@@ -88,9 +70,13 @@ class ListedLengths:
         return np.sort(np.array(self.lengths, dtype=np.int64))
 
     def quantile(self, fractions: NDArray[np.float64]) -> Lengths:
-        """See `LengthDistribution`."""
+        """Return the lengths below which the given fractions in [0, 1) of the documents lie."""
         found: Lengths = self._sorted[(fractions * len(self._sorted)).astype(np.int64)]
         return found
+
+
+LengthDistribution = LengthHistogram | ListedLengths
+"""A distribution of document lengths in tokens: its name for display, the origin of the numbers, and quantiles."""
 
 
 def _power_quantile(

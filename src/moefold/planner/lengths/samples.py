@@ -6,7 +6,6 @@ into. The rest of that document begins the next sample, as a document of its own
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
@@ -18,24 +17,6 @@ SampleLengths = tuple[int, ...]
 """Lengths of the documents of a sample, in their order; they add up to S."""
 
 
-class DocumentSamples(Protocol):
-    """A source of samples, of which only the lengths of the documents count."""
-
-    @property
-    def name(self) -> str:
-        """Name for display."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Origin of the lengths."""
-        ...
-
-    def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
-        """Return the document lengths of some samples of `seq_len` tokens; equal arguments give equal samples."""
-        ...
-
-
 @dataclass(frozen=True)
 class StreamedSamples:
     """Documents drawn from a distribution, one after the other, and cut into samples."""
@@ -44,16 +25,16 @@ class StreamedSamples:
 
     @property
     def name(self) -> str:
-        """See `DocumentSamples`."""
+        """Name for display."""
         return self.distribution.name
 
     @property
     def source(self) -> str:
-        """See `DocumentSamples`."""
+        """Origin of the lengths."""
         return self.distribution.source
 
     def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
-        """See `DocumentSamples`."""
+        """Return the document lengths of some samples of `seq_len` tokens; equal arguments give equal samples."""
         # NumPy promises that this generator's numbers stay the same in all versions (NEP 19).
         generator = np.random.RandomState(seed)
         end = seq_len * count
@@ -80,10 +61,14 @@ class RecordedSamples:
     """At least one sample, all with the same number of tokens."""
 
     def draw(self, seq_len: int, count: int, seed: int) -> list[SampleLengths]:
-        """See `DocumentSamples`; `seq_len` is the length of the samples."""
+        """Return the document lengths of some samples, as `StreamedSamples.draw`; all have `seq_len` tokens."""
         assert sum(self.samples[0]) == seq_len, (sum(self.samples[0]), seq_len)
         generator = np.random.RandomState(seed)
         return [self.samples[i] for i in generator.randint(len(self.samples), size=count).tolist()]
+
+
+DocumentSamples = StreamedSamples | RecordedSamples
+"""A source of samples, of which only the lengths of the documents count."""
 
 
 def effective_length(samples: list[SampleLengths]) -> float:

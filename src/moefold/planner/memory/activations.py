@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
+from moefold.config.groups.ffn import FeedForwardPart, RoutedPart
 from moefold.config.layers import Layer
-from moefold.config.param_spec import shard_rows
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import (
@@ -22,24 +22,17 @@ from moefold.cost.activation_columns import (
 )
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.memory_columns import SNAPSHOT_POINTS, WGRAD_POINTS, ByteTable, MemoryColumns
+from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memory.states import runtime_layer
-from moefold.planner.model_spec import BF16_BYTES, FeedForward, ModelSpec
+from moefold.planner.model_spec import ModelSpec
 
 ACTIVATION_PARTS: tuple[str, ...] = ("activations", "dispatch", "logits", "pipeline")
 PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
 """Parts of the memory ledger that are reported separately; the others are activations."""
 
-UNSUPPORTED_LAYER = "foreign"
-"""Label of the saved tensors of a layer that the runtime does not support."""
-
-OFFLOADABLE_LABELS = (
-    *dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels),
-    UNSUPPORTED_LAYER,
-)
+OFFLOADABLE_LABELS = tuple(dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels))
 
 PARTS_NOT_IN_KIND = (frozenset({"moe", "expert_activation", "shared_experts"}), frozenset({"dense_mlp"}))
 """Recomputable parts that a dense layer does not have, and that an MoE layer does not have."""
@@ -176,8 +169,6 @@ class ActivationMemoryTable:
 
     def may_need_less(self, mapping: ParallelMapping) -> bool:
         """Return whether the dispatcher of a mapping may need less memory than the default one at some snapshot."""
-        if self.model_spec.config is None:
-            return False
         key = (mapping.tp, mapping.ep, mapping.etp, mapping.overlap, mapping.dispatcher)
         if key not in self._may_need_less:
             own, default = (
@@ -229,7 +220,7 @@ class ActivationMemoryTable:
         key = (*degrees, mapping.cp, mapping.mbs)
         if key not in self._head_changes_cache:
             self._head_changes_cache[key] = found = []
-            if self.model_spec.config is not None and self._has_fixed_head_sizes(mapping):
+            if self._has_fixed_head_sizes(mapping):
                 formula = _activation_memory(
                     self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance
                 )
@@ -246,14 +237,12 @@ class ActivationMemoryTable:
     ) -> tuple[dict[int, BytesByPart], ByteTable]:
         columns = self.columns
         table = np.zeros((len(ACTIVATION_PARTS), columns.size))
-        if self.model_spec.config is None:
-            return self._unsupported_model_table(mapping, recompute, table)
         formula = _activation_memory(
             self.cfg, mapping, recompute, self.kernel_profile, self.workload.effective_imbalance
         )
         saved: dict[int, BytesByPart] = {}
         for kind in range(columns.num_kinds):
-            saved[kind], found = self._layer_bytes(formula, runtime_layer(self.model_spec, kind), mapping)
+            saved[kind], found = self._layer_bytes(formula, self.model_spec.kinds[kind].kind, mapping)
             for first, sizes in found.items():
                 table[:, first + kind] = sizes
         for name, parts in end_columns(formula).items():
@@ -276,30 +265,6 @@ class ActivationMemoryTable:
                 {self.columns.layer_column(name): group_parts(parts) for name, parts in found.items()},
             )
         return self._layer_cache[key]
-
-    def _unsupported_model_table(
-        self, mapping: ParallelMapping, recompute: tuple[str, ...], table: ByteTable
-    ) -> tuple[dict[int, BytesByPart], ByteTable]:
-        """Compute the table of layers that the runtime does not support, from the widths of their blocks."""
-        tokens = mapping.mbs * self.workload.seq_len / mapping.cp
-        columns = self.columns
-        saved = {}
-        for kind in range(columns.num_kinds):
-            size = _unsupported_layer_bytes(self.model_spec, kind, mapping, self.workload, recompute) * tokens
-            saved[kind] = BytesByPart({UNSUPPORTED_LAYER: round(size)})
-            table[0, columns.layer_column("saved") + kind] = saved[kind].total()
-        routed_tokens = max(routed_tokens_per_token(kind.feed_forward, self.workload) for kind in self.model_spec.kinds)
-        dispatch = 2 * tokens / mapping.tp * routed_tokens * self.model_spec.hidden_size * BF16_BYTES
-        for kind in range(columns.num_kinds):
-            table[1, columns.layer_column("transient") + kind] = dispatch
-            for point in SNAPSHOT_POINTS:
-                if point not in WGRAD_POINTS:
-                    table[0, columns.layer_column(point) + kind] = table[0, columns.layer_column("saved") + kind]
-                    table[1, columns.layer_column(point) + kind] = dispatch
-        _, vocab_rows = shard_rows(self.model_spec.vocab_size, mapping.tp, 0)
-        table[2, columns.end_column("head")] = tokens * vocab_rows * 4
-        table[3, columns.end_column("hidden")] = tokens / mapping.tp * self.model_spec.hidden_size * BF16_BYTES
-        return saved, table
 
 
 class _RecomputeTable:
@@ -328,9 +293,8 @@ def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
 
 def build_columns(model_spec: ModelSpec) -> MemoryColumns:
     """Build the columns of a model."""
-    kinds = model_spec.kinds
-    routed = (i for i, kind in enumerate(kinds) if kind.feed_forward is not None and kind.feed_forward.kind == "moe")
-    return MemoryColumns(len(kinds), tuple(routed))
+    routed = (i for i, kind in enumerate(model_spec.kinds) if kind.ffn.is_routed)
+    return MemoryColumns(len(model_spec.kinds), tuple(routed))
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
@@ -340,8 +304,7 @@ def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
 
 def minimal_config(model_spec: ModelSpec, workload: TrainingWorkload) -> Config:
     """Return a recipe with the model and the sequence length alone."""
-    cfg = Config(train=TrainConfig(seq_len=workload.seq_len))
-    return replace(cfg, model=model_spec.config) if model_spec.config is not None else cfg
+    return Config(model=model_spec.config, train=TrainConfig(seq_len=workload.seq_len))
 
 
 def group_parts(parts: BytesByPart) -> ByteTable:
@@ -380,41 +343,9 @@ def _activation_memory(
     return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
 
 
-def _unsupported_layer_bytes(
-    model_spec: ModelSpec, kind: int, mapping: ParallelMapping, workload: TrainingWorkload, recompute: tuple[str, ...]
-) -> float:
-    """Return the saved bytes of a layer for each token of the rank's tp group."""
-    layer = model_spec.kinds[kind]
-    h = model_spec.hidden_size
-    if "layer" in recompute:
-        return h * BF16_BYTES / mapping.tp
-    saved = 0.0
-    norm = 0 if "norms" in recompute else h * BF16_BYTES
-    if layer.mixer:
-        core = 0 if "core_attention" in recompute else layer.mixer.output_width
-        saved += (h * BF16_BYTES + norm) / mapping.tp + (layer.mixer.sharded_width + core) * BF16_BYTES / mapping.tp
-    if layer.feed_forward:
-        saved += (h * BF16_BYTES + norm) / mapping.tp
-        saved += _unsupported_experts_bytes(layer.feed_forward, h, mapping, workload, recompute)
-    return saved
-
-
-def _unsupported_experts_bytes(
-    layer: FeedForward, h: int, mapping: ParallelMapping, workload: TrainingWorkload, recompute: tuple[str, ...]
-) -> float:
-    if layer.kind == "dense":
-        return 0.0 if "dense_mlp" in recompute else layer.num_matrices * layer.width * BF16_BYTES / mapping.tp
-    shared = 0 if "shared_experts" in recompute else layer.num_matrices * layer.shared_width
-    if "moe" in recompute:
-        return shared * BF16_BYTES / mapping.tp
-    routed_tokens = routed_tokens_per_token(layer, workload) * mapping.etp
-    inner = (layer.num_matrices - ("expert_activation" in recompute)) * layer.width / mapping.etp
-    return (shared + routed_tokens * (inner + (layer.expert_hidden_size or h))) * BF16_BYTES / mapping.tp
-
-
-def routed_tokens_per_token(layer: FeedForward | None, workload: TrainingWorkload) -> float:
+def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload) -> float:
     """Return the routed tokens that a rank's experts receive, for each of its tokens."""
-    if layer is None or layer.kind != "moe":
+    if not isinstance(part, RoutedPart):
         return 0.0
     factor = workload.capacity_factor
-    return layer.top_k * workload.effective_imbalance * (min(1.0, factor) if factor else 1.0)
+    return part.mean_active * workload.effective_imbalance * (min(1.0, factor) if factor else 1.0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.groups.ffn import RoutedPart
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
@@ -27,7 +28,7 @@ from moefold.planner.memory.activations import (
 )
 from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
-from moefold.planner.stages import StageSplitter, chunks_of_rank, make_stage_splitter, placed_ranks
+from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 OVERHEAD_GIB = 3.0
@@ -99,7 +100,7 @@ class MemoryModel:
         self.model_spec = model_spec
         self.workload = workload
         self.device = device
-        self.split = split or make_stage_splitter(model_spec, workload.seq_len, as_megatron=workload.is_megatron)
+        self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
         self.columns = build_columns(model_spec)
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self.activation_memory = ActivationMemoryTable(
@@ -132,10 +133,10 @@ class MemoryModel:
             return 0.0
         tokens = mapping.mbs * w.seq_len / (mapping.cp * mapping.tp)
         working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
-        for kind, layer in enumerate(self.model_spec.kinds):
-            dense, experts = layer_parameters(self.model_spec, kind)
-            routed_per_token = routed_tokens_per_token(layer.feed_forward, w)
-            hidden_values = tokens * routed_per_token * layer.feed_forward.width if layer.feed_forward else 0.0
+        for layer in self.model_spec.kinds:
+            dense, experts = layer_parameters(layer)
+            width = layer.ffn.width if isinstance(layer.ffn, RoutedPart) else 0
+            hidden_values = tokens * routed_tokens_per_token(layer.ffn, w) * width
             for size, work in (
                 (dense / mapping.tp, 0.0),
                 (experts / (mapping.ep * mapping.etp), hidden_values * working),

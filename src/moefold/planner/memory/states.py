@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import is_own
 from moefold.config.groups.optimizer import OptimizerPart
-from moefold.config.layers import Layer
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
@@ -33,7 +32,6 @@ from moefold.cost.unit_memory import (
     Unit,
     caches_quantized_weights,
     cast_copy_bytes,
-    compute_dtype_bytes,
     dispatch_buffer_bytes,
     expert_buffer_bytes,
     has_experts,
@@ -44,7 +42,7 @@ from moefold.cost.unit_memory import (
 )
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
-from moefold.planner.model_spec import ModelSpec, expert_parameters, layer_parameters
+from moefold.planner.model_spec import ModelSpec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
 """Parts of `STATE_FIELDS`; gradients are the reduced ones or their unsharded sums, whichever are larger."""
@@ -168,7 +166,7 @@ class StateMemoryTable:
         table = state_table(
             units,
             self.columns,
-            has_second_embedding=self.model_spec.has_second_embedding,
+            has_second_embedding=self.model_spec.config.last_stage_needs_embedding,
             prefetched=self._prefetched_bytes(mapping, degrees) if gathers_by_layer else None,
             rope_bytes=self._rope_bytes(mapping),
             exchange_bytes=self._exchange_bytes(mapping),
@@ -219,10 +217,7 @@ class StateMemoryTable:
 
     def _single_rank_bytes(self, name: str | int, *, is_offloaded: bool) -> StateBytes:
         weights = self.weights(name, 1)
-        if self.model_spec.config is not None:
-            gathered_bytes = cast_copy_bytes(self.cfg.run, self.cfg.model, self.cfg.lora, [self._unit(name)])
-        else:
-            gathered_bytes = compute_dtype_bytes(self.cfg.run) * sum(w.numel for w in weights)
+        gathered_bytes = cast_copy_bytes(self.cfg.run, self.cfg.model, self.cfg.lora, [self._unit(name)])
         counted = self._sharded_bytes(
             self._shard_spec((1, 1), accumulates_gradients=False), weights, gathered_bytes, is_offloaded=is_offloaded
         )
@@ -256,23 +251,19 @@ class StateMemoryTable:
         return replace(shard_spec, master_bytes=states.master, gradient_bytes=states.gradient)
 
     def _unit(self, name: str | int) -> Unit:
-        return name if isinstance(name, str) else runtime_layer(self.model_spec, name)
+        return name if isinstance(name, str) else self.model_spec.kinds[name].kind
 
     def _buffer_bytes(self, name: str | int) -> int:
-        if self.model_spec.config is None:
-            return 0
         return expert_buffer_bytes(self.cfg.model, self.cfg.moe) if has_experts(self.cfg.model, self._unit(name)) else 0
 
     def _rope_bytes(self, mapping: ParallelMapping) -> int:
-        if self.model_spec.config is None:
-            return 0
         if mapping.cp not in self._rope_bytes_by_cp:
             cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=mapping.cp))
             self._rope_bytes_by_cp[mapping.cp] = rope_buffer_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)
         return self._rope_bytes_by_cp[mapping.cp]
 
     def _exchange_bytes(self, mapping: ParallelMapping) -> int:
-        if self.model_spec.config is None or not is_own(mapping.dispatcher, "reserved_bytes"):
+        if not is_own(mapping.dispatcher, "reserved_bytes"):
             return 0
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp", "dispatcher")}
         train = replace(self.cfg.train, micro_batch_size=mapping.mbs)
@@ -282,36 +273,9 @@ class StateMemoryTable:
         """Return the unsharded weights of a unit: a kind of layers, or "embedding", "head", "mtp" (MTP)."""
         key = (name, tp)
         if key not in self._weights:
-            if self.model_spec.config is not None:
-                cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, tp=tp))
-                self._weights[key] = unit_weights(cfg.model, cfg.lora, self._unit(name))
-            else:
-                self._weights[key] = _unsupported_model_weights(self.model_spec, name)
+            cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, tp=tp))
+            self._weights[key] = unit_weights(cfg.model, cfg.lora, self._unit(name))
         return self._weights[key]
-
-
-def runtime_layer(model_spec: ModelSpec, kind: int) -> Layer:
-    """Return a kind of layers of a model that the runtime supports."""
-    layer = model_spec.kinds[kind].layer
-    assert layer is not None, "the runtime does not support the model"
-    return layer
-
-
-def _unsupported_model_weights(model_spec: ModelSpec, name: str | int) -> tuple[ParamSpec, ...]:
-    """Return the weights of a model without a runtime config: one matrix for all weights with equal sharding."""
-    hidden = model_spec.hidden_size
-    if name in ("embedding", "head"):
-        return (ParamSpec("weight", (model_spec.vocab_size, hidden), "embedding", tp_dim=0),)
-    kind = model_spec.mtp_layer_kind if isinstance(name, str) else name
-    dense, experts = layer_parameters(model_spec, kind)
-    found = [ParamSpec("dense", (dense // hidden, hidden), "attention", tp_dim=0)]
-    layer = model_spec.kinds[kind].feed_forward
-    if experts and layer is not None:
-        rows = expert_parameters(layer, hidden)
-        found.append(ParamSpec("experts", (layer.num_experts, rows), "experts", etp_dim=1))
-    if name == "mtp":
-        found.append(ParamSpec("projection", (hidden, 2 * hidden), "mtp"))
-    return tuple(found)
 
 
 class OptimizerPrefetch:
@@ -344,7 +308,7 @@ class OptimizerPrefetch:
             return found
         columns = self._state_memory.columns
         sizes = {column: self._largest_of_unit(name, mapping) for column, name in self._state_memory.units()}
-        if self._state_memory.model_spec.has_second_embedding:
+        if self._state_memory.model_spec.config.last_stage_needs_embedding:
             sizes[columns.state_column("second_embedding")] = sizes[columns.state_column("embedding")]
         return found + moments_in_transit(sizes, state_counts)
 

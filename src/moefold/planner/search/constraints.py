@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
@@ -284,38 +284,27 @@ class MappingConstraints:
         return known
 
 
-class Degrees(Protocol):
-    """The degrees of a fold."""
+DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+
+
+class Fold(NamedTuple):
+    """The degrees of both views, in the order of `DEGREES`."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in DEGREES)
 
     @property
-    def tp(self) -> int:
-        """Degree of tp."""
-        ...
-
-    @property
-    def cp(self) -> int:
-        """Degree of cp."""
-        ...
-
-    @property
-    def dp(self) -> int:
-        """Degree of dp."""
-        ...
-
-    @property
-    def pp(self) -> int:
-        """Degree of pp."""
-        ...
-
-    @property
-    def ep(self) -> int:
-        """Degree of ep."""
-        ...
-
-    @property
-    def etp(self) -> int:
-        """Degree of etp."""
-        ...
+    def values(self) -> dict[str, int]:
+        """The degrees that determine the fold; dp and edp follow."""
+        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
 @dataclass(frozen=True)
@@ -323,7 +312,7 @@ class MappingMethod:
     """A mapping method of other frameworks, as a subset of the space."""
 
     summary: str
-    accepts: Callable[[Degrees], bool]
+    accepts: Callable[[Fold], bool]
     zero: int | None = None
     """Its ZeRO stage; None: any."""
     ep_may_span_cp: bool = False
@@ -331,12 +320,12 @@ class MappingMethod:
     them."""
 
 
-def _is_coupled(degrees: Degrees) -> bool:
+def _is_coupled(degrees: Fold) -> bool:
     """Return whether experts are sharded like attention and ep lies within dp, as before folding."""
     return degrees.etp == degrees.tp and degrees.dp % degrees.ep == 0
 
 
-def _is_coupled_with_cp(degrees: Degrees) -> bool:
+def _is_coupled_with_cp(degrees: Fold) -> bool:
     return degrees.etp == degrees.tp and (degrees.dp * degrees.cp) % degrees.ep == 0
 
 
@@ -367,8 +356,6 @@ METHODS = {
 }
 """Mapping methods by their name in `moefold plan --method`, as far as the paper describes its baselines (sec. 4.1)."""
 
-DEGREES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
-
 
 @dataclass(frozen=True)
 class Restriction:
@@ -382,7 +369,7 @@ class Restriction:
     offload: bool = False
     """True if offload of activations and moments is searched; a fixed or the recipe's own offload is searched too."""
 
-    def allows_fold(self, degrees: Degrees) -> bool:
+    def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
         fixed = self._fixed_degrees
         return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)

@@ -32,7 +32,8 @@ from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryBudget, MemoryEstimate, MemoryModel
-from moefold.planner.search.space import HOST, AttentionView, Fold, MappingSpace, PipelineVariant
+from moefold.planner.search.constraints import Fold
+from moefold.planner.search.space import HOST, AttentionView, MappingSpace, PipelineVariant
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 BEAM = 300

@@ -28,7 +28,6 @@ from moefold.planner.search.constraints import (
     AXIS_KEYS,
     BATCH_RULES,
     CP_RULES,
-    DEGREES,
     DISPATCH_OVERLAP_RULES,
     DISPATCH_RULES,
     EXPERT_RULES,
@@ -40,6 +39,7 @@ from moefold.planner.search.constraints import (
     STAGE_RULES,
     TP_RULES,
     ZERO_RULES,
+    Fold,
     MappingConstraints,
     Restriction,
 )
@@ -56,26 +56,6 @@ MAX_LISTED_SIZES = 6
 """With up to this many micro-batch sizes all are searched, else the powers of two and the largest one."""
 NON_LAYER_STAGE_PARTS = ("E", "L")
 """Parts other than layers to which a balanced layout may give a stage."""
-
-
-class Fold(NamedTuple):
-    """The degrees of both views, in the order of `DEGREES`."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-    ep: int
-    etp: int
-    edp: int
-
-    def __str__(self) -> str:
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in DEGREES)
-
-    @property
-    def values(self) -> dict[str, int]:
-        """The degrees that determine the fold; dp and edp follow."""
-        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
 
 
 def _complexity(schedule: str | Part) -> tuple[bool, int, int]:

@@ -25,7 +25,7 @@ from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
-from moefold.planner.stages import placed_ranks
+from moefold.planner.stages import build_chunk, placed_ranks
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
 
@@ -301,13 +301,7 @@ def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[Cos
 
 def chunks_of_stages(stage_plan: StagePlan, model_spec: ModelSpec) -> tuple[ModelChunk, ...]:
     """Return the chunks of the stages of a recipe."""
-    found = []
-    for stage in stage_plan.stages:
-        counts = list(model_spec.count_kinds(stage.parts.layers))
-        # An MTP layer is like the last layer.
-        counts[model_spec.layers[-1]] += stage.parts.num_mtp_layers
-        found.append(ModelChunk(tuple(counts), stage.parts.has_embedding, stage.parts.has_loss))
-    return tuple(found)
+    return tuple(build_chunk(model_spec, stage.parts) for stage in stage_plan.stages)
 
 
 def stage_segments(
@@ -322,8 +316,7 @@ def stage_segments(
     head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
     if chunks is None:
         chunks = cost_model.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp))
-    # All stages send hidden states of the same size.
-    send_s = cost_model.stage_times(plain)[0].p2p_s
+    send_s = cost_model.p2p_s(plain)
     return tuple(_combine_stage(chunk, layers, head, send_s, keeps_layers_apart=mapping.overlap) for chunk in chunks)
 
 

@@ -19,25 +19,23 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moefold.comm.flight_recorder import FlightRecorder
-from moefold.comm.groups import Group
 from moefold.errors import ConfigError, RunError
 from moefold.host.processes import block_signals, signal_on_parent_death
 from moefold.launch.local_job import claim_folder, remove_stale_folders
 from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
 from moefold.progress import ignore_progress
-from moefold.verify.ranks.staged_group import STAGED, register_staged_backend
 
 MAX_TEMP_DIR_BYTES = 70
 """Limit of the temporary folder's path: a socket path in it has 32 bytes more, and at most 103 (macOS) or 107."""
@@ -49,18 +47,21 @@ class WorkerError(RuntimeError):
     """Error of a task whose ranks raised, died or timed out; the message names each such rank."""
 
 
+_init_gloo = partial(dist.init_process_group, "gloo")
+
+
 class WorkerPool:
     """Runs functions on forked ranks, each call in its own process group."""
 
     def __init__(
-        self, preload: Sequence[str] = (), *, backend: Literal["gloo", "staged"] = "gloo", forks: bool = True
+        self, preload: Sequence[str] = (), *, init_group: Callable[..., None] = _init_gloo, forks: bool = True
     ) -> None:
         """Create a pool; ranks are started by `run`.
 
         Args:
             preload: modules that the fork server imports in addition to the modules of training; missing ones are
                 ignored.
-            backend: back-end of the process groups; see `moefold.verify.ranks.staged_group`.
+            init_group: initialises the process group of a rank from the arguments of `init_process_group`.
             forks: False: ranks are spawned, which takes seconds. Ranks that use CUDA need that, as a process that was
                 forked from one that has asked for GPUs cannot use them.
 
@@ -68,7 +69,7 @@ class WorkerPool:
             ConfigError: the path of the temporary folder is too long for the sockets of the fork server.
         """
         _check_temp_dir()
-        self._backend = backend
+        self._init_group = init_group
         self._context: ForkServerContext | SpawnContext
         if forks:
             self._context = mp.get_context("forkserver")
@@ -122,7 +123,7 @@ class WorkerPool:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=_worker_main,
-            args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._backend),
+            args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._init_group),
             daemon=True,
         )
         # The fork server ignores SIGINT only once it has imported torch, and a rank whose start is interrupted before
@@ -203,7 +204,13 @@ def _report(failures: dict[int, str], silent: list[int], timeout_s: float) -> st
 
 
 def _worker_main(
-    connection: Connection, task: str, port: int, rank: int, world_size: int, timeout_s: float, backend: str
+    connection: Connection,
+    task: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    init_group: Callable[..., None],
 ) -> None:
     # A terminal sends SIGINT to all processes: the one that the user started ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -222,11 +229,7 @@ def _worker_main(
         threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
-        if backend == STAGED:
-            register_staged_backend()
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout
-        )
+        init_group(store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout)
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
@@ -242,15 +245,3 @@ def _exit_with_caller(connection: Connection) -> None:
     with suppress(EOFError, OSError):
         connection.recv_bytes()
     os._exit(1)
-
-
-def make_group(ranks: Sequence[int], rank: int, handle: Any) -> Group:
-    """Create a group with its own flight recorder, for tests.
-
-    Args:
-        ranks: global ranks of the members.
-        rank: rank of this process in the group.
-        handle: the process group; None for a group of one.
-    """
-    recorder = FlightRecorder()
-    return Group(tuple(ranks), rank, handle, recorder, recorder.add_group("test", ranks))

@@ -16,18 +16,17 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from moefold.comm.torch_compat import process_group_name, work_from_future
-
 STAGED = "staged"
-"""Name of the back-end for `init_process_group`."""
+"""Name of the back-end."""
 ProcessGroup: Any = dist.ProcessGroup
 """Base class without its annotations, whose names and overloads differ between versions of torch."""
 
 
-def register_staged_backend() -> None:
-    """Register the back-end with torch.distributed, once per process."""
+def init_staged_group(**options: Any) -> None:
+    """Initialise the default process group with the back-end, which is registered once per process."""
     if STAGED not in dist.Backend.backend_list:
         dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", "cuda"])
+    dist.init_process_group(STAGED, **options)
 
 
 class StagedGroup(ProcessGroup):
@@ -149,9 +148,10 @@ class StagedGroup(ProcessGroup):
     @property
     def group_name(self) -> str:
         """Name that torch.distributed gave the group."""
-        return process_group_name(self)
+        name: str = c10d._world.pg_names[self]
+        return name
 
-    def getBackendName(self) -> str:  # noqa: N802 - the name of the base class
+    def getBackendName(self) -> str:
         """Return the name of the back-end."""
         return STAGED
 
@@ -210,4 +210,4 @@ def _finish_lists(outs: list[list[Tensor]], hosts: list[list[Tensor]]) -> Any:
 def _completed(result: Any) -> Any:
     future: Future[Any] = Future()
     future.set_result(result)
-    return work_from_future(future)
+    return torch._C._distributed_c10d._create_work_from_future(future)
