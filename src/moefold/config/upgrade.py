@@ -70,7 +70,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the sections of a recipe of format 1 in format 2, and the flat keys that its parts do not read.
 
     Args:
-        tree: sections, unchecked; those of format 2 stay as they are.
+        tree: sections, unchecked; sections of format 2 stay as they are.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
     unread = []
