@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-PAPER_SETTINGS = "zero=1 mbs=1 dispatcher=alltoall overlap=off recompute=none offload=none".split()
+PAPER_SETTINGS = ["zero=1", "mbs=1", "dispatcher=alltoall", "overlap=off", "recompute=none", "offload=none"]
 """Settings of the runs that arXiv:2504.14960 published, on the runtime of moefold."""
 
 

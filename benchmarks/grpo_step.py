@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.race.rivals import hugging_face_model
 from moefold.config.load import config_from_dict
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 
 GROUP_SIZE = 8
@@ -55,7 +56,7 @@ def recipe(args: argparse.Namespace) -> Config:
                 "global_batch_size": args.samples,
                 "lr": LEARNING_RATE,
                 "lr_schedule": "constant",
-                "weight_decay": 0.0,
+                "optimizer": make_part("optimizer", "adamw", weight_decay=0.0),
             },
             "data": {"kind": "prompts", "path": [f"{args.folder}/prompts.jsonl"]},
             "rl": {"group_size": GROUP_SIZE, "advantage": "group_std"},

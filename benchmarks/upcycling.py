@@ -28,7 +28,7 @@ COMMON = (
     "train.global_batch_size=16",
     "train.eval_samples=128",
     "train.warmup_steps=20",
-    "train.min_lr=1e-4",
+    "train.lr_schedule.min_lr=1e-4",
     "checkpoint.resume=never",
 )
 DENSE = ("model.layer_pattern=D", "model.ffn_hidden_size=512")

@@ -275,7 +275,9 @@ STEP_NUMBERS = ("step", "loss", "aux_loss", "z_loss", "mtp_loss", "indexer_loss"
 
 def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
     """Return the recipe for two steps on one rank of this machine: as it is if its model is small, else shrunk."""
+    from moefold.config.chosen import chosen_in
     from moefold.config.faults import FaultsConfig
+    from moefold.config.groups.optimizer import OptimizerPart
     from moefold.config.metrics import MetricsConfig
     from moefold.recipe import load_config
 
@@ -291,12 +293,10 @@ def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
         # What needs a GPU, or the length of the real run, or changes no number.
         train=replace(
             cfg.train,
-            moment_dtype="float32",
+            optimizer=chosen_in(cfg.train, OptimizerPart).with_moment_dtype("float32"),
             precision="dtype",
             lr_schedule="constant",
-            min_lr=0.0,
             warmup_steps=0,
-            decay_steps=0,
             recompute=(),
             memory_budget_gib=0.0,
             offload=(),

@@ -30,6 +30,11 @@ def recipe_page() -> str:
         "`learning_rate` is `train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The",
         "anchor of a key is its name: `recipe.md#train.lr`.",
         "",
+        "A key that chooses a part takes a kind, or a table with `kind` and its settings, which follow the key",
+        'on this page: `optimizer = "muon"`, or `optimizer = { kind = "muon", momentum = 0.9 }`. On the command line',
+        "`train.optimizer.momentum=0.9` sets one of them, and `train.optimizer=adamw` keeps those that AdamW has too.",
+        "`moefold recipe upgrade FILE` brings a recipe of an earlier version into this form, with its comments.",
+        "",
     ]
     names_elsewhere: dict[str, list[str]] = {}
     for theirs, ours in KEY_OF.items():
@@ -64,7 +69,8 @@ def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
     meaning = key.help.replace("*", r"\*")
     if elsewhere:
         meaning += f" Elsewhere: {', '.join(f'`{name}`' for name in elsewhere)}."
-    head = f"{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
+    kinds = f"Of {', '.join(f'`{kind}`' for kind in key.kinds)}. " if key.kinds else ""
+    head = f"{kinds}{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
     filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
 

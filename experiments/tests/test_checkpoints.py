@@ -41,7 +41,7 @@ def test_states_that_an_optimizer_would_drop_are_refused(pool, tmp_path):
     (error,) = pool.run(1, _load, recipe(tmp_path))
     assert "is of another optimizer, it also has optimizer." in error
     assert ".pending_gradient" in error
-    assert "more; set train.optimizer and train.muon_groups" in error
+    assert "more; set train.optimizer and train.optimizer.groups" in error
 
 
 def test_states_that_are_not_there_are_refused(pool, tmp_path):

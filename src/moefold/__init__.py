@@ -31,6 +31,7 @@ _MODULES = {
             "RunError",
             "build_model",
             "check_config",
+            "edit",
             "evaluate",
             "fold",
             "generate",

@@ -5,6 +5,7 @@ from moefold.api import LoadedRecipe as LoadedRecipe
 from moefold.api import RunError as RunError
 from moefold.api import build_model as build_model
 from moefold.api import check_config as check_config
+from moefold.api import edit as edit
 from moefold.api import evaluate as evaluate
 from moefold.api import fold as fold
 from moefold.api import generate as generate

@@ -1,10 +1,12 @@
 """Recipe loading: read TOML, apply overrides, adapt to shorter runs, infer vocab_size, follow an elastic launcher."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
 from math import lcm
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +17,14 @@ from moefold.config.method_defaults import LR_KEY
 from moefold.config.part_table import name_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
-from moefold.config.suggestions import closest_match, default_of, nearest_numbers
+from moefold.config.suggestions import closest_match, default_of, nearest_numbers, part_keys
+from moefold.config.upgrade import check_format
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from moefold.validate.unused import check_unused_keys
 
-STEP_COUNT_KEYS = ("warmup_steps", "decay_steps")
-"""Keys of [train] that count steps and must fit into run.steps."""
+STEP_COUNT_KEYS = ("train.warmup_steps", "train.lr_schedule.decay_steps")
+"""Keys that count steps and must fit into run.steps together."""
 
 
 def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -38,29 +41,36 @@ def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], over
         A message for each change.
     """
     overridden = {override.partition("=")[0].strip() for override in overrides}
-    if "run.steps" not in overridden or overridden & {f"train.{key}" for key in STEP_COUNT_KEYS}:
+    if "run.steps" not in overridden or overridden & {*STEP_COUNT_KEYS}:
         return []
-    steps = _int_or_zero(tree, "run", "steps")
-    planned = _int_or_zero(recipe, "run", "steps")
-    recipe_counts = {key: _int_or_zero(recipe, "train", key) for key in STEP_COUNT_KEYS}
-    total = recipe_counts["warmup_steps"] + recipe_counts["decay_steps"]
-    if not 0 < steps < total <= planned:
+    steps = _int_or_zero(tree, "run.steps")
+    planned = _int_or_zero(recipe, "run.steps")
+    counts = {name: _int_or_zero(tree, name) for name in STEP_COUNT_KEYS}
+    # An override may have replaced the table of the schedule.
+    is_typed = any(count not in (0, _int_or_zero(recipe, name)) for name, count in counts.items())
+    if is_typed or not 0 < steps < sum(counts.values()) <= planned:
         return []
     messages = []
-    for key, count in recipe_counts.items():
+    for name, count in counts.items():
         if count > 0:
             shorter = count * steps // planned
-            tree["train"][key] = shorter
+            *tables, key = name.split(".")
+            table: Any = reduce(getitem, tables, tree)
+            table[key] = shorter
             messages.append(
-                f"train.{key} is {shorter} instead of {count}: run.steps={steps} instead of the {planned} of the recipe"
+                f"{name} is {shorter} instead of {count}: run.steps={steps} instead of the {planned} of the recipe"
             )
     return messages
 
 
-def _int_or_zero(tree: Mapping[str, Any], section: str, key: str) -> int:
+def _int_or_zero(tree: Mapping[str, Any], name: str) -> int:
     """Return an integer of an unvalidated tree, or its default; 0 for anything else."""
-    keys = tree.get(section, {})
-    value = keys.get(key, default_of(section, key)) if isinstance(keys, dict) else 0
+    value: Any = tree
+    names = name.split(".")
+    for inner in names:
+        value = value.get(inner, {}) if isinstance(value, dict) else 0
+    if value == {} and name.count(".") == 1:
+        value = default_of(*names)
     return value if type(value) is int else 0
 
 
@@ -282,12 +292,10 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         resolve_recipe_paths(tree, path.parent)
         name_files(tree, path.parent)
     recipe = deepcopy(tree)
-    apply_overrides(tree, overrides)
+    messages = apply_overrides(tree, overrides)
     name_files(tree)
-    messages = shorten_lr_schedule(tree, recipe, overrides)
-    explicit_keys = frozenset(
-        f"{section}.{key}" for section, keys in tree.items() if isinstance(keys, dict) for key in keys
-    )
+    messages += shorten_lr_schedule(tree, recipe, overrides)
+    explicit_keys = frozenset(_names_of_keys(tree))
     messages += choose_length(tree, recipe, overrides)
     cfg = config_from_dict(tree)
     check_unused_keys(explicit_keys, cfg)
@@ -296,14 +304,26 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     return LoadedRecipe(cfg, explicit_keys, found, RESOLVED_KEYS - explicit_keys)
 
 
+def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of sections, and the settings of parts, as "section.key" and "section.key.setting"."""
+    for section, keys in tree.items():
+        for key, value in keys.items() if isinstance(keys, dict) else ():
+            yield f"{section}.{key}"
+            if f"{section}.{key}" in part_keys() and isinstance(value, dict):
+                yield from (f"{section}.{key}.{setting}" for setting in value)
+
+
 def read_recipe(path: Path) -> Tree:
     """Parse a TOML file.
 
+    Returns:
+        Its sections.
+
     Raises:
-        ConfigError: the file is missing, unreadable, not text or not TOML.
+        ConfigError: the file is missing, unreadable, not text or not TOML, or its format is newer.
     """
     try:
-        return parse_toml(read_text(path, MAX_RECIPE_BYTES))
+        tree = parse_toml(read_text(path, MAX_RECIPE_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist{_nearest_recipe(path)}") from None
     except IsADirectoryError:
@@ -314,6 +334,7 @@ def read_recipe(path: Path) -> Tree:
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from None
+    return check_format(tree, f"recipe {str(path)!r}")
 
 
 def _nearest_recipe(path: Path) -> str:

@@ -12,6 +12,7 @@ from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
@@ -136,8 +137,8 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        pytest.param({"moment_dtype": "bfloat16"}, marks=pytest.mark.slow),
-        {"optimizer": "muon", "moment_dtype": "bfloat16"},
+        pytest.param({"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")}, marks=pytest.mark.slow),
+        {"optimizer": make_part("optimizer", "muon", moment_dtype="bfloat16")},
     ],
     ids=["adamw", "muon"],
 )

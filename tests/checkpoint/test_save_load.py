@@ -152,7 +152,7 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
     errors = pool.run(2, _load, replace(cfg, train=replace(cfg.train, optimizer="muon")))
     assert errors[0] == errors[1]
     assert f"is of another optimizer, it has other moments instead of momentum of optimizer.{'layers.0'}" in errors[0]
-    assert "; set train.optimizer and train.muon_groups as they were, or begin a new run" in errors[0]
+    assert "; set train.optimizer and train.optimizer.groups as they were, or begin a new run" in errors[0]
 
 
 def test_the_sparse_stage_does_not_resume_the_warm_up_of_its_indexers(pool, tmp_path):

@@ -64,7 +64,11 @@ def test_keys_are_listed_without_a_recipe(capsys):
 @pytest.mark.parametrize(
     ("pattern", "some", "others"),
     [
-        ("lr", ["train.lr", "train.min_lr", "train.lr_schedule", "sites.lr"], ["train.beta1", "[moe]", "Presets"]),
+        (
+            "lr",
+            ["train.lr", "train.lr_schedule.min_lr", "train.lr_schedule", "sites.lr"],
+            ["train.optimizer.beta1", "[moe]", "Presets"],
+        ),
         ("PARALLEL.*p", ["parallel.tp", "parallel.etp"], ["parallel.zero", "model.top_k"]),
         ("top_k", ["model.top_k"], ["moe.choice"]),
         ("deepseek-v2", ["model.attention"], ["train.lr"]),

@@ -114,7 +114,10 @@ def test_hostile_recipes_are_one_message_at_once(tmp_path, capsys, text, message
         ("train {recipe} train.global_batch_size=1000000000000000000", "train.global_batch_size=1000000000000000000 "),
         ("train {recipe} run.steps=100000000000000000000", "run.steps=100000000000000000000 must be at most 10"),
         ("train {recipe} moe.sinkhorn_iterations=1000000000", "moe.sinkhorn_iterations=1000000000 must be at most"),
-        ("train {recipe} train.muon_ns_steps=1000000000", "train.muon_ns_steps=1000000000 must be at most 100"),
+        (
+            "train {recipe} train.optimizer=muon train.optimizer.ns_steps=1000000000",
+            "train.optimizer.ns_steps=1000000000 must be at most 100",
+        ),
         (
             "train {recipe} train.global_batch_size=131072 train.micro_batch_size=1",
             "gives each data-parallel rank 131072 micro-batches, more than 65536",

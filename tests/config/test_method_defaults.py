@@ -51,7 +51,7 @@ def test_the_class_has_the_default_of_pretraining():
 
 def test_a_min_lr_above_the_default_is_refused_with_its_reason():
     with pytest.raises(ConfigError, match=r"must be at most train.lr=1e-06, the default of preference optimisation;"):
-        check_config(load_recipe(None, [*PAIRS, "align.method=dpo", "train.min_lr=1e-5"]).cfg)
+        check_config(load_recipe(None, [*PAIRS, "align.method=dpo", "train.lr_schedule.min_lr=1e-5"]).cfg)
 
 
 def test_keys_and_page_say_every_default():

@@ -2,7 +2,7 @@ from pathlib import Path
 
 from moefold.config.presets import preset_names
 from moefold.config.reference import keys_text, recipe_keys, section_help
-from moefold.config.suggestions import key_types, sections
+from moefold.config.suggestions import key_types, kind_settings, sections
 from tools.recipe_page import recipe_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
@@ -11,7 +11,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 def test_every_key_of_the_schema_has_help():
     for section in sections():
         assert section_help(section)
-        assert [key.name for key in recipe_keys(section)] == [f"{section}.{key}" for key in key_types(section)]
+        names = [key.name for key in recipe_keys(section)]
+        assert [name for name in names if name.count(".") == 1] == [f"{section}.{key}" for key in key_types(section)]
+        assert [name for name in names if name.count(".") == 2] == [
+            path for path in kind_settings() if path.startswith(f"{section}.")
+        ]
         assert all(key.help.endswith((".", ")")) for key in recipe_keys(section))
 
 

@@ -14,6 +14,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -79,7 +80,7 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
             # At 1e-2 rounding alone moves the tenth loss of some models by 1e-3: clamps and choices are kinks.
             lr=3e-3,
             lr_schedule="constant",
-            weight_decay=0.1,
+            optimizer=make_part("optimizer", "adamw", weight_decay=0.1),
             clip_grad=1.0,
             # The indexers of transformers have no loss.
             indexer_loss=0.0 if model.index_topk else 1.0,
@@ -110,9 +111,9 @@ def train_theirs(model: Any, cfg: Config, folder: Path) -> Reference:
     optimizer = torch.optim.AdamW(
         [{"params": list(decays.values())}, {"params": others, "weight_decay": 0.0}],
         lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
+        betas=(train.optimizer.beta1, train.optimizer.beta2),
+        eps=train.optimizer.eps,
+        weight_decay=train.optimizer.weight_decay,
     )
     model.train()
     for module in model.modules():

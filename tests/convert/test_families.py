@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moefold.config.part import make_part
 from moefold.convert.weights import load_hf_weights
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import make_model, save_model
@@ -97,7 +98,7 @@ def test_every_mapping_trains_as_transformers_does(pool, references, family, map
     [
         ("model", {"rope_theta": 100.0}, "logits"),
         ("train", {"lr": 2.9e-3}, "losses"),
-        ("train", {"beta2": 0.9}, "losses"),
+        ("train", {"optimizer": make_part("optimizer", "adamw", beta2=0.9)}, "losses"),
     ],
     ids=str,
 )

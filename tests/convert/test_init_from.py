@@ -157,7 +157,10 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     sparse = ["dense.toml", "model.index_topk=6", "model.index_heads=2", "model.index_head_dim=8", "data.kind=text"]
     sparse += ["data.path=dense.toml", "checkpoint.init_from=runs/dense"]
     assert main(["train", "dense.toml", "data.kind=text", "data.path=dense.toml", "run.dir=runs/dense"]) == 0
-    assert main(["train", *sparse, "train.indexer_stage=warmup", "run.dir=runs/warm", "train.weight_decay=0.1"]) == 0
+    assert (
+        main(["train", *sparse, "train.indexer_stage=warmup", "run.dir=runs/warm", "train.optimizer.weight_decay=0.1"])
+        == 0
+    )
     assert "with random indexers, as the weights are of dense attention" in capsys.readouterr().out
     assert main(["train", *sparse[:-1], "checkpoint.init_from=runs/warm", "run.dir=runs/sparse"]) == 0
     assert "random indexers" not in capsys.readouterr().out
@@ -174,7 +177,7 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     assert min(steps[1:]) > 0.0
     assert main(["generate", "runs/sparse", "The", "--max-tokens", "8", "--temperature", "0"]) == 0
     # A warm-up run resumes; its checkpoints have no moments of the frozen weights.
-    resumed = ["train.indexer_stage=warmup", "run.dir=runs/warm", "train.weight_decay=0.1", "run.steps=2"]
+    resumed = ["train.indexer_stage=warmup", "run.dir=runs/warm", "train.optimizer.weight_decay=0.1", "run.steps=2"]
     assert main(["train", *sparse, *resumed]) == 0
     assert "at step 1" in capsys.readouterr().out
     # The weights do not depend on the number of selected keys, and layers may come to share a selection.

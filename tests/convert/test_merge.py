@@ -13,6 +13,7 @@ from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
 from moefold.errors import ConfigError
@@ -107,7 +108,9 @@ def test_the_mapping_that_wrote_a_checkpoint_does_not_matter(pool, runs, tmp_pat
         cfg = _branch(tmp_path, name, 1, seed=3, start="", world_size=8, tp=2, etp=2, zero=1)
         cfg = replace(
             cfg,
-            train=replace(cfg.train, lr=1e-45, weight_decay=0.0, global_batch_size=8),
+            train=replace(
+                cfg.train, lr=1e-45, optimizer=make_part("optimizer", "adamw", weight_decay=0.0), global_batch_size=8
+            ),
             moe=replace(cfg.moe, bias_update_rate=0.0),
             checkpoint=replace(cfg.checkpoint, init_from=str(runs / name)),
         )

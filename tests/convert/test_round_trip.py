@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
 from moefold.config.model import ModelConfig
+from moefold.config.upgrade import FORMAT
 from moefold.convert.export_folder import max_positions
 from moefold.convert.hf_shards import MANIFEST_FILE
 from tests.convert.hf_models import (

@@ -88,7 +88,7 @@ def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change()
     states = (
         r"nine tenths of the smallest GPU, 0.0009313 GiB, are too small.*weights, gradients and optimizer alone "
         r"do not fit: raise parallel.pp \(now 1\), parallel.tp \(now 1\), parallel.ep \(now 1\), "
-        r"parallel.zero \(now 1\), or choose train.moment_dtype='bfloat16'$"
+        r"parallel.zero \(now 1\), or choose train.optimizer.moment_dtype='bfloat16'$"
     )
     with pytest.raises(ConfigError, match=states):
         choose_recompute(_config(), 10**6)

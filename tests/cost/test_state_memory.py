@@ -9,6 +9,7 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -45,18 +46,21 @@ def random_config(seed: int) -> Config:
             qk_norm_width=pick.choice(("head", "all_heads")) if qk_norm else "head", tie_embeddings=pick.random() < 0.3,
         )  # fmt: skip
         muon = pick.random() < 0.4
+        groups = {"groups": ("attention", "experts")} if muon else {}
         schedule = pick.choice(("1f1b", "zbv")) if degrees["pp"] > 1 else "1f1b"
+        dtype = pick.choice(("bfloat16", "float32", "float64"))
+        zero = pick.choice((0, 1, 2, 3))
+        moment_dtype = pick.choice(("float32", "bfloat16"))
+        optimizer = make_part("optimizer", "muon" if muon else "adamw", moment_dtype=moment_dtype, **groups)
         cfg = Config(
-            run=RunConfig(dtype=pick.choice(("bfloat16", "float32", "float64"))),
+            run=RunConfig(dtype=dtype),
             model=model,
             parallel=ParallelConfig(
-                world_size=world, **degrees, zero=pick.choice((0, 1, 2, 3)), schedule=schedule,
+                world_size=world, **degrees, zero=zero, schedule=schedule,
                 virtual_stages=2 if schedule == "zbv" else 1, dispatcher="alltoall",
             ),
             train=TrainConfig(
-                seq_len=192, global_batch_size=world * 8, optimizer="muon" if muon else "adamw",
-                muon_groups=("attention", "experts") if muon else TrainConfig().muon_groups,
-                moment_dtype=pick.choice(("float32", "bfloat16")),
+                seq_len=192, global_batch_size=world * 8, optimizer=optimizer,
             ),
             sites=SitesConfig(
                 count=1 + seed % 2, momentum=seed % 4 / 4, residual=float(seed % 3 == 1),

@@ -5,6 +5,7 @@ The first row of each table is fast, the others are slow.
 
 from typing import Any
 
+from moefold.config.part import make_part
 from tests.verify.feature_cases import GATED, GPT_OSS_MODEL, MLA, SCALED
 from tests.verify.recipes import LATENT
 
@@ -41,7 +42,9 @@ FEATURES: dict[str, Case] = {
     "reset moments": {"train": {"reset_moments_every": 1}},
     "loss in chunks": {"train": {"loss_chunk": 4}},
     "loss in one chunk": {"train": {"loss_chunk": -1}},
-    "moments in bfloat16": {"train": {"moment_dtype": "bfloat16", "beta2": 0.98}},
+    "moments in bfloat16": {
+        "train": {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16", beta2=0.98)}
+    },
     "recompute layers": {"train": {"recompute": ("layer",)}},
     "recompute parts": {"train": {"recompute": ("norms", "core_attention", "expert_activation")}},
     "recompute MoE": {"train": {"recompute": ("moe",)}},

@@ -3,9 +3,10 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, sample_order, write_meta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, sample_order, write_meta
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, write_config_json
+from moefold.config.upgrade import FORMAT
 
 
 def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dict[str, object]) -> Config:

@@ -87,7 +87,12 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chat.jsonl").write_text(json.dumps({"prompt": "Hi", "response": "Yo."}) + "\n")
     (folder / "empty.toml").touch()
     words = ["model.preset=tiny", "run.dtype=float32", "run.device=cpu", "run.steps=80", "train.seq_len=64"]
-    words += ["train.global_batch_size=1", "train.lr=5e-3", "train.lr_schedule=constant", "train.weight_decay=0"]
+    words += [
+        "train.global_batch_size=1",
+        "train.lr=5e-3",
+        "train.lr_schedule=constant",
+        "train.optimizer.weight_decay=0",
+    ]
     words += ["data.kind=sft", f"data.path={folder}/chat.jsonl", "data.validation_fraction=0", "checkpoint.every=80"]
     assert main(["train", str(folder / "empty.toml"), f"run.dir={folder}/run", *words]) == 0
     return folder / "run"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.config.part import make_part
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from tests.objectives.example import IDS, example
@@ -109,7 +110,7 @@ CORRECTIONS = {
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_correction_for_another_sampler(kind, objective):
     case = example()
-    loss = policy(objective=objective, correction=kind, correction_low=0.7, correction_high=1.5)
+    loss = policy(objective=objective, correction=make_part("correction", kind, low=0.7, high=1.5))
     terms, gradient, metrics = case.run(loss)
 
     def formula(law: Tensor, c: dict[str, Tensor]) -> Tensor:

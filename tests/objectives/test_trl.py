@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.config.part import make_part
 from tests.objectives.example import IDS, PAIR_IDS, Example, example, pair_example
 from tests.objectives.losses import policy, preference
 
@@ -161,7 +162,7 @@ def _rollouts(mean: str) -> Example:
         (
             "token",
             {"loss_type": "cispo", "epsilon_high": 2.0, "beta": 0.1},
-            policy(objective="cispo", clip_low=1.0, clip_high=1.0, kl=0.1),
+            policy(objective=make_part("objective", "cispo", clip_low=1.0, clip_high=1.0), kl=0.1),
         ),
         ("rollout", {"importance_sampling_level": "sequence"}, policy(objective="sequence")),
         (
@@ -172,12 +173,12 @@ def _rollouts(mean: str) -> Example:
         (
             "token",
             {"loss_type": "dapo", "vllm_importance_sampling_mode": "token_truncate"},
-            policy(objective="clip", correction="clamp", correction_low=0.7, correction_high=1.5),
+            policy(objective="clip", correction=make_part("correction", "clamp", low=0.7, high=1.5)),
         ),
         (
             "rollout",
             {"beta": 0.3, "vllm_importance_sampling_mode": "token_mask"},
-            policy(objective="clip", kl=0.3, correction="mask", correction_low=0.7, correction_high=1.5),
+            policy(objective="clip", kl=0.3, correction=make_part("correction", "mask", low=0.7, high=1.5)),
         ),
     ],
     ids=["grpo", "grpo-kl", "dapo", "dr_grpo", "cispo-kl", "gspo", "gspo-token-mean-kl", "tis", "icepop-kl"],

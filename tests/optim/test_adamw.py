@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.optim.states import StateStore, named_moments, set_step_count
@@ -25,9 +26,10 @@ def _train(given: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, ste
 
 
 def _options(cfg: TrainConfig, given: dict[str, nn.Parameter]) -> list[dict[str, object]]:
-    options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    options = {"lr": cfg.lr, "betas": (cfg.optimizer.beta1, cfg.optimizer.beta2), "eps": cfg.optimizer.eps}
     return [
-        {"params": [p], "weight_decay": cfg.weight_decay if p.dim() > 1 else 0.0, **options} for p in given.values()
+        {"params": [p], "weight_decay": cfg.optimizer.weight_decay if p.dim() > 1 else 0.0, **options}
+        for p in given.values()
     ]
 
 
@@ -42,7 +44,7 @@ def test_with_wide_moments_it_is_adamw():
 
 def test_narrow_moments_are_the_rounded_ones_and_follow_the_wide():
     cfg = TrainConfig(lr=1e-2)
-    narrow_cfg = TrainConfig(lr=1e-2, moment_dtype="bfloat16")
+    narrow_cfg = TrainConfig(lr=1e-2, optimizer=make_part("optimizer", "adamw", moment_dtype="bfloat16"))
     wide, narrow = _parameters(), _parameters()
     wide_optimizer, optimizer = build_alone(wide, cfg), build_alone(narrow, narrow_cfg)
     _train(wide, wide_optimizer, 1)
@@ -62,7 +64,7 @@ def test_narrow_moments_are_the_rounded_ones_and_follow_the_wide():
 
 
 def test_a_resumed_step_count_corrects_the_bias():
-    cfg = TrainConfig(lr=1e-2, moment_dtype="bfloat16")
+    cfg = TrainConfig(lr=1e-2, optimizer=make_part("optimizer", "adamw", moment_dtype="bfloat16"))
     first = _parameters()
     optimizer = build_alone(first, cfg)
     _train(first, optimizer, 3)
@@ -84,7 +86,7 @@ def _losses(cfg: Config) -> list[float]:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_narrow_moments_train_under_a_mapping_as_on_one_rank(pool, optimizer):
     """Rounding may fall differently where sums differ in their last bit; the run does not."""
-    train = {"moment_dtype": "bfloat16", "optimizer": optimizer}
+    train = {"optimizer": make_part("optimizer", optimizer, moment_dtype="bfloat16")}
     expected = pool.run(1, _losses, tiny(train=train))[0]
     wide = pool.run(1, _losses, tiny(train={"optimizer": optimizer}))[0]
     mapped = pool.run(4, _losses, tiny(train=train, world_size=4, tp=2, ep=2, zero=3))[0]

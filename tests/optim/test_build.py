@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.optim.states import named_moments, set_learning_rate, set_step_count
 from tests.optim.alone import build_alone
 
-CFG = TrainConfig(lr=0.1, weight_decay=0.5)
+CFG = TrainConfig(lr=0.1, optimizer=make_part("optimizer", "adamw", weight_decay=0.5))
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -43,7 +44,7 @@ def test_matrices_and_experts_decay_norms_and_biases_do_not():
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 def test_an_optimizer_of_no_parameters_does_nothing(moment_dtype):
-    optimizer = build_alone({}, replace(CFG, moment_dtype=moment_dtype))
+    optimizer = build_alone({}, replace(CFG, optimizer=make_part("optimizer", "adamw", moment_dtype=moment_dtype)))
     set_learning_rate(optimizer, 0.01)
     optimizer.step()
     assert not optimizer.state_dict()["state"]

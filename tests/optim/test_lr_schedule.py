@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from moefold.config.find import find_part
+from moefold.config.part import make_part, settings_of
+from moefold.config.part_table import toml_value
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.train import TrainConfig
@@ -23,7 +26,13 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def train_config(**changes: object) -> TrainConfig:
-    return TrainConfig(**{"lr": 1.0, "min_lr": 0.2, "warmup_steps": 4, **changes})
+    values = {"lr": 1.0, "lr_schedule": "cosine", "min_lr": 0.2, "warmup_steps": 4} | changes
+    own = settings_of(find_part("lr_schedule", values["lr_schedule"]))
+    settings = {key: values.pop(key) for key in ("min_lr", "decay_steps") if key in values}
+    schedule = make_part(
+        "lr_schedule", values.pop("lr_schedule"), **{key: settings[key] for key in own if key in settings}
+    )
+    return TrainConfig(**values, lr_schedule=schedule)
 
 
 def curve(train: TrainConfig, steps: int) -> list[float]:
@@ -155,10 +164,8 @@ def test_the_settings_to_train_on_with_are_legal_and_do_not_jump_to_the_middle_o
     assert list(overrides) == words
     assert bool(effect) == (len(words) > 1)
     recipe = tmp_path / "recipe.toml"
-    keys = ("min_lr", "decay_steps") if cfg.train.lr_schedule == "wsd" else ("min_lr",)
-    keys = () if cfg.train.lr_schedule == "constant" else keys
-    given = [f"{key} = {getattr(cfg.train, key)!r}" for key in ("lr", "warmup_steps", *keys)]
-    recipe.write_text("\n".join(["[train]", f'lr_schedule = "{cfg.train.lr_schedule}"', *given, "[run]\nsteps = 20"]))
+    given = [f"{key} = {toml_value(getattr(cfg.train, key))}" for key in ("lr", "warmup_steps", "lr_schedule")]
+    recipe.write_text("\n".join(["[train]", *given, "[run]\nsteps = 20"]))
     # The rules for keys without effect apply to what a user writes.
     longer = load_recipe(recipe, list(overrides)).cfg
     rates = curve(longer.train, 40)[20:]

@@ -6,6 +6,7 @@ from torch import nn
 
 from moefold.config.chosen import chosen
 from moefold.config.model import ModelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.layer_spec import model_weights
@@ -15,7 +16,7 @@ from moefold.optim.states import named_moments, set_learning_rate
 from moefold.parts.optimizer.muon.module import logical_matrices, newton_schulz
 from moefold.parts.optimizer.muon.oracle import matrix_indices
 from moefold.parts.optimizer.muon.oracle import newton_schulz as oracle_newton_schulz
-from moefold.parts.optimizer.muon.part import Muon
+from moefold.parts.optimizer.muon.part import MUON_GROUPS, Muon
 from tests.optim.alone import build_alone
 
 MODEL = ModelConfig(
@@ -52,7 +53,7 @@ def test_a_matrix_without_a_gradient_stays_where_it_is():
 
 
 def _part(model: ModelConfig, *groups: str) -> Muon:
-    train = TrainConfig(optimizer="muon", muon_groups=groups or TrainConfig().muon_groups)
+    train = TrainConfig(optimizer=make_part("optimizer", "muon", groups=groups or MUON_GROUPS))
     return chosen(Config(model=model, train=train), Muon)
 
 
@@ -71,7 +72,7 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
     cfg = Config(model=replace(MODEL, moe_hidden_size=4))
     names = [name for name, _ in build_model(cfg).named_parameters()]
     weights = model_weights(cfg.model)
-    assert set(BY_GROUP) == set(TrainConfig().muon_groups)
+    assert set(BY_GROUP) == set(MUON_GROUPS)
     taken = set()
     for group, expected in BY_GROUP.items():
         part = _part(cfg.model, group)
@@ -127,7 +128,9 @@ def parameters() -> dict[str, nn.Parameter]:
 
 def test_the_root_mean_square_of_an_update_is_as_in_adamw():
     given = parameters()
-    optimizer = build_alone(given, TrainConfig(optimizer="muon", lr=1.0, weight_decay=0.0), model=MODEL)
+    optimizer = build_alone(
+        given, TrainConfig(optimizer=make_part("optimizer", "muon", weight_decay=0.0), lr=1.0), model=MODEL
+    )
     before = {name: p.detach().clone() for name, p in given.items()}
     torch.manual_seed(1)
     for parameter in given.values():
@@ -142,7 +145,7 @@ def test_the_root_mean_square_of_an_update_is_as_in_adamw():
 
 def test_one_rate_sets_both_and_moments_have_names():
     given = parameters()
-    optimizer = build_alone(given, TrainConfig(optimizer="muon", weight_decay=0.5), model=MODEL)
+    optimizer = build_alone(given, TrainConfig(optimizer=make_part("optimizer", "muon", weight_decay=0.5)), model=MODEL)
     set_learning_rate(optimizer, 0.1)
     for parameter in given.values():
         parameter.grad = torch.zeros_like(parameter)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.wire_codes import make_wire_code
+from moefold.config.part import make_part
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.optim.outer import OuterOptimizer
@@ -35,7 +36,7 @@ def set_gradients(weights: dict[str, nn.Parameter], seed: int) -> None:
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment_dtype):
     """The fused kernel rounds the end of a tensor otherwise than its start, so that a few last bits may differ."""
-    cfg = TrainConfig(weight_decay=0.3, moment_dtype=moment_dtype, beta2=0.9)
+    cfg = TrainConfig(optimizer=make_part("optimizer", "adamw", weight_decay=0.3, moment_dtype=moment_dtype, beta2=0.9))
     whole, ours = parameters(torch.float32), parameters(torch.float32)
     before = {name: p.detach().clone() for name, p in ours.items()}
     owned = OwnedExperts(ours, EXPERTS, SitesConfig(count=3, number=number, experts="own"))

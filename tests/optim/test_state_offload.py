@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from benchmarks.process_group import make_group
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.offload.backend import CopyEngine
@@ -36,7 +37,7 @@ def _train(given: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("min_bytes", [0, 200, MIB])
 def test_moments_in_files_give_the_same_bits(tmp_path, kind, moment_dtype, min_bytes):
-    cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
+    cfg = TrainConfig(lr=1e-2, optimizer=make_part("optimizer", kind, moment_dtype=moment_dtype))
 
     here, away = _parameters(), _parameters()
     beside = build_alone(here, cfg)
@@ -133,7 +134,7 @@ def test_what_is_in_the_memory_of_the_device_is_not_copied_onto_itself(tmp_path)
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_after_a_reset_an_optimizer_goes_on_as_a_new_one(tmp_path, kind, moment_dtype, is_offloaded):
-    cfg = TrainConfig(lr=1e-2, optimizer=kind, moment_dtype=moment_dtype)
+    cfg = TrainConfig(lr=1e-2, optimizer=make_part("optimizer", kind, moment_dtype=moment_dtype))
 
     given = _parameters()
     optimizer = build_alone(given, cfg, MmapStore(CopyEngine(CPU), tmp_path, 0) if is_offloaded else None)

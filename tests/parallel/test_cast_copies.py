@@ -11,6 +11,7 @@ from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, writ
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.data.dataset import open_dataset
@@ -87,9 +88,12 @@ CASES = {
     "layers recomputed": ({}, {"recompute": ("layer",)}),
     "parts recomputed": ({}, {"recompute": ("norms", "moe")}),
     "muon": ({}, {"optimizer": "muon"}),
-    "bfloat16 moments": ({}, {"moment_dtype": "bfloat16"}),
+    "bfloat16 moments": ({}, {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")}),
     "latent attention, biases": ({**LATENT, "head_dim": 0, "moe_bias": True, "router_bias": True}, {}),
-    "a decay without a gradient": ({"shared_expert_ffn_hidden_size": 8}, {"weight_decay": 0.1}),
+    "a decay without a gradient": (
+        {"shared_expert_ffn_hidden_size": 8},
+        {"optimizer": make_part("optimizer", "adamw", weight_decay=0.1)},
+    ),
 }
 FAST = ("accumulated, tied embeddings, prediction of more tokens", "parts recomputed", "muon")
 

@@ -1,14 +1,15 @@
 """Small recipes of each built-in kind, which is found by its file, and of each of its settings that is on or off."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_group, find_part
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.layers import FEED_FORWARD_KINDS, SPANS
-from moefold.config.part import Part, flat_keys, flat_keys_of
+from moefold.config.part import Part, flat_keys, flat_keys_of, make_part
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of
+from moefold.config.suggestions import default_of, kind_settings, part_keys
 from moefold.errors import ConfigError
 from moefold.validate.unused import idle_keys
 from tests.verify.recipes import tiny
@@ -111,6 +112,12 @@ def _switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
     part = find_part(group, kind)
     for name in (name for _, name in flat_keys(group, kind) if isinstance(name, str)):
         yield from _with_switched(base, name)
+    for path, owners in kind_settings().items():
+        section, key, setting = path.split(".")
+        if part_keys()[f"{section}.{key}"] == group and kind in owners:
+            default = next(field.default for field in fields(part) if field.name == setting)
+            for value in _switched_values(default, is_given=False):
+                yield path, merged(base, {section: {key: make_part(group, kind, **{setting: value})}})
     for field, nested, key in (("gate", OutputGate, "attention_gate"), ("qk_norm", QueryKeyNorm, "qk_norm")):
         if field in part.__dataclass_fields__:
             with_nested = merged(base, {"model": {key: True}})
@@ -121,10 +128,14 @@ def _switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
 
 def _with_switched(base: Settings, name: str) -> Iterator[tuple[str, Settings]]:
     section, key = name.split(".")
-    default = default_of(section, key)
+    for value in _switched_values(default_of(section, key), is_given=key in base.get(section, {})):
+        yield name, merged(base, {section: {key: value}})
+
+
+def _switched_values(default: object, *, is_given: bool) -> Iterator[object]:
     if isinstance(default, bool):
-        yield name, merged(base, {section: {key: not default}})
+        yield not default
     elif default == 0 and type(default) in ON:
-        yield name, merged(base, {section: {key: 0 if key in base.get(section, {}) else ON[type(default)]}})
+        yield 0 if is_given else ON[type(default)]
     elif default in OTHER_WIDTH:
-        yield name, merged(base, {section: {key: OTHER_WIDTH[default]}})
+        yield OTHER_WIDTH[default]

@@ -4,7 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,7 +19,7 @@ from moefold.config.find import built_in_kinds, find_part, groups, kind_of
 from moefold.config.groups.attention import AttentionPart, OutputGate, QueryKeyNorm
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys, flat_keys_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, default_of, key_types, part_keys
+from moefold.config.suggestions import choices_of, default_of, key_types, part_keys, part_marks
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -51,7 +51,8 @@ def test_nothing_imports_a_part():
 def test_the_key_of_a_group_chooses_from_its_kinds(group):
     section, key = group.key.split(".")
     assert choices_of(section, key)[: len(built_in_kinds(group.group))] == built_in_kinds(group.group)
-    assert default_of(section, key) in built_in_kinds(group.group)
+    default = default_of(section, key)
+    assert getattr(default, "kind", default) in built_in_kinds(group.group)
     assert isinstance(chosen(Config(), group), group)
 
 
@@ -90,8 +91,11 @@ def test_a_part_is_a_frozen_dataclass_of_recipe_keys(group, kind):
         section, key = name.split(".")
         assert key in key_types(section)
     hints = get_type_hints(part, include_extras=True)
-    entries = [getattr(hints[field.name], "__metadata__", ()) for field in fields(part)]
-    assert all(any(isinstance(entry, FlatKey | KindOf) for entry in found) for found in entries)
+    entries = {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(part)}
+    is_read = {name: any(isinstance(entry, FlatKey | KindOf) for entry in found) for name, found in entries.items()}
+    is_flat = part_marks()[group.key].is_flat
+    assert all(read is is_flat for read in is_read.values())
+    assert is_flat or all(field.default is not MISSING for field in fields(part))
     assert {name for name, owners in readers().items() if (group, kind) in owners} == set(names)
 
 
@@ -125,6 +129,8 @@ def _check_formula(part, names: set[str]) -> set[str]:
     read = _attributes(part)
     keys = (pair for base in part.__mro__ if issubclass(base, Part) for pair in flat_keys_of(base))
     formats = {field for field, name in keys if judged().get(name, Judged.SIZE) is not None}
+    hints = get_type_hints(part, include_extras=True)
+    formats |= {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
     assert names - formats <= read
     methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
     assert read & (methods - {"formula"}) == set()

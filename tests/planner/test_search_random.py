@@ -10,6 +10,7 @@ import pytest
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -63,7 +64,7 @@ def random_world(random: Random) -> World:
         seq_len=one_of([16, 24, 48, 64]),
         global_batch_size=one_of([2, 3, 4, 6, 8, 12]),
         loss_chunk=one_of([0, 0, 10]),
-        moment_dtype=one_of(["float32", "bfloat16"]),
+        optimizer=make_part("optimizer", "adamw", moment_dtype=one_of(["float32", "bfloat16"])),
         offload_min_kib=one_of([0, 1, 64]),
     )
     cfg = Config(

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.part import make_part
 from tests.slow import slow
 from tests.train.test_rollout_loader import _train, recipe, records, under
 
 pytestmark = pytest.mark.parity
 
-TWO_UPDATES = {"updates": 2, "objective": "clip", "clip_low": 0.02, "clip_high": 0.02}
+TWO_UPDATES = {"updates": 2, "objective": make_part("objective", "clip", clip_low=0.02, clip_high=0.02)}
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,9 @@ def test_rollouts_of_another_tp_are_corrected(pool, tmp_path, correction, low, h
         checkpoint=CheckpointConfig(every=0, at_end=False),
     )
     pool.run(2, _train, plain)
-    bounds = {"correction_low": low, "correction_high": high}
     corrected = replace(
         under(plain, tmp_path / "corrected", world_size=2, tp=2),
-        rl=replace(plain.rl, correction=correction, **bounds),
+        rl=replace(plain.rl, correction=make_part("correction", correction, low=low, high=high)),
     )
     pool.run(2, _train, corrected)
     first, expected = records(corrected)[0], records(plain)[0]

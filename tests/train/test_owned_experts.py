@@ -10,6 +10,7 @@ import torch
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.optim.outer import OuterOptimizer
@@ -33,9 +34,11 @@ STREAMED = OWN | {"every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 
 def owned(run_dir: Path, steps: int, sites: dict[str, Any], mapping: dict[str, Any], options: dict[str, Any]) -> Config:
     """A recipe whose sites own experts, with weight decay and clipping that would touch frozen experts."""
     cfg = recipe(run_dir, steps, sites, every=1, **mapping)
+    train = {"clip_grad": 0.1} | options.get("train", {})
+    optimizer = make_part("optimizer", train.pop("optimizer", "adamw"), weight_decay=0.3)
     return replace(
         cfg,
-        train=replace(cfg.train, weight_decay=0.3, clip_grad=0.1, **options.get("train", {})),
+        train=replace(cfg.train, optimizer=optimizer, **train),
         model=replace(cfg.model, **options.get("model", {})),
     )
 
@@ -117,7 +120,7 @@ def train_broken(cfg: Config, broken: str) -> int:
         drop_gradients(self)
         for name, whole in self._whole.items():
             other = 1 - cfg.sites.number
-            select_owned(whole.data, 2, other).mul_(1 - cfg.train.lr * cfg.train.weight_decay)
+            select_owned(whole.data, 2, other).mul_(1 - cfg.train.lr * cfg.train.optimizer.weight_decay)
             assert name.rpartition(".")[0].endswith("experts")
 
     def swap_owners(self: OuterOptimizer, fragments: Any, mean: Any, of_members: Any, members: Any) -> Any:

@@ -14,6 +14,7 @@ from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
@@ -96,7 +97,7 @@ def _last(run_dir: Path) -> Path:
 
 MUON = {"train": {"optimizer": "muon"}}
 HOST, DISK = ({"train": {"offload_optimizer": place, "offload_min_kib": 0}} for place in ("host", "ssd"))
-LOW = {"dtype": "float32", "train": {"moment_dtype": "bfloat16", "beta2": 0.95}}
+LOW = {"dtype": "float32", "train": {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16", beta2=0.95)}}
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "three of four": ({"zero": 2}, (0, 2, 3), {"zero": 2}, {}),
     "muon": ({"zero": 1, "ep": 2}, (0, 2), {"zero": 3}, MUON),
@@ -117,7 +118,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any], dict[str
         {"zero": 2},
         (0, 2, 3),
         {"zero": 2},
-        {"dtype": "float32", "train": {"moment_dtype": "bfloat16", "beta2": 0.95}},
+        {
+            "dtype": "float32",
+            "train": {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16", beta2=0.95)},
+        },
     ),
     "adapters": ({"zero": 2}, (1, 2, 3), {"zero": 2}, {"lora": {"rank": 2}}),
 }

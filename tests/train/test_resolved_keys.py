@@ -6,6 +6,7 @@ import pytest
 
 from moefold.checkpoint.checkpoint_dir import read_meta, step_path, write_meta
 from moefold.checkpoint.manifest import digest_file, write_manifest
+from moefold.optim.lr_schedule import schedule_settings
 from moefold.recipe import load_recipe
 from moefold.train.run_folder import choose_run_folder
 from moefold.train.start import set_up_run
@@ -44,10 +45,7 @@ def test_a_named_checkpoint_gives_its_rate_to_a_new_folder(tmp_path):
     write_run(tmp_path / "run", steps=5, saved=5)
     path = step_path(tmp_path / "run/checkpoints", 5)
     cfg = started(f"run.dir={tmp_path / 'x'}").cfg
-    schedule = {"run.steps": 10} | {
-        f"train.{key}": getattr(cfg.train, key)
-        for key in ("lr", "min_lr", "warmup_steps", "lr_schedule", "decay_steps")
-    }
+    schedule = schedule_settings(cfg.run, cfg.train) | {"run.steps": 10}
     write_meta(path, replace(read_meta(path), schedule=schedule | {"train.lr": 0.004}))
     write_manifest(path, {"moefold.json": digest_file(path / "moefold.json")})
     words = (f"run.dir={tmp_path / 'next'}", f"checkpoint.resume={path}")

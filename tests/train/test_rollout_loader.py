@@ -20,6 +20,7 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -81,7 +82,12 @@ def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
         # The load-balancing loss counts padding, which depends on the number of ranks.
         moe=MoEConfig(aux_loss=0.0),
         train=TrainConfig(
-            seq_len=32, micro_batch_size=2, global_batch_size=16, lr=3e-2, lr_schedule="constant", weight_decay=0.0
+            seq_len=32,
+            micro_batch_size=2,
+            global_batch_size=16,
+            lr=3e-2,
+            lr_schedule="constant",
+            optimizer=make_part("optimizer", "adamw", weight_decay=0.0),
         ),
         data=DataConfig(kind="prompts", path=str(tmp_path / "prompts.jsonl"), validation_fraction=0.1),
         checkpoint=CheckpointConfig(every=2),

@@ -18,6 +18,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -245,7 +246,11 @@ def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
 @pytest.mark.slow
 def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path):
     """AdamW with betas 0 and a huge eps is SGD of rate lr / eps: sites then equal one job on the joined batch."""
-    linear = {"beta1": 0.0, "beta2": 0.0, "eps": 1e9, "lr": 1e8, "weight_decay": 0.0, "clip_grad": 0.0}
+    linear = {
+        "optimizer": make_part("optimizer", "adamw", beta1=0.0, beta2=0.0, eps=1e9, weight_decay=0.0),
+        "lr": 1e8,
+        "clip_grad": 0.0,
+    }
     cfg = recipe(tmp_path, 4, {"count": 2, "every": 1}, world_size=1)
     cfg = replace(cfg, train=replace(cfg.train, **linear), model=replace(cfg.model, expert_bias=False))
     train_sites(pool, cfg)

@@ -237,9 +237,6 @@ CASES = [
     ("moe.skew=0.5", [], ["moe.choice=skewed"]),
     ("moe.input_jitter=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.router_dtype=float64", ["run.dtype=float64"], ["run.dtype=float32"]),
-    ('train.muon_groups=["experts"]', [], ["train.optimizer=muon"]),
-    ("train.muon_momentum=0.9", [], ["train.optimizer=muon"]),
-    ("train.muon_ns_steps=6", [], ["train.optimizer=muon"]),
     ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),
     ("train.mtp_loss=0.1", [], ["model.mtp_layers=1"]),
     ("model.index_topk=8", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
@@ -251,8 +248,6 @@ CASES = [
     ('train.offload=["layer"]', ["model.index_topk=8", "train.indexer_stage=warmup"], ["model.index_topk=8"]),
     ("train.indexer_stage=warmup", [], ["model.index_topk=8"]),
     ("train.indexer_loss=0.5", [], ["model.index_topk=8"]),
-    ("train.min_lr=1e-5", ["train.lr_schedule=constant"], ["train.lr_schedule=linear"]),
-    ("train.decay_steps=10", [], ["train.lr_schedule=wsd"]),
     ("train.eval_samples=8", [], ["train.eval_every=10"]),
     ("data.path=somewhere", [], ["data.kind=text"]),
     ("data.token_dtype=int64", ["data.kind=text"], ["data.kind=tokens"]),
@@ -277,19 +272,15 @@ CASES = [
     ("rl.advantage=batch", [], RL),
     ("rl.loss_mean=rollout", [], RL),
     ("rl.updates=2", [], [*RL, "rl.objective=clip"]),
-    ("rl.clip_low=0.1", RL, [*RL, "rl.objective=clip"]),
-    ("rl.clip_high=0.1", RL, [*RL, "rl.objective=sequence"]),
-    ("rl.clip_low=0.1", EXACT, [*EXACT, "rl.updates=2"]),
-    ("rl.clip_low=0.1", EXACT, [*EXACT, "rl.staleness=1"]),
+    ("rl.objective.clip_low=0.1", EXACT, [*EXACT, "rl.updates=2"]),
+    ("rl.objective.clip_low=0.1", EXACT, [*EXACT, "rl.staleness=1"]),
     ("rl.staleness=1", [], [*RL, "rl.objective=clip"]),
     ("rollout.ranks=1", [], [*RL, "rl.objective=clip", "rl.staleness=1"]),
-    ("rl.clip_high=0.1", EXACT, [*EXACT, "parallel.tp=4", "parallel.world_size=4"]),
-    ("rl.clip_high=0.1", EXACT, [*RL, "rl.objective=clip", "run.device=cpu"]),
-    ("rl.clip_low=0.1", EXACT, [*RL, "rl.objective=clip", "run.kernels=c"]),
+    ("rl.objective.clip_high=0.1", EXACT, [*EXACT, "parallel.tp=4", "parallel.world_size=4"]),
+    ("rl.objective.clip_high=0.1", EXACT, [*RL, "rl.objective=clip", "run.device=cpu"]),
+    ("rl.objective.clip_low=0.1", EXACT, [*RL, "rl.objective=clip", "run.kernels=c"]),
     ("rl.correction=clamp", [], RL),
     ("rl.correction=mask", EXACT, [*RL, "run.device=cpu"]),
-    ("rl.correction_low=0.5", RL, [*RL, "rl.correction=mask"]),
-    ("rl.correction_high=5", RL, [*RL, "rl.correction=sequence_mask"]),
     ("rl.mismatch_limit=0.1", [], RL),
     ("rl.replay=off", [], RL),
     ("rl.replay=off", [*RL, "model.layer_pattern=D"], RL),
@@ -377,7 +368,7 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
     key = word.split("=")[0]
     assert str(error.value).startswith(f"{key}=")
     assert " has no effect: " in str(error.value)
-    assert str(error.value).endswith(f"or leave {key.split('.')[1]} out")
+    assert str(error.value).endswith(f"or leave {key.partition('.')[2]} out")
     assert "leave it out" not in str(error.value)
     assert "leave them out" not in str(error.value)
     load_config(None, [*active, word])
@@ -463,10 +454,10 @@ def test_the_message_says_why_and_what_to_do():
 
 def test_several_are_listed_and_each_once():
     with pytest.raises(ConfigError) as error:
-        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.decay_steps=10"])
+        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.delay_correction=1.0"])
     lines = str(error.value).splitlines()
     assert lines[0] == "2 settings cannot work:"
-    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.decay_steps"]
+    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.delay_correction"]
 
 
 def test_a_default_that_is_spelled_out_asks_for_nothing():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import product
 
+from moefold.config.part import make_part
 from tests.verify.cases import BATCH_8, BATCH_16, PIPELINE_AXES, Case, Settings, cases, few
 from tests.verify.recipes import LATENT
 
@@ -345,7 +346,11 @@ MUON_KINDS = [
         ({"moe_bias": True, "qkv_bias": True, "router_bias": True}, {}, {"zero": 3, "tp": 2, "ep": 2}),
         ({"moe_hidden_size": 6}, {}, {"zero": 2, "tp": 2, "ep": 2}),
         ({"num_experts": 2}, {}, {"zero": 2}),
-        (TIED, {"muon_groups": ("experts", "router")}, {"zero": 3, "tp": 2, "ep": 2}),
+        (
+            TIED,
+            {"optimizer": make_part("optimizer", "muon", groups=("experts", "router"))},
+            {"zero": 3, "tp": 2, "ep": 2},
+        ),
     )
 ]
 

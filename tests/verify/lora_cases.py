@@ -1,5 +1,6 @@
 """Low-rank adapters that must equal the oracle: of attention, dense, shared and routed experts, under every axis."""
 
+from moefold.config.part import make_part
 from tests.verify.cases import Case, Settings, cases, few
 from tests.verify.phi_cases import PHI
 from tests.verify.recipes import LATENT
@@ -65,7 +66,7 @@ TARGETS = [
 ]
 TRAINED = [
     lora({"world_size": 4, "tp": 2, "ep": 2}, train={"optimizer": "muon", "recompute": ("layer",)}),
-    lora({"world_size": 2, "zero": 1}, train={"optimizer": "muon", "muon_groups": ("experts",)}),
+    lora({"world_size": 2, "zero": 1}, train={"optimizer": make_part("optimizer", "muon", groups=("experts",))}),
     lora({"world_size": 2, "ep": 2}, LATENT, train={"recompute": ("mla_up", "moe")}),
     lora({"world_size": 2, "ep": 2}, train={"offload": ("moe",), "offload_min_kib": 0}),
     lora({"world_size": 2, "tp": 2}, {"vocab_size": 8}, train={"micro_batch_size": 2}, data={"document_end": 2}),

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from tests.verify.cases import Case, Settings, cases, data_parallel
@@ -259,7 +260,11 @@ OPTIMIZER_OFFLOAD = [
     {
         "model": OFFLOAD_MODEL | {"num_layers": 4},
         "train": TWO_SAMPLES
-        | {"optimizer": optimizer, "moment_dtype": dtype, "offload_optimizer": "ssd", "offload_min_kib": 0},
+        | {
+            "optimizer": make_part("optimizer", optimizer, moment_dtype=dtype),
+            "offload_optimizer": "ssd",
+            "offload_min_kib": 0,
+        },
         "world_size": 4,
         **mapping,
     }

@@ -11,6 +11,7 @@ from moefold.config.data import DataConfig
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
+from moefold.config.part import make_part
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
@@ -115,10 +116,10 @@ def _losses() -> Iterator[tuple[Any, str]]:
 OBJECTIVES = {
     "policy": policy(temperature=1.3),
     "clip": policy(objective="clip", kl=0.2, temperature=0.8),
-    "cispo": policy(objective="cispo", clip_low=1.0, clip_high=2.0, kl=0.1, kl_kind="k2"),
+    "cispo": policy(objective=make_part("objective", "cispo", clip_low=1.0, clip_high=2.0), kl=0.1, kl_kind="k2"),
     "sequence": policy(objective="sequence", kl=0.2, temperature=0.8),
-    "clip-mask": policy(objective="clip", correction="mask", correction_low=0.5),
-    "policy-sequence-mask": policy(correction="sequence_mask", correction_low=0.8, correction_high=1.6),
+    "clip-mask": policy(objective="clip", correction=make_part("correction", "mask", low=0.5)),
+    "policy-sequence-mask": policy(correction=make_part("correction", "sequence_mask", low=0.8, high=1.6)),
     "sequence-clamp": policy(objective="sequence", correction="clamp"),
 }
 PREFERENCES = {

@@ -19,11 +19,11 @@ from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.field import Judged
-from moefold.config.find import built_in_kinds, groups
+from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
 from moefold.config.layers import GATE_WIDTHS, LAYER_KEYS, NORM_WIDTHS
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part
+from moefold.config.part import Part, make_part, settings_of
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import ProgramData
@@ -257,7 +257,9 @@ def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
 
 
 def test_a_schedule_that_the_steps_do_not_reach_is_read():
-    _train(_small(train={"warmup_steps": 2, "lr_schedule": "wsd", "decay_steps": 1, "min_lr": 1e-3}))
+    _train(
+        _small(train={"warmup_steps": 2, "lr_schedule": make_part("lr_schedule", "wsd", decay_steps=1, min_lr=1e-3)})
+    )
 
 
 def test_each_method_of_alignment_is_judged():
@@ -393,7 +395,9 @@ def test_verify_says_what_it_does_not_compare(monkeypatch, capsys, words, note):
 @pytest.mark.parametrize("kind", built_in_kinds("lr_schedule"))
 def test_the_learning_rate_equals_training(kind):
     for warmup, decay, steps in product((0, 1, 3, 12), (0, 2, 9), (1, 2, 10, 11)):
-        train = TrainConfig(lr_schedule=kind, lr=0.3, min_lr=0.1, warmup_steps=warmup, decay_steps=decay)
+        settings = {"min_lr": 0.1, "decay_steps": decay}
+        known = {key: settings[key] for key in settings_of(find_part("lr_schedule", kind))}
+        train = TrainConfig(lr_schedule=make_part("lr_schedule", kind, **known), lr=0.3, warmup_steps=warmup)
         for step in range(1, steps + 3):
             assert oracle_rate(train, steps, step) == pytest.approx(learning_rate(train, steps, step), rel=1e-14)
 

@@ -25,6 +25,7 @@ from moefold.board.step_ranges import StepRanges
 from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.config.suggestions import key_types, sections
+from moefold.config.upgrade import flat_settings, upgraded
 from moefold.errors import format_list
 from moefold.host.folder_lock import is_in_use
 from moefold.metrics.expert_balance import Array, finite_number
@@ -302,9 +303,11 @@ class RunReader:
         if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
             self._settings_problem = f"{SETTINGS_FILE} cannot be read: it is no object of sections"
             return
-        settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+        tree, _ = upgraded(tree)
+        values = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
         self._settings_stamp = stamp
-        self._settings_problem = _version_problem(settings)
+        self._settings_problem = _version_problem(values)
+        settings = flat_settings(values)
         self._settings = to_json_value(settings)
 
     def _read_metrics(self) -> None:

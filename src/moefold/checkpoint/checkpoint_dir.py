@@ -29,6 +29,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers, part_keys
+from moefold.config.upgrade import FORMAT, upgraded_keys
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 META_FILE = "moefold.json"
-FORMAT = 1
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
 
 
@@ -449,15 +449,30 @@ def read_meta(path: Path) -> CheckpointMeta:
     """
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
-        meta = CheckpointMeta(**fields)
+        meta = CheckpointMeta(**_of_format(path, fields))
         _check_meta(meta)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
-    if meta.format != FORMAT:
-        raise ConfigError(f"checkpoint {str(path)!r} has format {meta.format}; this version reads format {FORMAT}")
     return meta
+
+
+def _of_format(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `META_FILE` in the format of this version.
+
+    Raises:
+        ConfigError: their format is newer.
+    """
+    found = fields.get("format", 1)
+    if type(found) is int and found > FORMAT:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} has format {found}, and this version reads up to {FORMAT}; update moefold"
+        )
+    if found != 1:
+        return fields
+    schedule = fields.get("schedule", {})
+    return fields | {"format": FORMAT, "schedule": upgraded_keys(schedule) if isinstance(schedule, dict) else schedule}
 
 
 def _check_meta(meta: CheckpointMeta) -> None:

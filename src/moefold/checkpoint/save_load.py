@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from moefold.checkpoint.checkpoint_dir import (
-    FORMAT,
     META_FILE,
     CheckpointMeta,
     TrainState,
@@ -48,6 +47,7 @@ from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice
 from moefold.config.part import words_of
 from moefold.config.schema import Config, config_to_dict
+from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
 from moefold.optim.states import named_moments, set_step_count
 from moefold.remote_path import RemoteError, RemotePath
@@ -82,7 +82,8 @@ _TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos 
 """Messages of the DCP library for a file whose end could not be written; other errors keep their text."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
 _OPTIMIZER_HINT = (
-    "set train.optimizer and train.muon_groups as they were, or begin a new run with its weights: checkpoint.init_from"
+    "set train.optimizer and train.optimizer.groups as they were, or begin a new run with its weights: "
+    "checkpoint.init_from"
 )
 _CORRUPT_FILE_ERRORS = (
     AssertionError,

@@ -13,7 +13,7 @@ import shtab
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.main import COMMANDS
 from moefold.config.presets import preset_names, shipped_files
-from moefold.config.suggestions import choices_of, key_types, sections
+from moefold.config.suggestions import choices_of, key_types, kind_settings, sections
 from moefold.terminal import print_escaped
 
 SHELLS = ("bash", "zsh", "fish")
@@ -146,6 +146,7 @@ def _words(function: str, words: list[str]) -> dict[str, Any]:
 def _overrides_function(shell: str) -> str:
     """Return the function that completes `section.key=value` in a shell."""
     keys = [f"{section}.{key}=" for section in sections() for key in key_types(section)]
+    keys += [f"{path}=" for path in kind_settings()]
     template = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}[shell]
     values = "\n".join(_value_case(shell, key, words) for key, words in _key_values())
     listed = " ".join(keys)

@@ -19,6 +19,7 @@ from moefold.terminal import escape_log_lines, print_escaped
 
 COMMANDS = {
     "init": "write a recipe that comes with moefold, to train from and to change",
+    "recipe": "bring recipes of earlier versions into the format of this one",
     "train": "train a model from a recipe; starts the ranks itself on one machine",
     "meet": "serve the meeting point of the sites of a run",
     "template": "print a job file for SLURM, Kubernetes, SkyPilot or Ray",

@@ -10,6 +10,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import DispatchSections, chosen, chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -101,7 +102,8 @@ def run(argv: list[str]) -> int:
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
     cfg = replace(cfg, run=run)
     # In float64, moments are float64 too, and the oracle has no low-precision GEMM.
-    cfg = replace(cfg, train=replace(cfg.train, moment_dtype="float32", precision="dtype"))
+    optimizer = chosen_in(cfg.train, OptimizerPart).with_moment_dtype("float32")
+    cfg = replace(cfg, train=replace(cfg.train, optimizer=optimizer, precision="dtype"))
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed.run, replayed.moe)

@@ -8,15 +8,15 @@ from types import MappingProxyType
 
 _KEYS = """
 train.lr: learning_rate lr optimizer.lr optim.lr
-train.min_lr: min_learning_rate lr_end
+train.lr_schedule.min_lr: min_learning_rate lr_end
 train.lr_schedule: lr_scheduler_type lr_decay_style lr_scheduler decay_type
-train.decay_steps: lr_wsd_decay_iters num_decay_steps
+train.lr_schedule.decay_steps: lr_wsd_decay_iters num_decay_steps
 train.warmup_steps: num_warmup_steps lr_warmup_iters warmup_iters lr_scheduler.warmup_steps
 train.optimizer: optim optimizer_name optimizer.name
-train.weight_decay: wd
-train.beta1: adam_beta1
-train.beta2: adam_beta2
-train.eps: adam_epsilon adam_eps optimizer.eps
+train.optimizer.weight_decay: wd
+train.optimizer.beta1: adam_beta1
+train.optimizer.beta2: adam_beta2
+train.optimizer.eps: adam_epsilon adam_eps optimizer.eps
 train.clip_grad: max_grad_norm max_norm grad_clip gradient_clipping gradient_clip_val clip_grad_norm
 train.clip_grad: training.max_norm
 train.micro_batch_size: per_device_train_batch_size local_batch_size micro_batch training.local_batch_size
@@ -25,7 +25,7 @@ train.seq_len: seq_length sequence_length max_seq_length max_seq_len block_size 
 train.eval_every: eval_steps eval_interval
 train.eval_samples: max_eval_samples
 train.recompute: recompute_modules
-train.moment_dtype: optimizer_state_dtype exp_avg_dtype
+train.optimizer.moment_dtype: optimizer_state_dtype exp_avg_dtype
 train.precision: fp8_format
 train.offload_optimizer: optimizer_cpu_offload
 train.mtp_loss: mtp_loss_scaling_factor
@@ -104,8 +104,8 @@ lora.targets: target_modules lora_target_modules
 align.beta: dpo_beta kl_beta
 rl.group_size: num_generations group_size n_samples_per_prompt rollout_n
 rl.kl: kl_coef kl_loss_coef init_kl_coef
-rl.clip_low: epsilon clip_ratio_low cliprange
-rl.clip_high: epsilon_high clip_ratio_high
+rl.objective.clip_low: epsilon clip_ratio_low cliprange
+rl.objective.clip_high: epsilon_high clip_ratio_high
 rl.advantage: adv_estimator
 rl.updates: num_iterations ppo_epochs
 rollout.max_tokens: max_new_tokens max_completion_length max_response_length
@@ -120,8 +120,8 @@ faults.timeout_s: ddp_timeout
 metrics.rollouts_every: log_completions
 """
 _RELATED = """
-train.min_lr: min_lr_factor
-train.decay_steps: lr_decay_iters lr_decay_steps
+train.lr_schedule.min_lr: min_lr_factor
+train.lr_schedule.decay_steps: lr_decay_iters lr_decay_steps
 train.warmup_steps: lr_warmup_samples warmup_ratio
 train.global_batch_size: gradient_accumulation_steps
 train.seq_len: max_length
@@ -157,8 +157,8 @@ rl.objective: importance_sampling_level
 rl.truncated: mask_truncated_completions
 rl.reset_patience: sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
 rl.correction: vllm_importance_sampling_correction vllm_importance_sampling_mode off_policy_mask_threshold
-rl.correction_high: vllm_importance_sampling_clip_max vllm_importance_sampling_cap
-rl.correction_low: vllm_importance_sampling_clip_min
+rl.correction.high: vllm_importance_sampling_clip_max vllm_importance_sampling_cap
+rl.correction.low: vllm_importance_sampling_clip_min
 rollout.engine: use_vllm vllm_mode use_transformers_paged use_transformers_continuous_batching
 rollout.engine: transformers_continuous_batching_config ds3_gather_for_generation
 rollout.url: vllm_server_host vllm_server_port vllm_group_port

@@ -6,9 +6,11 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from moefold.config.field import Bound, Judged, Most, ReadIf, Trait
+from moefold.config.find import find_part
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
+from moefold.config.part import Part, settings_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import key_types, marked_types, sections
+from moefold.config.suggestions import key_types, kind_settings, marked_types, part_keys, part_marks, sections
 
 
 def range_problems(cfg: Config) -> Iterator[str]:
@@ -17,6 +19,31 @@ def range_problems(cfg: Config) -> Iterator[str]:
         value = getattr(getattr(cfg, section), key)
         if not bound.is_legal(value):
             yield f"{section}.{key}={value!r} {bound.rule}"
+    for name in part_marks():
+        section, _, key = name.partition(".")
+        part = getattr(getattr(cfg, section), key)
+        owner: Any = type(part)
+        for setting, rule in _bounds_of(owner) if isinstance(part, Part) else ():
+            if not rule.is_legal(value := getattr(part, setting)):
+                yield f"{name}.{setting}={value!r} {rule.rule}"
+
+
+@cache
+def _bounds_of(part: Any) -> tuple[tuple[str, Bound], ...]:
+    """Return setting and rule of each setting of a class of parts with a range."""
+    return tuple(
+        (setting, entry)
+        for setting, marks in _setting_marks(part).items()
+        for entry in marks
+        if isinstance(entry, Bound)
+    )
+
+
+@cache
+def _setting_marks(part: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the metadata in the annotation of each setting of a class of parts."""
+    hints = get_type_hints(part, include_extras=True)
+    return {name: getattr(hints[name], "__metadata__", ()) for name in settings_of(part)}
 
 
 @cache
@@ -46,14 +73,21 @@ def max_integer(section: str, key: str) -> int:
 
 @cache
 def own_maxima() -> dict[str, int]:
-    """Return the largest magnitude of each key that has one of its own, by name."""
-    return {
+    """Return the largest magnitude of each key, and of each setting of a built-in part, that has one of its own."""
+    of_keys = {
         f"{section}.{key}": entry.value
         for section in sections()
         for key, metadata in _metadata(section).items()
         for entry in metadata
         if isinstance(entry, Most)
     }
+    of_parts = {
+        path: entry.value
+        for path, found in kind_settings().items()
+        for entry in _setting_marks(find_part(part_keys()[path.rpartition(".")[0]], found[0]))[path.rpartition(".")[2]]
+        if isinstance(entry, Most)
+    }
+    return of_keys | of_parts
 
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any, NamedTuple, TypeVar
 
 from moefold.config.find import built_in_kinds, find_part, groups
@@ -10,7 +10,7 @@ from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, settings_of
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -34,7 +34,14 @@ def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -
         group: the base class of the group.
         kind: a kind of it.
     """
-    return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
+    part: Any = read_key(recipe, group.key)
+    if not isinstance(part, Part) or kind not in built_in_kinds(group.group):
+        return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
+    owner = find_part(group.group, kind)
+    before: Any = type(part)
+    shared = [name for name in settings_of(owner) if name in settings_of(before)]
+    found: AnyPart = owner(**{name: getattr(part, name) for name in shared})
+    return found
 
 
 @cache
@@ -46,7 +53,7 @@ def default_part(group: type[AnyPart]) -> AnyPart:
 def with_part(recipe: Config, part: Part) -> Config:
     """Return a recipe with other settings of a part: in the key that holds it, or in its flat keys."""
     key = getattr(part, "key", "")
-    if key and type(read_key(recipe, key)) is type(part):
+    if key and isinstance(read_key(recipe, key), Part):
         return _with_key(recipe, key, part)
     for field, key in flat_keys(part.group, part.kind):
         value = getattr(part, field)
@@ -104,9 +111,8 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:
-    """Return the value of a recipe key, named as "section.key"."""
-    section, _, key = name.partition(".")
-    return getattr(getattr(recipe, section), key)
+    """Return the value of a recipe key, named as "section.key", or of a setting of a part, "section.key.setting"."""
+    return reduce(getattr, name.split("."), recipe)
 
 
 @cache

@@ -22,7 +22,7 @@ from moefold.config.method_defaults import default_learning_rate, method_setting
 from moefold.config.moved import without_moved_keys
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part
-from moefold.config.part_table import build_part, is_part_value, shown_value
+from moefold.config.part_table import build_part, is_part_value, settings_of_other_kind, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (
@@ -34,8 +34,16 @@ from moefold.config.suggestions import (
     explain_unknown_section,
     key_types,
     part_keys,
+    paths_with,
     sections,
-    sections_with,
+)
+from moefold.config.upgrade import (
+    FORMAT_KEY,
+    MOVED,
+    check_format,
+    kind_by_default,
+    moved_key_refusal,
+    moved_override_refusal,
 )
 from moefold.errors import ConfigError, raise_all
 
@@ -46,16 +54,19 @@ MAX_NAME_CHARACTERS = 200
 """Length of the name in an override; no key is nearly as long, and messages repeat it."""
 
 
-def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
+def apply_overrides(tree: Tree, overrides: Sequence[str]) -> list[str]:
     """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` works as in recipes.
 
     The settings of a part, `section.key.setting=value`, follow all others: its kind may stand before or after them.
+    Another kind keeps the settings of the recipe that it has too.
+
+    Returns:
+        A message on settings that another kind lacks.
 
     Raises:
-        ConfigError: an override has another form, or names no section.
+        ConfigError: an override has another form, or names no section or a key of format 1.
     """
-    for override in sorted(overrides, key=_sets_part):
-        _apply_override(tree, override)
+    return [message for override in sorted(overrides, key=_sets_part) if (message := _apply_override(tree, override))]
 
 
 def _sets_part(override: str) -> bool:
@@ -75,6 +86,8 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         MissingPartError: a part is not here: its file is not named, or its package is not installed.
         ConfigError: a section, key, type, choice or preset is wrong.
     """
+    if FORMAT_KEY in tree:
+        tree = check_format(tree, "the recipe")
     tree, parts, wrong_parts = _take_parts(without_moved_keys(tree))
     problems = wrong_parts | _structure_problems(tree)
     filled = _fill_preset(tree, problems, parts.get(SiteMethodPart.key))
@@ -125,9 +138,13 @@ def _take_parts(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Part], dict[st
         if not isinstance(keys, dict) or key not in keys:
             continue
         try:
-            if not is_part_value(name, keys[key]):
+            if isinstance(keys[key], Part):
+                # Of a program.
+                parts[name] = keys[key]
+            elif not is_part_value(name, keys[key]):
                 continue
-            parts[name] = build_part(name, keys[key])
+            else:
+                parts[name] = build_part(name, keys[key])
         except MissingPartError:
             raise
         except ConfigError as error:
@@ -136,7 +153,8 @@ def _take_parts(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Part], dict[st
     return rest, parts, problems
 
 
-def _apply_override(tree: Tree, override: str) -> None:
+def _apply_override(tree: Tree, override: str) -> str:
+    """Apply one override; return a message on settings that are left out, or an empty text."""
     name, equals, text = override.partition("=")
     if (name.strip(), text.strip()) == ("parallel", AUTO):
         name = "parallel.mapping"
@@ -150,14 +168,16 @@ def _apply_override(tree: Tree, override: str) -> None:
             f"{_format_value(override)} is no override; overrides are section.key=value, such as train.lr=1e-3"
         )
     if not dot or not key:
-        owners = sections_with(section)
         word = override if len(override) <= MAX_NAME_CHARACTERS else name.strip()
-        hint = f"; did you mean {' or '.join(f'{owner}.{word}' for owner in owners)}?" if owners else ""
-        if not owners and (ours := key_hint(section)):
+        paths = [path.removesuffix(section) + word for path in paths_with(section)]
+        hint = f"; did you mean {' or '.join(paths)}?" if paths else ""
+        if not paths and (ours := key_hint(section)):
             hint = f"; {ours}"
         raise ConfigError(
             f"override {_format_value(override)} names no section{hint or '; overrides are section.key=value'}"
         )
+    if name.strip() in MOVED:
+        raise ConfigError(moved_override_refusal(name.strip(), text.strip()))
     if section not in sections():
         hint = key_hint(name)
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
@@ -165,13 +185,23 @@ def _apply_override(tree: Tree, override: str) -> None:
     keys = tree.setdefault(section, {})
     key, dot, setting = key.partition(".")
     if dot and f"{section}.{key}" in part_keys() and isinstance(keys, dict):
-        part = keys.get(key, default_of(section, key))
+        part = keys.get(key, kind_by_default(f"{section}.{key}"))
         keys[key] = {**(part if isinstance(part, dict) else {"kind": part}), setting: _parsed_value(text.strip())}
-        return
+        return ""
     key += dot + setting
     # A recipe with `run = 3` is refused by the validation that follows.
-    if isinstance(keys, dict):
-        keys[key] = _override_value(section, key, text.strip())
+    if not isinstance(keys, dict):
+        return ""
+    value = _override_value(section, key, text.strip())
+    before = keys.get(key)
+    keys[key] = value
+    if f"{section}.{key}" not in part_keys() or not isinstance(value, str) or not isinstance(before, dict):
+        return ""
+    kept, lost = settings_of_other_kind(f"{section}.{key}", before, value)
+    if kept:
+        keys[key] = {"kind": value, **kept}
+    names = ", ".join(f"{section}.{key}.{name}={_format_value(lost[name])}" for name in lost)
+    return f"{section}.{key}={value!r} leaves out {names} of the recipe, which it has no key for" if lost else ""
 
 
 def _override_value(section: str, key: str, text: str) -> Any:
@@ -202,7 +232,9 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
             )
         else:
             for key, value in keys.items():
-                if key not in key_types(section):
+                if f"{section}.{key}" in MOVED:
+                    problems[f"{section}.{key}"] = moved_key_refusal(tree, f"{section}.{key}")
+                elif key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
                 elif reason := value_unsupported_reason(key_types(section)[key], max_magnitude(section, key), value):
                     problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {reason}"

@@ -30,7 +30,7 @@ class ModelConfig:
     """Key/value heads; equal to num_attention_heads for plain multi-head attention."""
     head_dim: Annotated[int, at_least(0, "0: hidden_size/num_attention_heads"), Most(MAX_WIDTH)] = 0
     """Width of one head, D; 0: hidden_size / num_attention_heads."""
-    attention: Annotated[str | Part, KindOf("attention", ("gqa", "mla"))] = "gqa"
+    attention: Annotated[str | Part, KindOf("attention", ("gqa", "mla"), is_flat=True)] = "gqa"
     """gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values of all heads come
     from one latent (DeepSeek-V2)."""
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
@@ -73,13 +73,13 @@ class ModelConfig:
     moe_hidden_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
     """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
     state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
-    router_softmax: Annotated[str | Part, KindOf("router_softmax")] = "post"
+    router_softmax: Annotated[str | Part, KindOf("router_softmax", is_flat=True)] = "post"
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
     sparsemixer: each choice has a softmax of its own, over the experts that are not chosen yet and close to the best
     one; training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
     sparsemixer_jitter: Annotated[float, POSITIVE] = 0.01
     """Half the relative distance to the best logit up to which an expert takes part in a choice of sparsemixer."""
-    router_score: Annotated[str | Part, KindOf("router_score")] = "softmax"
+    router_score: Annotated[str | Part, KindOf("router_score", is_flat=True)] = "softmax"
     """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
     router_normalize: bool = True
     """Divide the scores of the chosen experts by their sum (sigmoid, sqrtsoftplus; with softmax, "post" normalises)."""
@@ -95,7 +95,7 @@ class ModelConfig:
     """Inner width of the shared expert, which processes every token; 0: none."""
     moe_bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
-    moe_activation: Annotated[str | Part, KindOf("activation")] = "swiglu"
+    moe_activation: Annotated[str | Part, KindOf("activation", is_flat=True)] = "swiglu"
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     swiglu_alpha: Annotated[float, POSITIVE] = 1.702
@@ -144,7 +144,7 @@ class ModelConfig:
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Annotated[
-        str | Part, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))
+        str | Part, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"), is_flat=True)
     ] = "gated_deltanet"
     """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
@@ -183,10 +183,10 @@ class ModelConfig:
     have no indexer under either letter, MTP layers always have one."""
     index_rope_interleaved: Annotated[bool, ReadIf("model.index_topk")] = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
-    norm: Annotated[str | Part, KindOf("norm", ("rmsnorm", "layernorm"))] = "rmsnorm"
+    norm: Annotated[str | Part, KindOf("norm", ("rmsnorm", "layernorm"), is_flat=True)] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
-    norm_placement: Annotated[str | Part, KindOf("residual")] = "pre"
+    norm_placement: Annotated[str | Part, KindOf("residual", is_flat=True)] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
     embedding_multiplier: Annotated[float, POSITIVE] = 1.0
@@ -218,7 +218,7 @@ class ModelConfig:
     multiplied by 1 + a * ln(1 + floor((p + 1) / nope_temperature_tokens)) (arXiv:2501.19399; Llama 4); 0: none."""
     nope_temperature_tokens: Annotated[int, at_least(1), ReadIf("model.nope_temperature_scale")] = 8192
     """See nope_temperature_scale; positions below this number have temperature 1."""
-    rope_scaling: Annotated[str | Part, KindOf("rope_scaling")] = "none"
+    rope_scaling: Annotated[str | Part, KindOf("rope_scaling", is_flat=True)] = "none"
     """RoPE scaling for contexts longer than the original one. ntk: rope_theta is multiplied by
     rope_scaling_factor^(R/(R-2)), R rotated dims. longrope: each pair of dims has a divisor of its frequency, and
     another one in sequences longer than the original context (arXiv:2402.13753)."""

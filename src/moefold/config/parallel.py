@@ -32,7 +32,7 @@ class ParallelConfig:
     """Rank order of the attention view, slowest to fastest axis."""
     moe_order: str = "pp-edp-ep-etp"
     """Rank order of the MoE view, slowest to fastest axis."""
-    schedule: Annotated[str | Part, KindOf("schedule")] = "1f1b"
+    schedule: Annotated[str | Part, KindOf("schedule", is_flat=True)] = "1f1b"
     """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
     need 2; csv reads schedule_csv."""
     virtual_stages: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 1
@@ -44,7 +44,7 @@ class ParallelConfig:
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Annotated[str | Part, KindOf("dispatcher")] = "alltoall"
+    dispatcher: Annotated[str | Part, KindOf("dispatcher", is_flat=True)] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
     dedup_alltoall: alltoall that sends a token once to each rank, whatever the number of its experts there.
     deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
@@ -59,7 +59,7 @@ class ParallelConfig:
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
-    context: Annotated[str | Part, KindOf("context")] = "ring"
+    context: Annotated[str | Part, KindOf("context", is_flat=True)] = "ring"
     """Context-parallel attention under cp: how each rank attends to the whole sequence. planned: with documents, only
     visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
     placement: Literal["samples", "documents", "balanced"] = "samples"

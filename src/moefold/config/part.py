@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
-from moefold.config.find import find_group, find_part, is_built_in, kind_of
+from moefold.config.find import built_in_kinds, find_group, find_part, is_built_in, kind_of, kinds
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
@@ -23,7 +23,7 @@ COMMUNICATION = ("moefold.comm.", "torch.distributed.")
 
 
 class FlatKey(NamedTuple):
-    """Recipe key that a field of a built-in part is read from; type, bounds and help stand on the key."""
+    """Recipe key that a field of a built-in part of a model is read from; type, bounds and help stand on the key."""
 
     name: str
     """As "section.key"."""
@@ -35,6 +35,8 @@ class KindOf(NamedTuple):
     group: str
     words: tuple[str, ...] = ()
     """Built-in kinds that the key may name; empty: all."""
+    is_flat: bool = False
+    """Whether built-in kinds read their settings from keys of sections (`FlatKey`), and take no table."""
 
 
 class UnusedKeys(NamedTuple):
@@ -234,3 +236,48 @@ def build_part(group: str, kind: str, values: tuple[Any, ...]) -> Any:
     """Build a part from the values of its recipe keys, in the order of `flat_keys`."""
     names = (name for name, _ in flat_keys(group, kind))
     return find_part(group, kind)(**dict(zip(names, values, strict=True)))
+
+
+class Section:
+    """Section in which a word for a part becomes the part of this kind, with its defaults."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Replace words by parts; `check_config` refuses a word that is left, as no part has this kind."""
+        owner: Any = type(self)
+        for name, mark in _part_marks(owner):
+            value = getattr(self, name)
+            if isinstance(value, str) and _is_kind(mark, value):
+                object.__setattr__(self, name, make_part(mark.group, value))
+
+
+@cache
+def make_part(group: str, kind: str, **settings: Any) -> Any:
+    """Return the part of a kind with some settings, and the defaults of the others.
+
+    Args:
+        group: the folder of `parts/`.
+        kind: a kind of it.
+        settings: values of its fields, unchecked.
+
+    Raises:
+        ConfigError: the group has no such kind, or its package is broken.
+    """
+    return find_part(group, kind)(**settings)
+
+
+@cache
+def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
+    """Return the keys of a section that choose a part with settings of its own, each with its mark."""
+    hints = get_type_hints(section, include_extras=True)
+    found = (
+        (field.name, entry) for field in fields(section) for entry in getattr(hints[field.name], "__metadata__", ())
+    )
+    return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf) and not entry.is_flat)
+
+
+def _is_kind(mark: KindOf, word: str) -> bool:
+    if word in built_in_kinds(mark.group):
+        return not mark.words or word in mark.words
+    return word in kinds(mark.group)

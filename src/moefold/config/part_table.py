@@ -21,6 +21,7 @@ from moefold.config.find import (
     check_not_shadowed,
     find_group,
     find_part,
+    is_built_in,
     kinds,
     kinds_in_words,
 )
@@ -38,7 +39,15 @@ from moefold.config.outside import (
 )
 from moefold.config.part import FlatKey, KindOf, Part, flat_keys, settings_of, without_source
 from moefold.config.problem import Problem
-from moefold.config.suggestions import closest_match, key_types, part_keys, sections
+from moefold.config.suggestions import (
+    closest_match,
+    join_with_or,
+    key_types,
+    kind_settings,
+    part_keys,
+    part_marks,
+    sections,
+)
 from moefold.errors import ConfigError, raise_all
 
 logger = logging.getLogger(__name__)
@@ -111,11 +120,11 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
         what = "has no kind" if kind is None else f"must be a text, and is {kind!r}"
         raise ConfigError(f"{name}.kind {what}; write one of {kinds_in_words(group)}, or FILE.py:CLASS")
     recorded = _read_origin(name, table.pop(SOURCE, {}))
-    if kind in built_in_kinds(group):
+    if kind in built_in_kinds(group) and part_marks()[name].is_flat:
         raise ConfigError(_flat_spelling(name, group, kind, table))
     part, origin = _class_of(name, group, kind, recorded)
     _report_difference(name, kind, recorded, origin)
-    values = _checked_values(name, kind, part, table)
+    values = checked_settings(name, kind, part, table)
     try:
         built = part(**values)
         hash(built)
@@ -127,17 +136,53 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     return built
 
 
+def settings_of_other_kind(name: str, table: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the settings of a table into those that another kind has too, and those that it lacks.
+
+    Args:
+        name: recipe key, as "section.key".
+        table: a table with `kind`, unchecked.
+        kind: the other kind; the errors of one that is unknown follow.
+
+    Raises:
+        ConfigError: the package or file of the other kind is broken.
+    """
+    settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
+    if split_file_kind(kind) is not None:
+        part, _ = imported_class(*import_file(kind))
+    elif kind in kinds(part_keys()[name]):
+        part = find_part(part_keys()[name], kind)
+    else:
+        return {}, {}
+    known = _hints(part)
+    kept = {key: value for key, value in settings.items() if key in known}
+    return kept, {key: value for key, value in settings.items() if key not in known}
+
+
 def toml_value(value: Any) -> str:
     """Return a value as a file has it: strings, numbers, truth values and lists are written as in JSON."""
     match value:
         case Part():
-            return toml_table(value.as_table())
+            return toml_value(shortest(value)) if is_built_in(type(value)) else toml_table(value.as_table())
         case dict():
             return toml_table(without_source(value))
         case tuple():
             return json.dumps(list(value), default=str, ensure_ascii=False)
         case _:
             return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def shortest(part: Part) -> str | dict[str, Any]:
+    """Return a part as a person writes it in a recipe: without defaults, and as a word if nothing else is left.
+
+    A part from outside keeps all its keys, whose defaults another version may change.
+    """
+    table = part.as_table()
+    if not is_built_in(type(part)):
+        return table
+    defaults = {field.name: field.default for field in fields(part)}
+    table = {key: value for key, value in table.items() if key == "kind" or value != defaults[key]}
+    return table if len(table) > 1 else part.kind
 
 
 def toml_table(table: Mapping[str, Any]) -> str:
@@ -180,6 +225,9 @@ def _flat_spelling(name: str, group: str, kind: str, table: Mapping[str, Any]) -
 def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, Origin]:
     """Return the class of a kind from outside, and where it was found."""
     base = find_group(group)
+    if kind in (part_marks()[name].words or built_in_kinds(group)):
+        check_not_shadowed(group, kind)
+        return find_part(group, kind), Origin()
     if split_file_kind(kind) is not None:
         try:
             part, origin = imported_class(kind, recorded)
@@ -226,16 +274,18 @@ def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) ->
         logger.warning("moefold: %s=%r is recorded from %s, and %s is installed", name, kind, recorded, found)
 
 
-def _checked_values(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a table, validated, each of the type of its field."""
     problems: dict[str, Problem] = {}
     hints = _hints(part)
     for key, value in table.items():
         if key not in hints:
             guess = closest_match(key, hints)
+            owners = kind_settings().get(f"{name}.{key}", ())
             way_out = f"did you mean {name}.{guess}?" if guess else ""
-            keys = ", ".join(hints) or "none"
-            problems[key] = Problem(f"{name}.{key}", None, f"is not a key of {kind!r}, whose keys are {keys}", way_out)
+            way_out = f"it is a key of {join_with_or(list(map(repr, owners)))}" if owners else way_out
+            keys = f"whose keys are {', '.join(hints)}" if hints else "which has none"
+            problems[key] = Problem(f"{name}.{key}", None, f"is not a key of {kind!r}, {keys}", way_out)
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
             problems[key] = Problem(f"{name}.{key}", value, reason)
     known = {key: value for key, value in table.items() if key not in problems}

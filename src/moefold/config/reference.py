@@ -4,39 +4,73 @@ import ast
 import inspect
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import pairwise
+from typing import get_type_hints
 
 from moefold.config.aliases import key_hint
+from moefold.config.find import find_part
 from moefold.config.method_defaults import LR_KEY, rates_text
 from moefold.config.presets import preset_names, preset_summary
-from moefold.config.suggestions import closest_match, default_of, describe_key, key_types, sections
+from moefold.config.suggestions import (
+    closest_match,
+    default_of,
+    describe_key,
+    describe_type,
+    join_with_or,
+    key_types,
+    kind_settings,
+    part_keys,
+    sections,
+)
 from moefold.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeKey:
-    """One recipe key: "section.key", description of its type, default as TOML, and help."""
+    """One recipe key: "section.key" or "section.key.setting", description of its type, default as TOML, and help."""
 
     name: str
     type: str
     default: str
     help: str
+    kinds: tuple[str, ...] = ()
+    """Of a setting of a part: the built-in kinds that have it."""
 
 
 def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     """Return the keys of one section, in schema order."""
     help_texts = _field_help(sections()[section])
-    keys = (
-        RecipeKey(f"{section}.{key}", describe_key(section, key), json.dumps(default_of(section, key)), help_texts[key])
-        for key in key_types(section)
-    )
-    return tuple(
-        replace(key, default="by method", help=f"{key.help} {rates_text()}") if key.name == LR_KEY else key
-        for key in keys
-    )
+    keys: list[RecipeKey] = []
+    for key in key_types(section):
+        name = f"{section}.{key}"
+        default = json.dumps(default_of(section, key), default=str)
+        help_text = help_texts[key]
+        if name == LR_KEY:
+            default, help_text = "by method", f"{help_text} {rates_text()}"
+        keys += [RecipeKey(name, describe_key(section, key), default, help_text), *_settings_of_kinds(name)]
+    return tuple(keys)
+
+
+def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
+    """Yield the settings of the built-in kinds of the part that a key chooses; of one that takes no table, none."""
+    for path, owners in kind_settings().items():
+        key, _, setting = path.rpartition(".")
+        if key == name:
+            part = find_part(part_keys()[key], owners[0])
+            hint = get_type_hints(part)[setting]
+            default = next(field.default for field in fields(part) if field.name == setting)
+            help_text = _help_of_setting(part, setting)
+            yield RecipeKey(path, describe_type(hint), json.dumps(default), help_text, owners)
+
+
+def _help_of_setting(part: type, setting: str) -> str:
+    """Return the docstring under a field of a part, in its class or in the base class that defines it."""
+    owner = next(base for base in part.__mro__ if setting in vars(base).get("__annotations__", {}))
+    return _field_help(owner)[setting]
 
 
 def section_help(section: str) -> str:
@@ -60,7 +94,8 @@ def keys_text(pattern: str = "") -> str:
         keys = [key for key in recipe_keys(section) if key.name in found]
         lines += [f"[{section}]  {_without_links(section_help(section))}", ""] if keys else []
         for key in keys:
-            lines += [f"  {key.name} = {key.default}    ({key.type})", f"      {_without_links(key.help)}"]
+            kinds = f", of {join_with_or(list(map(repr, key.kinds)))}" if key.kinds else ""
+            lines += [f"  {key.name} = {key.default}    ({key.type}{kinds})", f"      {_without_links(key.help)}"]
         lines += [""] if keys else []
     if pattern:
         return "\n".join(lines)

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, SHARE, Bound, ReadIf, at_least
-from moefold.config.part import KindOf, Part
+from moefold.config.field import POSITIVE, Bound, ReadIf, at_least
+from moefold.config.part import KindOf, Part, Section
 
 HTTP = ("http://", "https://")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RLConfig:
+class RLConfig(Section):
     """Reinforcement learning with verifiable rewards; on if group_size is above 0 ([rl.md](rl.md))."""
 
     group_size: Annotated[
@@ -37,19 +37,11 @@ class RLConfig:
     step n are sampled by the weights after step n - 1 - staleness, or by the initial ones. A multiple of rl.updates.
     Above 0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks compute the
     same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
-    clip_low: Annotated[float, SHARE] = 0.2
-    """Lower clip range of the ratio, below 1."""
-    clip_high: Annotated[float, POSITIVE] = 0.28
-    """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
     correction: Annotated[str | Part, KindOf("correction")] = "none"
     """Importance weight of a token where the sampler computes other log-probabilities than training: c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
-    is clamped to [correction_low, correction_high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
+    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
     whose geometric mean of c is outside of it."""
-    correction_low: Annotated[float, Bound("must lie in [0, 1]", lambda bound: 0 <= bound <= 1)] = 0.0
-    """Lower bound of correction: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
-    correction_high: Annotated[float, at_least(1)] = 2.0
-    """Upper bound of correction: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
     replay: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
     weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;

@@ -31,6 +31,8 @@ class SmallSizes:
     """Tokens of a sample of the recipe that is made small."""
     seq_len: int
     """Tokens of a sample of the small recipe."""
+    lr: float
+    """Peak learning rate of the small recipe."""
     rotary_dim: int = 0
     """Dims of a head of the small recipe to which RoPE is applied."""
 

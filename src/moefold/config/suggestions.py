@@ -13,9 +13,9 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.find import built_in_kinds
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.moved import moved_key
-from moefold.config.part import KindOf
+from moefold.config.part import KindOf, settings_of
 from moefold.config.schema import Config
 
 
@@ -98,15 +98,33 @@ def key_types(section: str) -> dict[str, Any]:
 
 
 @cache
-def part_keys() -> dict[str, str]:
-    """Return the group of each key that chooses a part, by "section.key"."""
+def part_marks() -> dict[str, KindOf]:
+    """Return the mark of each key that chooses a part, by "section.key"."""
     return {
-        f"{section}.{key}": entry.group
+        f"{section}.{key}": entry
         for section in sections()
         for key, hint in marked_types(section).items()
         for entry in getattr(hint, "__metadata__", ())
         if isinstance(entry, KindOf)
     }
+
+
+@cache
+def part_keys() -> dict[str, str]:
+    """Return the group of each key that chooses a part, by "section.key"."""
+    return {name: mark.group for name, mark in part_marks().items()}
+
+
+@cache
+def kind_settings() -> dict[str, tuple[str, ...]]:
+    """Return the built-in kinds that have each setting of a part, by "section.key.setting", in schema order."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, mark in part_marks().items():
+        for kind in () if mark.is_flat else mark.words or built_in_kinds(mark.group):
+            for setting in settings_of(find_part(mark.group, kind)):
+                path = f"{name}.{setting}"
+                found[path] = (*found.get(path, ()), kind)
+    return found
 
 
 @cache
@@ -128,8 +146,13 @@ def describe_key(section: str, key: str) -> str:
 
 @cache
 def default_of(section: str, key: str) -> Any:
-    """Return the default of a key."""
-    return next(f.default for f in fields(sections()[section]) if f.name == key)
+    """Return the default of a key; a part with settings of its own where it chooses one."""
+    return getattr(_default_section(section), key)
+
+
+@cache
+def _default_section(section: str) -> Any:
+    return sections()[section]()
 
 
 def describe_type(hint: Any) -> str:
@@ -149,16 +172,16 @@ def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> 
     return found[0] if found else None
 
 
-def sections_with(key: str) -> list[str]:
-    """Return the sections that have a key of this name."""
-    return [section for section in sections() if key in key_types(section)]
+def paths_with(key: str) -> list[str]:
+    """Return the keys of all sections, and the settings of parts, with this name: "section.key"."""
+    of_sections = [f"{section}.{key}" for section in sections() if key in key_types(section)]
+    return [*of_sections, *(path for path in kind_settings() if path.endswith(f".{key}"))]
 
 
 def explain_unknown_section(name: str) -> str:
     """Return an error message for an unknown section, with the nearest section or key."""
-    owners = sections_with(name)
-    if owners:
-        return f"{name} stands outside any section; did you mean {' or '.join(f'{owner}.{name}' for owner in owners)}?"
+    if paths := paths_with(name):
+        return f"{name} stands outside any section; did you mean {' or '.join(paths)}?"
     if hint := key_hint(name):
         return f"unknown key {name}; {hint}"
     guess = closest_match(name, sections())
@@ -174,9 +197,9 @@ def explain_unknown_key(section: str, key: str) -> str:
         return DERIVED[name]
     if moved := moved_key(name):
         return moved
-    owners = sections_with(key)
-    if owners and not is_known_path(name):
-        return f"unknown key {name}; did you mean {' or '.join(f'{owner}.{key}' for owner in owners)}?"
+    paths = paths_with(key)
+    if paths and not is_known_path(name):
+        return f"unknown key {name}; did you mean {' or '.join(paths)}?"
     if hint := key_hint(name):
         return f"unknown key {name}; {hint}"
     guess = closest_match(key, key_types(section))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, Bound, Judged, Most, ReadIf, at_least
+from moefold.config.field import POSITIVE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
-from moefold.config.part import KindOf, Part
+from moefold.config.part import KindOf, Part, Section
 
 LARGE_LOGITS = 1 << 28
 """Logits of a micro-batch on a rank above which train.loss_chunk = -1 computes them in chunks: 1 GiB in float32."""
@@ -14,10 +14,6 @@ LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
-
-
-MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
-"""Groups of the layers' weight matrices; mtp: the input projection of multi-token prediction."""
 
 
 RECOMPUTE_PARTS = (
@@ -34,7 +30,7 @@ RECOMPUTE_PARTS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Batch, optimizer, learning-rate schedule, memory savings and evaluation."""
 
     seq_len: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS), Judged.SIZE] = 256
@@ -44,38 +40,15 @@ class TrainConfig:
     global_batch_size: Annotated[int, at_least(1), Most(2**22), Judged.SIZE] = 8
     """Samples per optimizer step over all ranks."""
     optimizer: Annotated[str | Part, KindOf("optimizer")] = "adamw"
-    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of muon_groups and AdamW for the rest."""
-    muon_groups: tuple[str, ...] = MUON_GROUPS
-    """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
-    embeddings, head, norms, biases and gates."""
-    muon_momentum: Annotated[float, BELOW_ONE] = 0.95
-    """Decay of Muon's Nesterov momentum."""
-    muon_ns_steps: Annotated[int, at_least(1), Most(100)] = 5
-    """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
+    """AdamW (arXiv:1711.05101), or Muon (arXiv:2502.16982) for the matrices of its groups and AdamW for the rest."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
-    min_lr: Annotated[float, at_least(0)] = 0.0
-    """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps and
-    decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does not
-    fit."""
+    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps
+    and decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does
+    not fit."""
     lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
-    """Shape of the schedule after the warm-up; wsd stays at the peak until the last decay_steps."""
-    decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Length of the final linear decay of wsd; 0: a tenth of the steps."""
-    weight_decay: Annotated[float, at_least(0)] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: Annotated[float, BELOW_ONE] = 0.9
-    """Decay of the first moment."""
-    beta2: Annotated[float, BELOW_ONE] = 0.95
-    """Decay of the second moment."""
-    eps: Annotated[float, POSITIVE] = 1e-8
-    """Epsilon of AdamW."""
-    moment_dtype: Annotated[Literal["float32", "bfloat16"], Judged.FORMAT] = "float32"
-    """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
-    computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
-    its 8 bits."""
+    """Shape of the schedule after the warm-up."""
     reset_moments_every: Annotated[int, at_least(0, "0: never")] = 0
     """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
     and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, write_meta
 from moefold.checkpoint.manifest import FileDigest
 from moefold.checkpoint.streaming_io import (
     CheckpointSource,
@@ -22,6 +22,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import keys_of
 from moefold.config.part_table import toml_value
+from moefold.config.upgrade import FORMAT
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder

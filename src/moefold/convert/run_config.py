@@ -10,6 +10,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.outside import MissingPartError
 from moefold.config.schema import Config
+from moefold.config.upgrade import upgraded
 from moefold.convert.hf_config import CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.validate.config import check_model
@@ -50,7 +51,7 @@ def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
         ConfigError: they are no settings of this version.
     """
     try:
-        cfg = config_from_dict(tree)
+        cfg = config_from_dict(upgraded(tree)[0])
         check_model(cfg.model)
     except MissingPartError as error:
         raise ConfigError(f"{file}: {error}") from error

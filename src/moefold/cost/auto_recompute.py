@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -145,7 +147,9 @@ def _no_fit_message(p: ParallelConfig, train: TrainConfig, smallest: RecomputeCh
     if states > budget_bytes:
         axes = {"pp": p.pp, "tp": p.tp, "ep": p.ep} | ({"zero": p.zero} if p.zero < 3 else {})
         options = ["raise " + ", ".join(f"parallel.{axis} (now {size})" for axis, size in axes.items())]
-        options += ["choose train.moment_dtype='bfloat16'"] if train.moment_dtype == "float32" else []
+        optimizer = chosen_in(train, OptimizerPart)
+        is_narrow = optimizer == optimizer.with_moment_dtype("bfloat16")
+        options += [] if is_narrow else ["choose train.optimizer.moment_dtype='bfloat16'"]
         help_ = "weights, gradients and optimizer alone do not fit: " + ", or ".join(options)
     else:
         options = [f"lower train.micro_batch_size (now {train.micro_batch_size})"] if train.micro_batch_size > 1 else []

@@ -45,7 +45,7 @@ MISREAD = (
     "rl.reward: of the groups that were kept; with rl.mixed_only that is biased",
     "completion_tokens of serve, tokens of generate: without the end mark; rollouts and vLLM count it",
     'parameters: 4.19G are 4.19 billion, elsewhere "4.19B"',
-    "lr: the last step of a decay has train.min_lr; if that is 0, it changes nothing (transformers: above 0)",
+    "lr: the last step of a decay has lr_schedule.min_lr; if that is 0, it changes nothing (transformers: above 0)",
     "eval_loss: tokens are dropped as moe.eval_capacity_factor says; moefold eval drops none by default",
     "memory_gib: the peak since the process started, not the peak of the step",
     "checkpointing blocked training for X s: of this process, not of the whole run",
@@ -95,7 +95,7 @@ STEP = _definitions(
     (
         "lr",
         "",
-        "rate of this step's update. The last step of a decay has `train.min_lr`: if that is 0, it changes nothing",
+        "rate of this step's update. The last step of a decay has `lr_schedule.min_lr`: at 0 it changes nothing",
         "learning rate (Megatron), learning_rate (HF, whose last step has a rate above 0)",
     ),
     (

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import chosen_in, readers
+from moefold.config.chosen import chosen_in
 from moefold.config.find import find_group
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.rl import RLConfig
@@ -44,9 +44,7 @@ def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":
 
 def policy_loss_keys() -> frozenset[str]:
     """Return the recipe keys that only the loss of reinforcement learning reads."""
-    groups = tuple(map(find_group, ("objective", "correction", "kl")))
-    read = (key for key, owners in readers().items() if any(group in groups for group, _ in owners))
-    return frozenset((*(group.key for group in groups), *read))
+    return frozenset(find_group(name).key for name in ("objective", "correction", "kl"))
 
 
 def loss_columns(loss: LossFunction) -> tuple[str, ...]:

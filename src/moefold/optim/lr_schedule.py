@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.config.chosen import chosen_in
-from moefold.config.find import built_in_kinds
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import build_part
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
+from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def _peak_step(train: TrainConfig) -> int:
     return max(train.warmup_steps, 1)
 
 
-SCHEDULE_KEYS = ("lr", "min_lr", "warmup_steps", "lr_schedule", "decay_steps")
+SCHEDULE_KEYS = ("lr", "warmup_steps", "lr_schedule")
 """Keys of [train] that determine the schedule, with run.steps."""
 SECOND_PEAK = 0.5
 """Peak of a schedule that follows one which has ended at 0, over the first peak: the rate goes up to about a quarter of
@@ -72,11 +72,7 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
     if settings.keys() != default.keys():
         raise TypeError(f"schedule has the keys {sorted(settings)}")
     for key, value in settings.items():
-        is_right = (
-            value in built_in_kinds(LrSchedulePart.group) or isinstance(value, dict)
-            if key == LrSchedulePart.key
-            else type(value) in (type(default[key]), int)
-        )
+        is_right = isinstance(value, dict) if key == LrSchedulePart.key else type(value) in (type(default[key]), int)
         if not is_right or (type(value) in (int, float) and not 0 <= value < math.inf):
             raise TypeError(f"schedule has {key}={value!r}")
 
@@ -98,7 +94,10 @@ def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training
         return f"the learning rate of step {step + 1} is {rate:.3g}; {course}"
     steps = before["run.steps"]
     keys = {name.removeprefix("train."): value for name, value in before.items() if name != "run.steps"}
-    changes = ", ".join(f"{key}={now[key]} (it had {before[key]})" for key in now if now[key] != before[key])
+    flat, others = flat_settings(now), flat_settings(before)
+    changes = ", ".join(
+        f"{key}={value} (it had {others.get(key, 'none')})" for key, value in flat.items() if others.get(key) != value
+    )
     try:
         train = replace(training, **keys | {"lr_schedule": _part_before(keys["lr_schedule"], training)})
     except ConfigError:
@@ -119,7 +118,7 @@ def _part_before(value: Any, train: TrainConfig) -> Any:
     """
     if value == without_source(keys_of(train)["lr_schedule"]):
         return train.lr_schedule
-    return build_part(LrSchedulePart.key, value) if isinstance(value, dict) else value
+    return build_part(LrSchedulePart.key, value)
 
 
 def _decays(train: TrainConfig, steps: int) -> bool:

@@ -11,6 +11,7 @@ from moefold.config.part_table import toml_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
+from moefold.config.upgrade import FORMAT, FORMAT_KEY
 from moefold.errors import ConfigError
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
@@ -124,6 +125,7 @@ def write_recipe(cfg: Config, path: Path, header_comments: list[str], comments: 
 def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, str]) -> str:
     """Render the keys that differ from the defaults, or from the preset, and those with a comment."""
     lines = [f"# {remark}".rstrip() for remark in header_comments]
+    lines += [*([""] if lines else []), f"{FORMAT_KEY} = {FORMAT}"]
     for section in sections():
         lines += _section_lines(cfg, section, comments)
     return "\n".join(lines) + "\n"

@@ -30,6 +30,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import without_source
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
+from moefold.config.upgrade import flat_settings, upgraded
 from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
 from moefold.errors import format_list
@@ -263,7 +264,7 @@ def _read_settings(folder: Path) -> Settings | None:
     """Return the settings of the run in a folder; None if they cannot be read."""
     try:
         tree = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        return _flatten(tree)
+        return _flatten(upgraded(tree)[0])
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
@@ -273,18 +274,20 @@ def _settings(cfg: Config) -> Settings:
 
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
-    """Return values by "section.key"; the file of a part from outside may move, and counts by its content."""
-    return {
-        f"{section}.{key}": without_source(value, "file")
-        for section, keys in tree.items()
-        for key, value in keys.items()
-    }
+    """Return values by name (`flat_settings`); the file of a part from outside may move, and counts by its content."""
+    return flat_settings(
+        {
+            f"{section}.{key}": without_source(value, "file")
+            for section, keys in tree.items()
+            for key, value in keys.items()
+        }
+    )
 
 
 def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
     """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
     before = _settings(Config()) | settings
-    return [key for key, value in _settings(cfg).items() if before[key] != value]
+    return [key for key, value in _settings(cfg).items() if before.get(key) != value]
 
 
 def _is_free_to_change(key: str) -> bool:
@@ -301,9 +304,9 @@ def _invalidates_finished_run(key: str) -> bool:
 
 
 def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
-    before = (_settings(Config()) | dict(settings))[key]
+    before = (_settings(Config()) | dict(settings)).get(key)
     now = _settings(cfg)[key]
-    return f"{key}={json.dumps(now)} (it has {json.dumps(before)})"
+    return f"{key}={json.dumps(now)} (it has {'none' if before is None else json.dumps(before)})"
 
 
 def _starts_over_message(folder: Path) -> str:

@@ -14,7 +14,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import flat_keys_of, keys_of, without_source
+from moefold.config.part import keys_of, without_source
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
@@ -70,9 +70,7 @@ def _optimizer_states(train: TrainConfig) -> dict[str, Any]:
     """Return the settings that decide which states the optimizer has, by name."""
     optimizer = chosen_in(train, OptimizerPart)
     table = without_source(optimizer.as_table(), "file")
-    owner: Any = type(optimizer)
-    names = {field: name for field, name in flat_keys_of(owner) if isinstance(name, str)}
-    fields = {names.get(name, f"{optimizer.key}.{name}"): table[name] for name in optimizer.state_fields}
+    fields = {f"{optimizer.key}.{name}": table[name] for name in optimizer.state_fields}
     source = {f"{optimizer.key}.from": table["from"]} if "from" in table else {}
     return {optimizer.key: optimizer.kind, **source, **fields}
 

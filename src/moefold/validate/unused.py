@@ -4,6 +4,7 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from moefold.config.bounds import read_conditions
@@ -98,7 +99,7 @@ UNUSED_KEY_RULES = (
         "choose model.attention='mla' without model.index_topk",
     ),
     UnusedKeyRule(
-        "rl.clip_low rl.clip_high",
+        "rl.objective.clip_low rl.objective.clip_high",
         lambda cfg: cfg.is_rl and cfg.rl.updates == 1 and not cfg.rl.staleness and _samples_exactly(cfg),
         "with rl.updates=1, run.device='cpu' and run.kernels='c' rollouts have the bits of training: ratios are 1",
         "set rl.updates or rl.staleness above their defaults",
@@ -233,7 +234,12 @@ def _has_layers(model: ModelConfig) -> bool:
 
 def _is_set(cfg: Config, name: str) -> bool:
     """Return whether a key differs from its default."""
-    return bool(read_key(cfg, name) != default_of(*name.split(".")))
+    section, key, *setting = name.split(".")
+    default = default_of(section, key)
+    if setting:
+        part = read_key(cfg, f"{section}.{key}")
+        default = next(field.default for field in fields(part) if field.name == setting[0])
+    return bool(read_key(cfg, name) != default)
 
 
 def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:

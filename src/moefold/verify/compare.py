@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -120,7 +121,7 @@ def one_rank_record(train: TrainConfig, alone: DistributedRecord) -> OracleRecor
 
 
 def _rounding_gain(train: TrainConfig, num_steps: int) -> float:
-    return num_steps * train.lr / train.eps
+    return num_steps * train.lr / chosen_in(train, OptimizerPart).smallest_divisor
 
 
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:

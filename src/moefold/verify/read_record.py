@@ -31,11 +31,13 @@ class ReadRecord:
             found = getattr(value, field.name)
             if is_dataclass(found) and not isinstance(found, Part):
                 yield from self.unread(found, f"{name}.")
-            elif name not in self.names and not _is_default(field, found):
+            elif name not in self.names and not _is_default(value, field, found):
                 yield name
 
 
-def _is_default(field: Field, value: Any) -> bool:
+def _is_default(owner: Any, field: Field, value: Any) -> bool:
+    if isinstance(value, Part):
+        return bool(value == getattr(type(owner)(), field.name))
     default = field.default if field.default_factory is MISSING else field.default_factory()
     if isinstance(default, bool | int | float | str | tuple):
         return bool(value == default)

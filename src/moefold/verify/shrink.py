@@ -162,6 +162,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         top_groups=model.top_groups,
         large_seq_len=cfg.train.seq_len,
         seq_len=train.seq_len,
+        lr=train.lr,
     )
     model = replace(
         model,
@@ -296,7 +297,6 @@ def _shrink_train(parallel: ParallelConfig, train: TrainConfig, p: ParallelConfi
         micro_batch_size=micro,
         global_batch_size=micro * p.dp * count,
         lr=LEARNING_RATE,
-        min_lr=min(train.min_lr, LEARNING_RATE),
         warmup_steps=0,
         # A rank of the small recipe has at least two samples of four tokens.
         loss_chunk=min(train.loss_chunk, 3),

@@ -6,6 +6,7 @@ import pytest
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.part import make_part
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
 from moefold.parts.optimizer.adamw.part import BF16_MOMENTS_BYTES_PER_PARAM, BYTES_PER_PARAM
@@ -27,7 +28,7 @@ def optimizer(**train):
 
 
 def muon(*groups, steps=5):
-    return optimizer(optimizer="muon", muon_groups=groups, muon_ns_steps=steps)
+    return optimizer(optimizer=make_part("optimizer", "muon", groups=groups, ns_steps=steps))
 
 
 def share(mapping, *groups, device=H100):
@@ -65,7 +66,7 @@ def test_the_optimizer_comes_from_the_recipe():
 
     plain = seconds(optimizer())
     assert seconds(WORK.optimizer) == plain
-    narrow = seconds(optimizer(moment_dtype="bfloat16"))
+    narrow = seconds(optimizer(optimizer=make_part("optimizer", "adamw", moment_dtype="bfloat16")))
     assert narrow == pytest.approx(plain * BF16_MOMENTS_BYTES_PER_PARAM / BYTES_PER_PARAM)
     experts = seconds(muon("experts"))
     assert experts > plain + share(SPREAD, "experts").seconds

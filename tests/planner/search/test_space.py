@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.config.train import RECOMPUTE_PARTS
@@ -254,8 +255,10 @@ def test_fixed_axes_filter_the_space():
 
 def test_a_recipe_that_no_mapping_helps_is_refused():
     cfg = on_ranks(RECIPES["plain"], 2)
-    with pytest.raises(ConfigError, match=r"train.min_lr"):
-        MappingConstraints(replace(cfg, train=replace(cfg.train, min_lr=1.0)))
+    with pytest.raises(ConfigError, match=r"train.lr_schedule.min_lr"):
+        MappingConstraints(
+            replace(cfg, train=replace(cfg.train, lr_schedule=make_part("lr_schedule", "cosine", min_lr=1.0)))
+        )
     with pytest.raises(ConfigError, match=r"top_k"):
         MappingConstraints(replace(cfg, model=replace(cfg.model, top_k=9)))
 

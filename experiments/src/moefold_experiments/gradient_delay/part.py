@@ -1,15 +1,14 @@
 """AdamW and Muon with the gradients of the step before (arXiv:2606.30634)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.field import BELOW_ONE, POSITIVE, Most, at_least
+from moefold.config.field import at_least
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
 from moefold.config.problem import Problem
 from moefold.config.rule import ask
-from moefold.config.train import MUON_GROUPS
 from moefold.parts.optimizer.adamw.part import AdamW
 from moefold.parts.optimizer.muon.part import Muon
 
@@ -52,9 +51,7 @@ class Delayed(OptimizerPart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:  # type: ignore[override]
         """Yield what delayed gradients do not go with: rounds of sites, rollouts, and a run of one step."""
-        for problem in ask(super().check, recipe):
-            key = problem.key.removeprefix("train.").removeprefix("muon_")
-            yield replace(problem, key=f"{self.key}.{key}")
+        yield from ask(super().check, recipe)
         if recipe.sites.is_active:
             yield self._problem(
                 f"would apply gradients of weights that a round of sites.method='{recipe.sites.method}' has replaced",
@@ -95,27 +92,9 @@ class DelayedAdamW(Delayed, AdamW):
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "correction")
 
-    beta1: Annotated[float, BELOW_ONE] = 0.9
-    """Decay of the first moment."""
-    beta2: Annotated[float, BELOW_ONE] = 0.95
-    """Decay of the second moment."""
-    eps: Annotated[float, POSITIVE] = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: Annotated[float, at_least(0)] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the moments between steps."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedMuon(DelayedAdamW, Muon):  # type: ignore[misc]
     """Muon (arXiv:2502.16982) for matrices and AdamW for the rest, with the gradients of the step before."""
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups", "correction")
-
-    groups: tuple[str, ...] = MUON_GROUPS
-    """Groups of matrices that Muon updates."""
-    momentum: Annotated[float, BELOW_ONE] = 0.95
-    """Decay of Muon's Nesterov momentum."""
-    ns_steps: Annotated[int, at_least(1), Most(100)] = 5
-    """Newton-Schulz iterations."""

@@ -1,10 +1,12 @@
 """Learning-rate schedules: the shape of the learning rate after the warm-up."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
 
+from moefold.config.field import at_least
 from moefold.config.part import Part
+from moefold.config.small_sizes import SmallSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,18 @@ class LrSchedulePart(Part):
     def formula(self) -> Callable[[float, int, int, int], float] | None:
         """Return `rate` written a second time, for the oracle; None: it has no formula."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayPart(LrSchedulePart):
+    """Schedule that falls from the peak to `min_lr`."""
+
+    min_lr: Annotated[float, at_least(0)] = 0.0
+    """Learning rate at the end of the decay, at most train.lr."""
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return the schedule for the peak of a small recipe."""
+        return replace(self, min_lr=min(self.min_lr, to.lr))
 
 
 def interpolate(low: float, high: float, fraction: float) -> float:

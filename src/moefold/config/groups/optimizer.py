@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ModelPart, ParamSpec
@@ -110,6 +110,15 @@ class OptimizerPart(Part):
         updates the weights in place and returns the norm of the gradient that it found.
         """
         return None
+
+    @property
+    def smallest_divisor(self) -> float:
+        """Least number that an update divides a gradient by: rounding of a gradient grows by it (`moefold verify`)."""
+        return 1e-8
+
+    def with_moment_dtype(self, dtype: Literal["float32", "bfloat16"]) -> Self:
+        """Return the optimizer with moments of another type; itself if it has no choice."""
+        return self
 
     @property
     def has_states(self) -> bool:

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import POSITIVE, SHARE, Bound, at_least
 from moefold.config.part import Part
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ class ObjectivePart(Part):
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClippedPart(ObjectivePart):
+    """Objective with a range of the ratio."""
+
+    clip_low: Annotated[float, SHARE] = 0.2
+    """Lower clip range of the ratio, below 1."""
+    clip_high: Annotated[float, POSITIVE] = 0.28
+    """Upper clip range of the ratio, above 1 (DAPO's clip-higher, arXiv:2503.14476)."""
+
+
 def clipped_loss(tokens: PolicyTokens, low: float, high: float) -> "Tensor":
     """Return -min(r * A, clamp(r, 1 - low, 1 + high) * A), and record the share of tokens that are clipped."""
     ratio = tokens.ratio
@@ -117,6 +128,16 @@ class CorrectionPart(Part):
     def formula(self) -> CorrectionFormula | None:
         """Return the factor of one token; None: it has no formula."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedCorrection(CorrectionPart):
+    """Factor with bounds."""
+
+    low: Annotated[float, Bound("must lie in [0, 1]", lambda bound: 0 <= bound <= 1)] = 0.0
+    """Lower bound of the factor: 0.5 for mask in IcePop, 0.999 for sequence_mask in ProRL v2.1."""
+    high: Annotated[float, at_least(1)] = 2.0
+    """Upper bound of the factor: 5.0 for mask in IcePop, 1.002 for sequence_mask in ProRL v2.1."""
 
 
 @dataclass(frozen=True, kw_only=True)

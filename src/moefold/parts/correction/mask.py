@@ -3,21 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from moefold.config.groups.policy import CorrectionFormula, CorrectionPart
-from moefold.config.part import FlatKey
+from moefold.config.groups.policy import BoundedCorrection, CorrectionFormula
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedFactor(CorrectionPart):
+class MaskedFactor(BoundedCorrection):
     """The factor, or 0 outside of its bounds."""
-
-    low: Annotated[float, FlatKey("rl.correction_low")]
-    high: Annotated[float, FlatKey("rl.correction_high")]
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
         """Return the factor of each token; see the base class."""

@@ -3,22 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.policy import CorrectionFormula, CorrectionPart
-from moefold.config.part import FlatKey
+from moefold.config.groups.policy import BoundedCorrection, CorrectionFormula
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedRollout(CorrectionPart):
+class MaskedRollout(BoundedCorrection):
     """The factor, or 0 in a rollout whose geometric mean of factors is outside of the bounds."""
 
     reads_rollouts: ClassVar[bool] = True
-    low: Annotated[float, FlatKey("rl.correction_low")]
-    high: Annotated[float, FlatKey("rl.correction_high")]
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
         """Return the factor of each token; see the base class."""

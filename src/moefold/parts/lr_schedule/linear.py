@@ -2,17 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
-from moefold.config.groups.lr_schedule import LrSchedulePart, interpolate, progress
-from moefold.config.part import FlatKey
+from moefold.config.groups.lr_schedule import DecayPart, interpolate, progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearDecay(LrSchedulePart):
+class LinearDecay(DecayPart):
     """Fall from the peak to min_lr by the same amount in each step."""
-
-    min_lr: Annotated[float, FlatKey("train.min_lr")]
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
         """Return the learning rate of a step after the warm-up; see the base class."""

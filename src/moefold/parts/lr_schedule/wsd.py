@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.groups.lr_schedule import LrSchedulePart, interpolate, progress
-from moefold.config.part import FlatKey
+from moefold.config.field import Most, at_least
+from moefold.config.groups.lr_schedule import DecayPart, interpolate, progress
+from moefold.config.limits import MAX_STEPS
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupStableDecay(LrSchedulePart):
-    """Stay at the peak, then fall linearly to min_lr over the last decay_steps (0: a tenth of the run, at least one).
+class WarmupStableDecay(DecayPart):
+    """Stay at the peak, then fall linearly to min_lr over the last decay_steps.
 
     If the decay overlaps the warm-up, it starts after the warm-up.
     """
 
-    min_lr: Annotated[float, FlatKey("train.min_lr")]
-    decay_steps: Annotated[int, FlatKey("train.decay_steps")]
+    decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
+    """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
         """Return the learning rate of a step after the warm-up; see the base class."""
@@ -39,7 +40,7 @@ class WarmupStableDecay(LrSchedulePart):
         steps = run.steps
         if warmup <= steps < warmup + self.decay_steps:
             yield Problem(
-                "train.decay_steps",
+                "train.lr_schedule.decay_steps",
                 self.decay_steps,
                 f"and train.warmup_steps={warmup} must fit into run.steps={steps}",
                 f"choose decay_steps of at most {steps - warmup}",

@@ -3,21 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from moefold.config.groups.policy import ObjectivePart, OracleToken, PolicyTokens
-from moefold.config.part import FlatKey
+from moefold.config.groups.policy import ClippedPart, OracleToken, PolicyTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cispo(ObjectivePart):
+class Cispo(ClippedPart):
     """The policy gradient with the clipped ratio as a factor, without its gradient."""
-
-    clip_low: Annotated[float, FlatKey("rl.clip_low")]
-    clip_high: Annotated[float, FlatKey("rl.clip_high")]
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":
         """Return -clamp(r) * A * log_probs."""

@@ -3,21 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from moefold.config.groups.policy import ObjectivePart, OracleToken, PolicyTokens, clipped_loss
-from moefold.config.part import FlatKey
+from moefold.config.groups.policy import ClippedPart, OracleToken, PolicyTokens, clipped_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip(ObjectivePart):
+class Clip(ClippedPart):
     """The lower of the gain and the gain with the ratio clipped, as a loss."""
-
-    clip_low: Annotated[float, FlatKey("rl.clip_low")]
-    clip_high: Annotated[float, FlatKey("rl.clip_high")]
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":
         """Return -min(r * A, clamp(r) * A)."""

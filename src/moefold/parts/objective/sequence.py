@@ -2,22 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.groups.policy import ObjectivePart, OracleToken, PolicyTokens, clipped_loss
-from moefold.config.part import FlatKey
+from moefold.config.groups.policy import ClippedPart, OracleToken, PolicyTokens, clipped_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutClip(ObjectivePart):
+class RolloutClip(ClippedPart):
     """Clip the geometric mean of the ratios of a rollout; advantage and weight are of the token."""
 
     reads_rollouts: ClassVar[bool] = True
-    clip_low: Annotated[float, FlatKey("rl.clip_low")]
-    clip_high: Annotated[float, FlatKey("rl.clip_high")]
 
     def log_ratio(self, tokens: PolicyTokens) -> "Tensor | None":
         """Return the mean over the rollout of each token."""

@@ -244,7 +244,9 @@ class StateMemoryTable:
         if states is None:
             return make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
         is_narrow = states.moment == ITEM_BYTES["bfloat16"]
-        cfg = replace(self.cfg, train=replace(self.cfg.train, moment_dtype="bfloat16" if is_narrow else "float32"))
+        train = self.cfg.train
+        optimizer = chosen_in(train, OptimizerPart).with_moment_dtype("bfloat16" if is_narrow else "float32")
+        cfg = replace(self.cfg, train=replace(train, optimizer=optimizer))
         shard_spec = make_shard_spec(cfg, degrees, accumulates_gradients=accumulates_gradients)
         return replace(shard_spec, master_bytes=states.master, gradient_bytes=states.gradient)
 

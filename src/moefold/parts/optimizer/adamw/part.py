@@ -1,13 +1,13 @@
 """AdamW (arXiv:1711.05101): two moments for each number."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from moefold.config.field import BELOW_ONE, POSITIVE, Judged, at_least
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -34,11 +34,18 @@ class AdamW(OptimizerPart):
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype",)
 
-    beta1: Annotated[float, FlatKey("train.beta1")]
-    beta2: Annotated[float, FlatKey("train.beta2")]
-    eps: Annotated[float, FlatKey("train.eps")]
-    weight_decay: Annotated[float, FlatKey("train.weight_decay")]
-    moment_dtype: Annotated[str, FlatKey("train.moment_dtype")]
+    beta1: Annotated[float, BELOW_ONE] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, POSITIVE] = 1e-8
+    """Number that is added to the root of the second moment."""
+    weight_decay: Annotated[float, at_least(0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    moment_dtype: Annotated[Literal["float32", "bfloat16"], Judged.FORMAT] = "float32"
+    """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
+    computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
+    its 8 bits."""
 
     @property
     def has_bf16_moments(self) -> bool:
@@ -49,6 +56,15 @@ class AdamW(OptimizerPart):
     def state_dtype(self) -> str:
         """Return the type of the moments; empty: the type of the master weights."""
         return "bfloat16" if self.has_bf16_moments else ""
+
+    @property
+    def smallest_divisor(self) -> float:
+        """Least number that an update divides a gradient by."""
+        return self.eps
+
+    def with_moment_dtype(self, dtype: Literal["float32", "bfloat16"]) -> Self:
+        """Return the optimizer with moments of another type."""
+        return replace(self, moment_dtype=dtype)
 
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
         """Return both moments and the step count of the bias correction."""
@@ -61,18 +77,18 @@ class AdamW(OptimizerPart):
 
     def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
         """Yield decays that a bfloat16 moment is too coarse for."""
-        yield from self._imprecise_decays({"train.beta1": self.beta1, "train.beta2": self.beta2})
+        yield from self._imprecise_decays({"beta1": self.beta1, "beta2": self.beta2})
 
     def _imprecise_decays(self, decays: Mapping[str, float]) -> Iterator[Problem]:
-        """Yield the decays, by recipe key, with which what a step adds is lost in rounding."""
-        for key, decay in decays.items() if self.has_bf16_moments else ():
+        """Yield the decays, by setting, with which what a step adds is lost in rounding."""
+        for name, decay in decays.items() if self.has_bf16_moments else ():
             if decay > MAX_BF16_MOMENT_DECAY:
                 yield Problem(
-                    key,
+                    f"{self.key}.{name}",
                     decay,
-                    f"must be at most {MAX_BF16_MOMENT_DECAY} with train.moment_dtype='bfloat16': what a step adds "
-                    "would be lost in rounding",
-                    f"choose {key.removeprefix('train.')}={MAX_BF16_MOMENT_DECAY} or less, or moment_dtype='float32'",
+                    f"must be at most {MAX_BF16_MOMENT_DECAY} with {self.key}.moment_dtype='bfloat16': what a step "
+                    "adds would be lost in rounding",
+                    f"choose {name}={MAX_BF16_MOMENT_DECAY} or less, or moment_dtype='float32'",
                 )
 
     def formula(self) -> Callable[..., "Tensor"]:

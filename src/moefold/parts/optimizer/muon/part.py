@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import BELOW_ONE, Most, at_least
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
 from moefold.config.model import has_dense_layers, has_moe_layers
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
-from moefold.config.train import MUON_GROUPS
 from moefold.parts.optimizer.adamw.part import AdamW
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
     from moefold.optim.build import OptimizerRun
 
+MUON_GROUPS = ("attention", "dense_mlp", "experts", "shared_experts", "router", "mtp")
+"""Groups of the layers' weight matrices; mtp: the input projection of multi-token prediction."""
 MOMENTUM = "momentum"
 BYTES_PER_PARAM = 58
 """Memory traffic for the local shard of a matrix: norm 4, decayed weight 8, momentum 20, Nesterov 12, update 12, copy
@@ -38,9 +39,13 @@ class Muon(AdamW):
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups")
 
-    groups: Annotated[tuple[str, ...], FlatKey("train.muon_groups")]
-    momentum: Annotated[float, FlatKey("train.muon_momentum")]
-    ns_steps: Annotated[int, FlatKey("train.muon_ns_steps")]
+    groups: tuple[str, ...] = MUON_GROUPS
+    """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
+    embeddings, head, norms, biases and gates. mtp: the input projection of multi-token prediction."""
+    momentum: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of Muon's Nesterov momentum."""
+    ns_steps: Annotated[int, at_least(1), Most(100)] = 5
+    """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
 
     def gathers(self, weight: ParamSpec) -> bool:
         """Return whether Muon updates a weight, instead of AdamW."""
@@ -66,8 +71,8 @@ class Muon(AdamW):
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield groups that are unknown, named twice or not in the model, and decays as AdamW does."""
         yield from super().check()
-        yield from self._imprecise_decays({"train.muon_momentum": self.momentum})
-        key = "train.muon_groups"
+        yield from self._imprecise_decays({"momentum": self.momentum})
+        key = f"{self.key}.groups"
         names = ", ".join(map(repr, MUON_GROUPS))
         if not self.groups:
             yield Problem(key, [], "leaves Muon nothing", f"name some of {names}, or choose optimizer='adamw'")
@@ -83,7 +88,7 @@ class Muon(AdamW):
                 key,
                 None,
                 f"has {group!r}, and the model has no such matrices: {lacking[group]}",
-                f"leave {group!r} out, or leave muon_groups out for all groups",
+                f"leave {group!r} out, or leave groups out for all groups",
             )
 
     def formula(self) -> Callable[..., "Tensor"]:

@@ -1,0 +1,70 @@
+"""`moefold recipe`: bring recipes of earlier versions into the format of this one."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
+from moefold.cli.command_parser import CommandParser
+from moefold.config.upgrade import upgraded_word
+from moefold.config.upgrade_text import upgrade_text
+from moefold.errors import ConfigError
+from moefold.recipe import read_recipe
+from moefold.terminal import print_escaped
+
+EPILOG = """examples:
+  moefold recipe upgrade my.toml other.toml
+
+`upgrade` changes files in place: keys that have moved stand in the table of their part, and all other lines and
+comments stay. --word prints one setting of a command line in its new form, and changes no file: train.min_lr=1e-5
+becomes train.lr_schedule.min_lr=1e-5.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Upgrade recipes in place, or print a setting in its new form.
+
+    Raises:
+        ConfigError: a file cannot be read, written or upgraded; nothing is written then.
+    """
+    arguments = _parser().parse_intermixed_args(argv)
+    if arguments.word:
+        if len(arguments.files) > 1:
+            raise ConfigError("--word takes one recipe, whose parts decide about the new form")
+        tree = read_recipe(arguments.files[0]) if arguments.files else {}
+        print_escaped(upgraded_word(arguments.word, tree))
+        return 0
+    if not arguments.files:
+        raise ConfigError("moefold recipe upgrade needs a FILE, or --word KEY=VALUE")
+    _upgrade(arguments.files)
+    return 0
+
+
+def _upgrade(files: Sequence[Path]) -> None:
+    found = []
+    for path in files:
+        read_recipe(path)
+        found.append((path, *upgrade_text(read_text(path, MAX_RECIPE_BYTES), f"recipe {str(path)!r}")))
+    for path, text, left_out in found:
+        if text == read_text(path, MAX_RECIPE_BYTES):
+            print_escaped(f"{path}: nothing to change")
+            continue
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"recipe {str(path)!r} cannot be written: {error.strerror}") from None
+        print_escaped(f"upgraded {path}")
+        if left_out:
+            print_escaped(f"  left out, as no part of the recipe reads it: {', '.join(left_out)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="moefold recipe",
+        description="Bring recipes of earlier versions into the format of this one.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("action", choices=["upgrade"], help="what to do")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="recipes, changed in place")
+    parser.add_argument("--word", metavar="KEY=VALUE", default="", help="print one setting in its new form instead")
+    return parser

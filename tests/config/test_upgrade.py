@@ -1,0 +1,170 @@
+"""Recipes and runs of format 1 in format 2."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moefold.board.run_finder import find_runs
+from moefold.board.run_reader import RunReader
+from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.config.load import config_from_dict
+from moefold.config.part import make_part, settings_of
+from moefold.config.schema import config_to_dict
+from moefold.config.suggestions import key_types, kind_settings
+from moefold.config.upgrade import FORMAT, MOVED, upgraded, upgraded_word
+from moefold.config.upgrade_text import upgrade_text
+from moefold.convert.run_config import parse_run_config
+from moefold.errors import ConfigError
+from moefold.optim.lr_schedule import schedule_settings
+from moefold.recipe import load_config, load_recipe
+
+OLD_RUN = Path(__file__).with_name("format1")
+"""config.json and moefold.json of a run that a version with format 1 made."""
+
+RECIPE = """# A recipe.
+
+[run]
+steps = 100  # few
+
+[train]
+# The peak.
+lr = 2e-3
+min_lr = 2e-4  # a tenth
+lr_schedule = "wsd"
+decay_steps = 5
+
+[data]
+kind = "synthetic"
+"""
+UPGRADED = """# A recipe.
+
+format = 2
+
+[run]
+steps = 100  # few
+
+[train]
+# The peak.
+lr = 2e-3
+# a tenth
+lr_schedule = { kind = "wsd", min_lr = 2e-4, decay_steps = 5 }
+
+[data]
+kind = "synthetic"
+"""
+
+
+def test_a_file_keeps_its_lines_and_comments():
+    assert upgrade_text(RECIPE, "r.toml") == (UPGRADED, [])
+    assert upgrade_text(UPGRADED, "r.toml") == (UPGRADED, [])
+
+
+def test_a_table_stands_where_the_first_flat_key_did():
+    found, _ = upgrade_text("[train]\nmin_lr = 1e-5 # low\nlr = 1\n", "r.toml")
+    assert found == 'format = 2\n\n[train]\nlr_schedule = { kind = "cosine", min_lr = 1e-5 }  # low\nlr = 1\n'
+
+
+def test_a_key_that_no_part_reads_is_left_out_and_named():
+    found, left_out = upgrade_text('[train]\nlr_schedule = "constant"\nmin_lr = 1e-5\n', "r.toml")
+    assert found == 'format = 2\n\n[train]\nlr_schedule = "constant"\n'
+    assert left_out == ["train.min_lr"]
+
+
+def test_an_unusual_form_is_refused_with_the_new_names():
+    with pytest.raises(ConfigError, match=r"move by hand: train.min_lr \(train.lr_schedule.min_lr\)"):
+        upgrade_text("train.min_lr = 1e-5\n", "r.toml")
+
+
+@pytest.mark.parametrize("text", ["format = 3\n", 'format = "new"\n', "format = 0\n"])
+def test_a_newer_format_is_refused(tmp_path, text):
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"reads up to 2; update it"):
+        load_config(tmp_path / "r.toml")
+    with pytest.raises(ConfigError, match=r"reads up to 2; update it"):
+        upgrade_text(text, "r.toml")
+
+
+def test_every_place_exists_and_no_key_has_two():
+    for name, place in MOVED.items():
+        section, _, key = name.partition(".")
+        assert key not in key_types(section)
+        assert str(place) in kind_settings()
+    for name, place in MOVED.items():
+        assert all(place.kinds for other in MOVED.values() if other is not place and str(other) == str(place)), name
+
+
+def test_an_old_key_is_refused_with_the_new_word(tmp_path):
+    (tmp_path / "r.toml").write_text("[train]\nmin_lr = 2e-4\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "r.toml")
+    assert str(error.value) == (
+        'train.min_lr is train.lr_schedule.min_lr now: write train.lr_schedule = { kind = "cosine", min_lr = 0.0002 }, '
+        "or run moefold recipe upgrade FILE"
+    )
+    (tmp_path / "r.toml").write_text('[train]\nmin_lr = 2e-4\nlr_schedule = "constant"\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "r.toml")
+    assert str(error.value) == (
+        "train.min_lr is train.lr_schedule.min_lr now, a key of 'cosine', 'linear' or 'wsd', and not of 'constant'; "
+        "leave it out"
+    )
+    with pytest.raises(ConfigError, match=r"^train.min_lr is .* now: write train.lr_schedule.min_lr=2e-4$"):
+        load_config(None, ["train.min_lr=2e-4"])
+
+
+def test_words_of_a_command_line():
+    assert upgraded_word("train.min_lr=1e-5", {}) == "train.lr_schedule.min_lr=1e-5"
+    assert upgraded_word("train.lr=1e-5", {}) == "train.lr=1e-5"
+    assert upgraded_word("train.decay_steps=5", {"train": {"lr_schedule": "wsd"}}).startswith("train.lr_schedule.")
+    with pytest.raises(ConfigError, match="a key of 'wsd', and not of 'cosine'"):
+        upgraded_word("train.decay_steps=5", {})
+
+
+def test_another_kind_keeps_what_it_has_too_and_says_what_it_leaves_out(tmp_path):
+    (tmp_path / "r.toml").write_text(UPGRADED)
+    found = load_recipe(tmp_path / "r.toml", ["train.lr_schedule=linear"])
+    assert found.cfg.train.lr_schedule == make_part("lr_schedule", "linear", min_lr=2e-4)
+    assert found.messages == (
+        "train.lr_schedule='linear' leaves out train.lr_schedule.decay_steps=5 of the recipe, which it has no key for",
+    )
+    found = load_recipe(tmp_path / "r.toml", ["train.lr_schedule.min_lr=1e-5"])
+    assert found.cfg.train.lr_schedule == make_part("lr_schedule", "wsd", min_lr=1e-5, decay_steps=5)
+    assert not found.messages
+
+
+def old_settings() -> dict[str, dict[str, object]]:
+    return json.loads((OLD_RUN / "config.json").read_text())
+
+
+def test_an_old_run_has_the_same_settings():
+    tree = old_settings()
+    cfg = parse_run_config(tree, OLD_RUN / "config.json")
+    for name, place in MOVED.items():
+        section, _, key = name.partition(".")
+        owner, _, chooser = place.key.partition(".")
+        part = getattr(getattr(cfg, owner), chooser)
+        if place.setting in settings_of(type(part)) and part.kind in (place.kinds or (part.kind,)):
+            value = getattr(part, place.setting)
+            assert (list(value) if isinstance(value, tuple) else value) == tree[section][key]
+    assert config_from_dict(config_to_dict(cfg)) == cfg
+    assert upgraded(config_to_dict(cfg)) == (config_to_dict(cfg), [])
+
+
+def test_an_old_checkpoint_has_the_schedule_of_its_run():
+    cfg = parse_run_config(old_settings(), OLD_RUN / "config.json")
+    meta = read_meta(OLD_RUN / "step-000004")
+    assert meta.schedule == schedule_settings(cfg.run, cfg.train)
+    assert meta.format == FORMAT
+
+
+def test_the_board_shows_an_old_run_in_the_new_keys(tmp_path):
+    shutil.copy(OLD_RUN / "config.json", tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (run,) = find_runs([tmp_path])
+    reader = RunReader(run)
+    reader.read()
+    settings = reader.recipe()["settings"]
+    assert settings["train.lr_schedule"] == "wsd"
+    assert settings["train.lr_schedule.min_lr"] == old_settings()["train"]["min_lr"]
