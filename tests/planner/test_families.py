@@ -30,10 +30,24 @@ SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "8", "--seq-len", "64", 
 TABLE = Path(__file__).parent / "published" / "calibration.csv"
 
 
-def planner_of(model: str, num_gpus: int, fix: dict | None = None, *, offload: bool = False) -> Planner:
-    options = PlanOptions(offload=offload)
+def planner_of(
+    model: str,
+    num_gpus: int,
+    fix: dict | None = None,
+    *,
+    offload: bool = False,
+    gpu: str = "h100",
+    seq_len: int = 4096,
+    batch: int = 64,
+) -> Planner:
     query = PlanQuery(
-        model=model, gpu="h100", num_gpus=num_gpus, seq_len=4096, global_batch_size=64, fix=fix or {}, options=options
+        model=model,
+        gpu=gpu,
+        num_gpus=num_gpus,
+        seq_len=seq_len,
+        global_batch_size=batch,
+        fix=fix or {},
+        options=PlanOptions(offload=offload),
     )
     return make_planner(plan_request(query), None)
 
@@ -59,6 +73,37 @@ def test_every_family_is_the_best_of_its_part_of_the_space(model, num_gpus):
         # A mapping with measured degrees may stand for a faster one within the error.
         limit_s = max(fastest_s, found[0].time.total_s) * (1 + STATED_ERROR.tie_pct / 100)
         assert found[0].time.total_s * (1 - 1e-12) <= plan.time.total_s <= limit_s
+
+
+PAPER = {
+    "zero": 1,
+    "mbs": 1,
+    "dispatcher": "alltoall",
+    "overlap": False,
+    "recompute": (),
+    "offload": (),
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "degrees"),
+    [
+        # Mappings that fit at three snapshots of the step, and not at another one, are faster than all that fit.
+        (("qwen2-57b-a14b", 64, "h200", 4096, 256), {"tp": 1, "pp": 2, "ep": 8}),
+        # Hundreds of mappings without a pipeline have lower bounds, and do not fit.
+        (("mixtral-8x22b", 1024, "h100", 131072, 128), {"tp": 8, "cp": 8, "pp": 8, "ep": 8}),
+    ],
+    ids=["a mapping that fits almost", "a long context"],
+)
+def test_the_beam_contains_what_an_exhaustive_search_finds(question, degrees):
+    """A search of a part of the space, small enough to be exact, has nothing that the search of all of it lacks."""
+    model, num_gpus, gpu, seq_len, batch = question
+    found = [
+        planner_of(model, num_gpus, PAPER | fixed, gpu=gpu, seq_len=seq_len, batch=batch) for fixed in ({}, degrees)
+    ]
+    found[1].rank_all()
+    assert found[1].plans[0].memory.fits
+    assert found[0].best().time.total_s <= found[1].plans[0].time.total_s
 
 
 def test_offload_is_searched_where_it_is_asked_for():

@@ -4,10 +4,11 @@ A queue holds attention views, and pairs of a fold and a micro-batch size, by a 
 refines the lowest one: the layers of one micro-batch without recomputation and the least bubble, first with experts at
 the speed of large GEMMs, then with their degrees, then with the memory strategies that may fit at three snapshots of
 the step. Sends, reductions and the optimizer only add to them. A pair whose turn it is again is priced: all pipelines
-(schedules with virtual stages), ZeRO stages and memory strategies together (`planner/cost_model/strategy.py`). What is
-best in the end is checked against the memory of all snapshots of its step.
+(schedules with virtual stages), ZeRO stages and memory strategies together (`planner/cost_model/strategy.py`), and its
+best is checked against the memory of all snapshots of its step.
 
-The search is a beam: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs. `Search.gap` is how much faster a
+The search is a beam for each number of pipeline ranks: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs.
+Mappings with few of them have the lowest bounds, and in large models they do not fit. `Search.gap` is how much faster a
 mapping outside the beam could be at most, by its lower bound; 0 if the beam contains all that may win. What is listed,
 `space.py` decides.
 `tests/planner/search/test_search.py` compares with pricing every mapping.
@@ -38,7 +39,8 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 BEAM = 300
 MAX_VIEWS = 48
-"""Most pairs of a fold and a micro-batch size whose memory a round of the search looks at, and most attention views."""
+"""Most pairs of a fold and a micro-batch size whose memory a round of the search looks at, and most attention views,
+for each number of pipeline ranks."""
 MAX_ROUNDS = 4
 """Rounds of the search, each over what the one before left out, for groups without a mapping."""
 MAX_PIPELINES = 8
@@ -148,7 +150,6 @@ class _Found:
     def __init__(self, group: MappingGroup) -> None:
         self.group = group
         self.best: dict[Fold, TimedMapping] = {}
-        self.verified: set[ParallelMapping] = set()
         self._accepted: dict[Fold, bool] = {}
 
     @property
@@ -163,20 +164,14 @@ class _Found:
             self._accepted[fold] = self.group.accepts(fold)
         return self._accepted[fold]
 
-    def add(self, fold: Fold, best: _Best, *, is_verified: bool) -> None:
+    def add(self, fold: Fold, best: _Best) -> None:
         """Add the best mapping of a fold, if it is faster than what is known of it."""
         if best.found is not None and best.found[0] < self.best.get(fold, (inf,))[0]:
             self.best[fold] = best.found
-            if is_verified:
-                self.verified.add(best.found[1])
 
     def mappings(self) -> list[ParallelMapping]:
         """Return the best mappings, best first."""
         return [m for _, m in sorted(self.best.values(), key=lambda timed: timed[0])[: self.group.count]]
-
-    def unverified(self) -> list[ParallelMapping]:
-        """Return the mappings whose memory was not checked at every snapshot."""
-        return [m for m in self.mappings() if m not in self.verified]
 
 
 class Search:
@@ -231,36 +226,23 @@ class Search:
 
     def _search_round(self, queue: list["_Node"], found: Sequence["_Found"], skipped: list["_Node"]) -> None:
         """Search the queue for the best mappings of groups; what the beam leaves out is appended to `skipped`."""
-        room = {"views": MAX_VIEWS, "sizes": BEAM}
-        while True:
-            while queue and (bound := queue[0][0]) < max(one.limit_s for one in found):
-                node = heappop(queue)
-                own = [one for one in found if bound < one.limit_s and (node.fold is None or one.accepts(node.fold))]
-                if not own:
-                    continue
-                if node.is_bounded:
-                    self._price_node(node, own)
-                    continue
-                level = "views" if node.fold is None else "sizes" if node.number >= 0 else "folds"
-                room[level] = room.get(level, len(self.space.folds)) - 1
-                if room[level] < 0:
-                    skipped.append(node)
-                    continue
-                for refined in self._refine(node, own):
-                    heappush(queue, refined)
-            unverified = [(one, mapping) for one in found for mapping in one.unverified()]
-            if not unverified:
-                return
-            for one, mapping in unverified:
-                if self.memory_model.estimate(mapping).fits:
-                    one.verified.add(mapping)
-                else:
-                    # Some other snapshot is larger: search this fold again, and check every snapshot.
-                    fold = fold_of(mapping)
-                    del one.best[fold]
-                    best = _Best(one.group.zero_stages, one.limit_s)
-                    self._search_fold(fold, self._view_of[fold], (best,))
-                    one.add(fold, best, is_verified=True)
+        rooms: dict[int, dict[str, int]] = {}
+        while queue and (bound := queue[0][0]) < max(one.limit_s for one in found):
+            node = heappop(queue)
+            own = [one for one in found if bound < one.limit_s and (node.fold is None or one.accepts(node.fold))]
+            if not own:
+                continue
+            if node.is_bounded:
+                self._price_node(node, own)
+                continue
+            room = rooms.setdefault(node.view.pp, {"views": MAX_VIEWS, "sizes": BEAM})
+            level = "views" if node.fold is None else "sizes" if node.number >= 0 else "folds"
+            room[level] = room.get(level, len(self.space.folds)) - 1
+            if room[level] < 0:
+                skipped.append(node)
+                continue
+            for refined in self._refine(node, own):
+                heappush(queue, refined)
 
     def faster_folds(self, seconds: float) -> set[Fold]:
         """Return the folds whose best mapping that fits takes less than `seconds`."""
@@ -309,10 +291,6 @@ class Search:
             found.setdefault(view, []).append(fold)
         return found
 
-    @cached_property
-    def _view_of(self) -> dict[Fold, AttentionView]:
-        return dict(self.space.folds)
-
     def _queue(self) -> list["_Node"]:
         """Return the queue of a search: every attention view."""
         queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(self._folds_of_view)]
@@ -351,17 +329,30 @@ class Search:
         return any(least > 0 and zero in zeros for least, (zero, _) in zip(free, self.placements, strict=True))
 
     def _price_node(self, node: "_Node", own: Sequence["_Found"]) -> None:
-        """Add the best mappings of a fold and a micro-batch size to groups, if they fit at three snapshots."""
-        assert node.fold is not None
-        bests = {one.group.zero_stages: _Best(one.group.zero_stages, -inf) for one in own}
+        """Add the best mappings of a fold and a micro-batch size that fit to groups.
+
+        They are found by three snapshots of the step. One that does not fit at another snapshot must not set a limit,
+        which would exclude slower ones that fit: then every snapshot is looked at.
+        """
+        limits: dict[tuple[int, ...], float] = {}
         for one in own:
-            best = bests[one.group.zero_stages]
-            best.limit_s = max(best.limit_s, one.limit_s)
+            stages = one.group.zero_stages
+            limits[stages] = max(limits.get(stages, -inf), one.limit_s)
+        bests = {stages: _Best(stages, limit_s) for stages, limit_s in limits.items()}
+        self._price_choices(node, tuple(bests.values()), exact=False)
+        for stages, best in bests.items():
+            if best.found is not None and not self.memory_model.estimate(best.found[1]).fits:
+                bests[stages] = _Best(stages, limits[stages])
+                self._price_choices(node, (bests[stages],), exact=True)
+        for one in own:
+            one.add(node.fold, bests[one.group.zero_stages])
+
+    def _price_choices(self, node: "_Node", bests: Sequence[_Best], *, exact: bool) -> None:
+        """Improve the best mappings by the mappings of a fold and a micro-batch size; `exact` as in `_price`."""
+        assert node.fold is not None
         size, pipelines = node.view.pipelines_by_mbs[node.number]
         for choice in self._choices(node.fold, size, pipelines):
-            self._price(node.fold, choice, tuple(bests.values()), exact=False)
-        for one in own:
-            one.add(node.fold, bests[one.group.zero_stages], is_verified=False)
+            self._price(node.fold, choice, bests, exact=exact)
 
     def _view_bound_s(self, view: AttentionView) -> float:
         """Return a lower bound of a step's seconds over all degrees of the experts."""
