@@ -5,7 +5,6 @@ from moefold.api import LoadedRecipe as LoadedRecipe
 from moefold.api import RunError as RunError
 from moefold.api import build_model as build_model
 from moefold.api import check_config as check_config
-from moefold.api import edit as edit
 from moefold.api import evaluate as evaluate
 from moefold.api import fold as fold
 from moefold.api import generate as generate
@@ -14,6 +13,7 @@ from moefold.api import load_recipe as load_recipe
 from moefold.api import plan as plan
 from moefold.api import train_in_process as train_in_process
 from moefold.api import train_model as train_model
+from moefold.config.edit import edit as edit
 from moefold.data.dataset import ProgramData as ProgramData
 from moefold.data.sample import Sample as Sample
 from moefold.data.sampler import Sampler as Sampler

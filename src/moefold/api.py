@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.edit import edit
 from moefold.config.outside import import_files
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
@@ -46,7 +45,6 @@ __all__ = [
     "RunError",
     "build_model",
     "check_config",
-    "edit",
     "evaluate",
     "fold",
     "generate",

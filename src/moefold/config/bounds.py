@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from moefold.config.field import Bound, Judged, Most, ReadIf, Trait
+from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
 from moefold.config.find import find_part
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.part import Part, settings_of
@@ -93,6 +93,14 @@ def own_maxima() -> dict[str, int]:
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait."""
     return frozenset(key for key, metadata in _metadata(section).items() if trait in metadata)
+
+
+@cache
+def keys_of_same_run() -> frozenset[str]:
+    """Return the keys that may change when a run is resumed without a line of the log (`SAME_RUN`)."""
+    return frozenset(
+        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not Judged.START
+    )
 
 
 @cache

@@ -62,10 +62,14 @@ class Trait(Enum):
     """Property of a key that the code of another part asks for."""
 
     SAME_TENSORS = auto()
+    SAME_RUN = auto()
 
 
 SAME_TENSORS = Trait.SAME_TENSORS
 """A key of [model] that does not change the meaning of stored tensors, or that is compared by its effect."""
+SAME_RUN = Trait.SAME_RUN
+"""A key that may change when a run is resumed without a line of the log; on a section: all its keys, but for those that
+initial values follow from (`Judged.START`)."""
 
 
 def at_least(low: int, meaning: str = "") -> Bound:

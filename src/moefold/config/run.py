@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Bound, Judged, Most, at_least
+from moefold.config.field import SAME_RUN, Bound, Judged, Most, at_least
 from moefold.config.limits import MAX_STEPS
 
 
@@ -11,16 +11,16 @@ from moefold.config.limits import MAX_STEPS
 class RunConfig:
     """Duration, device, compute type and output folder of a run."""
 
-    dir: Annotated[str, Bound("must name a folder", bool), Judged.FILES] = "runs/run"
+    dir: Annotated[str, Bound("must name a folder", bool), Judged.FILES, SAME_RUN] = "runs/run"
     """Run folder: config.json, metrics.jsonl, checkpoints/, loss.png. If it already holds another run, that run is kept
     and this one is written to DIR-2, DIR-3, ... ([checkpoints.md](checkpoints.md))."""
     seed: Annotated[
         int, Bound("must be at least 0 and below 2**63", lambda seed: 0 <= seed < 2**63), Most(2**63 - 1), Judged.START
     ] = 0
     """Seed of the initial weights and of the data order."""
-    steps: Annotated[int, at_least(1), Most(MAX_STEPS)] = 100
+    steps: Annotated[int, at_least(1), Most(MAX_STEPS), SAME_RUN] = 100
     """Total optimizer steps, including those before a resume."""
-    epochs: Annotated[float, at_least(0, "0: run.steps"), Judged.FILES] = 0.0
+    epochs: Annotated[float, at_least(0, "0: run.steps"), Judged.FILES, SAME_RUN] = 0.0
     """Length in passes over the training data, instead of run.steps: the steps follow from its samples and
     train.global_batch_size, rounded up, and the log says them. For data of known length. 0: run.steps."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Judged.FORMAT] = "auto"

@@ -13,7 +13,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.field import Judged, ReadIf
+from moefold.config.field import SAME_RUN, Judged, ReadIf
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -32,15 +32,15 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: Annotated[ParallelConfig, Judged.MAPPING] = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, Judged.MAPPING, SAME_RUN] = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: Annotated[DataConfig, Judged.SAMPLES] = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     lora: Annotated[LoraConfig, ReadIf("lora.rank")] = field(default_factory=LoraConfig)
-    checkpoint: Annotated[CheckpointConfig, Judged.FILES] = field(default_factory=CheckpointConfig)
-    metrics: Annotated[MetricsConfig, Judged.FILES] = field(default_factory=MetricsConfig)
-    faults: Annotated[FaultsConfig, Judged.FILES] = field(default_factory=FaultsConfig)
+    checkpoint: Annotated[CheckpointConfig, Judged.FILES, SAME_RUN] = field(default_factory=CheckpointConfig)
+    metrics: Annotated[MetricsConfig, Judged.FILES, SAME_RUN] = field(default_factory=MetricsConfig)
+    faults: Annotated[FaultsConfig, Judged.FILES, SAME_RUN] = field(default_factory=FaultsConfig)
     rl: Annotated[RLConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RLConfig)
     rollout: Annotated[RolloutConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RolloutConfig)
     reward: Annotated[RewardConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RewardConfig)

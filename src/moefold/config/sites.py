@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import BELOW_ONE, POSITIVE, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
 from moefold.config.part import KindOf, Part
 
 DEFAULT_EVERY = 30
@@ -26,9 +26,9 @@ class SitesConfig:
     ] = -1
     """Number of the site that this job is, from 0. -1: `moefold train` starts all sites on this machine, each with the
     run folder run.dir/site-N."""
-    meet: Annotated[str, ReadIf("sites.count"), Judged.FILES] = ""
+    meet: Annotated[str, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = ""
     """HOST:PORT of `moefold meet`, the meeting point of the sites. Empty with number -1 only."""
-    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES] = ""
+    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES, SAME_RUN] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
     method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS, Judged.FILES] = "mean"
@@ -101,10 +101,10 @@ class SitesConfig:
     """Step at which the share of the merging is 0."""
     quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), Judged.FILES] = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
-    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES] = 0.0
+    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 0.0
     """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
     them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
-    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), Judged.FILES] = 60.0
+    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 60.0
     """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
 
     @property

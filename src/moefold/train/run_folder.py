@@ -26,6 +26,7 @@ from moefold.checkpoint.checkpoint_dir import (
     resume_candidate,
     step_of,
 )
+from moefold.config.bounds import keys_of_same_run
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import without_source
 from moefold.config.run import RunConfig
@@ -292,10 +293,8 @@ def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
 
 def _is_free_to_change(key: str) -> bool:
     """Return whether a run stays the same run if a key changes: folder, length, mapping, logging and saving."""
-    section = key.partition(".")[0]
-    if key in ("run.dir", "run.steps", "run.epochs", "sites.meet", "sites.secret", "sites.grace_s", "sites.timeout_s"):
-        return True
-    return section in ("parallel", "metrics", "faults") or (section == "checkpoint" and key != "checkpoint.init_from")
+    section, name, *_ = key.split(".")
+    return f"{section}.{name}" in keys_of_same_run()
 
 
 def _invalidates_finished_run(key: str) -> bool:
