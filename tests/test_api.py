@@ -93,6 +93,7 @@ def test_the_package_offers_what_the_interface_exports():
         "Sample",
         "Sampler",
         "SamplingParams",
+        "edit",
         "result_as_dict",
         "weighted_sum",
     }

@@ -334,6 +334,7 @@ class Search:
         They are found by three snapshots of the step. One that does not fit at another snapshot must not set a limit,
         which would exclude slower ones that fit: then every snapshot is looked at.
         """
+        assert node.fold is not None
         limits: dict[tuple[int, ...], float] = {}
         for one in own:
             stages = one.group.zero_stages
