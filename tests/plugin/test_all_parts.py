@@ -142,7 +142,7 @@ def test_a_changed_file_is_said_when_a_run_goes_on_and_when_it_is_read(tmp_path,
     train(run, word, "run.steps=2", "checkpoint.every=2")
     file.write_text(file.read_text() + "\n# changed\n")
     done = train(run, word, "run.steps=3", "checkpoint.every=2")
-    assert "goes on with other settings: train.lr_schedule=" in done.stdout
+    assert "goes on with other settings: train.lr_schedule.from=" in done.stdout
     done = moefold("generate", str(run), "1 2", "--max-tokens", "2", "--device", "cpu", "--part", f"{file}:InverseSqrt")
     assert done.returncode == 0, done.stderr
     file.write_text(file.read_text() + "\n# again\n")
