@@ -6,6 +6,7 @@
 To add one, run `moefold plan` with --recipe at the root of the repository, and then this.
 """
 
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -31,6 +32,13 @@ _HEAD = re.compile(
     r"# (?P<mapping>.+): predicted \S+ s a step, (?P<rate>[\d,]+) tokens/s per GPU, MFU (?P<mfu>\d+)%, "
     r"(?P<gib>[\d.]+) GiB on the fullest GPU\.\n"
 )
+
+REASONS = "# With one axis changed and all others planned again, a step takes: "
+"""Beginning of the line with the reasons for a mapping."""
+SEARCHED_AXES = ("tp", "cp", "pp", "ep", "etp", "mbs")
+"""Axes that the reasons halve and double."""
+FIXED_AXES = (*SEARCHED_AXES, "zero")
+"""Axes whose values are a mapping, for its own time."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,48 @@ def plan_again(recipe: PlannedRecipe) -> str:
             return recipe.path.read_text(encoding="utf-8")
 
 
+def reasons(recipe: PlannedRecipe) -> str:
+    """Return the line with what each axis of a mapping gains over its neighbours: half, double, other ZeRO stages."""
+    chosen_s = _fastest_s(recipe, [f"{axis}={value}" for axis, value in recipe.mapping.items() if axis in FIXED_AXES])
+    assert chosen_s is not None, "the mapping of the recipe fits"
+    found = []
+    for axis in SEARCHED_AXES:
+        value = int(recipe.mapping[axis])
+        others = [_change(recipe, chosen_s, axis, other) for other in (value // 2, value * 2) if other]
+        found.append(f"{axis}: {', '.join(others)}")
+    stages = [stage for stage in (1, 3) if stage != int(recipe.mapping["zero"])]
+    found.append(f"zero: {', '.join(_change(recipe, chosen_s, 'zero', stage) for stage in stages)}")
+    return f"{REASONS}{'; '.join(found)}.\n"
+
+
+def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> str:
+    seconds = _fastest_s(recipe, [f"{axis}={value}"])
+    return f"{value} not possible" if seconds is None else f"{value} {100 * (seconds / chosen_s - 1):+.1f} %"
+
+
+def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
+    """Return the seconds of a step of the fastest mapping with some axes; None: it is not legal, or does not fit."""
+    words = list(recipe.command)
+    at = words.index("--recipe")
+    del words[at : at + 2]
+    axes = {word.split("=")[0] for word in fixed}
+    if "--fix" in words:
+        at = words.index("--fix") + 1
+        kept = [word for word in words[at:] if "=" in word and word.split("=")[0] not in axes]
+        del words[at - 1 : at + sum("=" in word for word in words[at:])]
+        fixed = [*kept, *fixed]
+    output = StringIO()
+    with chdir(ROOT), redirect_stdout(output), redirect_stderr(StringIO()):
+        if run_moefold([*words, "--top", "1", "--json", "--fix", *fixed]):
+            return None
+    return float(json.loads(output.getvalue())["mappings"][0]["step_time_s"])
+
+
+def without_reasons(text: str) -> str:
+    """Return a planned recipe without the line with its reasons."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(REASONS))
+
+
 def table() -> str:
     """Return the table of the planned recipes in Markdown."""
     rows = [COLUMNS, ("---",) * len(COLUMNS), *(recipe.row for recipe in planned_recipes())]
@@ -126,8 +176,13 @@ def main(words: Sequence[str]) -> None:
     for recipe in planned_recipes():
         if not words or any(word in str(recipe.path) for word in words):
             text = plan_again(recipe)
-            is_same = text == (ROOT / recipe.path).read_text(encoding="utf-8")
-            (ROOT / recipe.path).write_text(text, encoding="utf-8")
+            before = (ROOT / recipe.path).read_text(encoding="utf-8")
+            is_same = text == without_reasons(before)
+            if not is_same or REASONS not in before:
+                (ROOT / recipe.path).write_text(text, encoding="utf-8")
+                line = reasons(read_head(recipe.path))
+                first, second, third, rest = text.split("\n", 3)
+                (ROOT / recipe.path).write_text("\n".join((first, second, third, line + rest)), encoding="utf-8")
             print(f"{'unchanged' if is_same else 'changed'}: {recipe.path}", flush=True)
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

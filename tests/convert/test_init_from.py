@@ -44,7 +44,7 @@ mtp_layers = 1
 seq_len = 16
 micro_batch_size = 1
 global_batch_size = 4
-weight_decay = 0.0
+optimizer = { kind = "adamw", weight_decay = 0.0 }
 eval_every = 0
 """
 
