@@ -123,7 +123,9 @@ def test_a_folder_that_is_no_checkpoint(tmp_path, content, message):
 def test_another_format_is_refused(tmp_path):
     path = write(tmp_path, 1)
     write_meta(path, replace(meta(1), format=FORMAT + 1))
-    with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}; this version reads format {FORMAT}"):
+    with pytest.raises(
+        ConfigError, match=f"has format {FORMAT + 1}, and this version reads up to {FORMAT}; update moefold"
+    ):
         read_meta(path)
 
 

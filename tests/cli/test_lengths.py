@@ -1,12 +1,12 @@
 """`--lengths` of plan and simulate, and `moefold lengths`: numbers that follow from the documents, and bad input."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from moefold.cli.main import main
+from moefold.config.schema import config_to_dict
 from moefold.data.sample import PADDING_DOCUMENT
 from moefold.planner.lengths.document_source import open_document_samples
 from moefold.recipe import load_config
@@ -113,7 +113,7 @@ def test_the_data_of_a_run(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     cfg = load_config(Path(recipe), ["data.path=" + str(text), "data.validation_fraction=0"])
-    (run_dir / "config.json").write_text(json.dumps(asdict(cfg)))
+    (run_dir / "config.json").write_text(json.dumps(config_to_dict(cfg)))
     found = answer(capsys, "simulate", recipe, "--lengths", str(run_dir))
     assert found["lengths"] == str(run_dir)
     assert found["attention_max_over_mean"] > 1
@@ -131,7 +131,7 @@ def test_padding_of_a_run_counts_as_the_short_documents_that_attention_sees(reci
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     changes = [f"data.path={text}", "data.validation_fraction=0", "data.packing=best_fit"]
-    (run_dir / "config.json").write_text(json.dumps(asdict(load_config(Path(recipe), changes))))
+    (run_dir / "config.json").write_text(json.dumps(config_to_dict(load_config(Path(recipe), changes))))
     sample = open_document_samples(str(run_dir), 4096).draw(4096, 1, 0)[0]
     # A document with its end, and 1,595 tokens of padding.
     assert sample == (2501, *[PADDING_DOCUMENT] * 12, 59)

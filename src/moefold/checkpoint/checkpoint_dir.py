@@ -449,30 +449,31 @@ def read_meta(path: Path) -> CheckpointMeta:
     """
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
-        meta = CheckpointMeta(**_of_format(path, fields))
+        meta = CheckpointMeta(**_of_format(fields))
         _check_meta(meta)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
+    if meta.format != FORMAT:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} has format {meta.format}, and this version reads up to {FORMAT}; update moefold"
+        )
     return meta
 
 
-def _of_format(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `META_FILE` in the format of this version.
+def _of_format(fields: Any) -> dict[str, Any]:
+    """Return the fields of a `META_FILE`: of format 1 in format 2, others as they are.
 
     Raises:
-        ConfigError: their format is newer.
+        TypeError: it holds something else.
     """
-    found = fields.get("format", 1)
-    if type(found) is int and found > FORMAT:
-        raise ConfigError(
-            f"checkpoint {str(path)!r} has format {found}, and this version reads up to {FORMAT}; update moefold"
-        )
-    if found != 1:
+    if not isinstance(fields, dict):
+        raise TypeError("it has no fields")
+    schedule = fields.get("schedule")
+    if fields.get("format", 1) != 1 or not isinstance(schedule, dict):
         return fields
-    schedule = fields.get("schedule", {})
-    return fields | {"format": FORMAT, "schedule": upgraded_keys(schedule) if isinstance(schedule, dict) else schedule}
+    return fields | {"format": FORMAT, "schedule": upgraded_keys(schedule)}
 
 
 def _check_meta(meta: CheckpointMeta) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from moefold import __version__
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
+from moefold.config.find import built_in_kinds
 from moefold.config.model import ModelConfig
-from moefold.config.part_table import toml_value
+from moefold.config.part import without_source
+from moefold.config.part_table import build_part, shortest, toml_value
 from moefold.config.schema import config_to_dict
-from moefold.config.suggestions import default_of
+from moefold.config.suggestions import default_of, part_keys
 from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
 from moefold.convert.preflight import read_model
 from moefold.convert.run_config import find_run_config, read_json_object
@@ -219,9 +221,18 @@ def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
             for key, value in settings[section].items()
             if toml_value(value) != toml_value(default_of(section, key)) or f"{section}.{key}" in ALWAYS_SHOWN
         }
-        shown = [f"{key} = {toml_value(value)}" for key, value in changed.items() if not _may_be_path(value)]
+        short = {key: _shortest(f"{section}.{key}", value) for key, value in changed.items()}
+        shown = [f"{key} = {toml_value(value)}" for key, value in short.items() if not _may_be_path(value)]
         lines += [f"[{section}]", *shown] if shown else []
     return lines
+
+
+def _shortest(name: str, value: Any) -> Any:
+    """Return the value of a key; of a part without its defaults, and without the file that it is from."""
+    if not isinstance(value, dict):
+        return value
+    is_ours = value.get("kind") in built_in_kinds(part_keys()[name])
+    return shortest(build_part(name, value)) if is_ours else without_source(value)
 
 
 def _may_be_path(value: Any) -> bool:
