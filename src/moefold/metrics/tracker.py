@@ -1,7 +1,6 @@
 """Experiment trackers: TensorBoard and Weights & Biases, both optional, in addition to metrics.jsonl."""
 
 import importlib.util
-import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moefold.config.metrics import MetricsConfig
+from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.metrics.step_metrics import StepMetrics
@@ -215,7 +215,7 @@ def _as_markdown(config: Mapping[str, Any]) -> str:
     for section, keys in config.items():
         lines += [
             f"[{section}]",
-            *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()),
+            *(f"{key} = {toml_value(value)}" for key, value in keys.items()),
             "",
         ]
     return "\n".join(f"    {line}" for line in lines)
