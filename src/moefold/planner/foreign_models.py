@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+from moefold.config.find import find_part
 from moefold.config.groups.attention import AttentionPart, RecurrentCore
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.cost.saved_tensors import BytesByPart
-from moefold.parts.ffn.moe.part import MoePart
 
 if TYPE_CHECKING:
     from moefold.cost.block_sizes import BlockSizes
@@ -81,7 +81,7 @@ class NoNetwork(FeedForwardPart):
         return BytesByPart()
 
 
-class UngatedExperts(MoePart):
+class UngatedExperts(find_part("ffn", "moe")):  # type: ignore[misc]
     """Experts, and a shared one, of two matrices."""
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
