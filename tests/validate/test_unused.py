@@ -454,10 +454,10 @@ def test_the_message_says_why_and_what_to_do():
 
 def test_several_are_listed_and_each_once():
     with pytest.raises(ConfigError) as error:
-        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.delay_correction=1.0"])
+        load_config(None, ["model.layer_pattern=D", "moe.drop_policy=position", "train.mtp_loss=0.1"])
     lines = str(error.value).splitlines()
     assert lines[0] == "2 settings cannot work:"
-    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.delay_correction"]
+    assert [line.split("=")[0].strip() for line in lines[1:]] == ["moe.drop_policy", "train.mtp_loss"]
 
 
 def test_a_default_that_is_spelled_out_asks_for_nothing():

@@ -216,13 +216,13 @@ def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the settings that differ from the defaults as TOML; texts with a slash may be paths, and are left out."""
     lines: list[str] = []
     for section in CARD_SECTIONS if settings else ():
-        changed = {
-            key: value
-            for key, value in settings[section].items()
-            if toml_value(value) != toml_value(default_of(section, key)) or f"{section}.{key}" in ALWAYS_SHOWN
-        }
-        short = {key: _shortest(f"{section}.{key}", value) for key, value in changed.items()}
-        shown = [f"{key} = {toml_value(value)}" for key, value in short.items() if not _may_be_path(value)]
+        short = {key: _shortest(f"{section}.{key}", value) for key, value in settings[section].items()}
+        shown = [
+            f"{key} = {toml_value(value)}"
+            for key, value in short.items()
+            if (toml_value(value) != toml_value(default_of(section, key)) or f"{section}.{key}" in ALWAYS_SHOWN)
+            and not _may_be_path(value)
+        ]
         lines += [f"[{section}]", *shown] if shown else []
     return lines
 
