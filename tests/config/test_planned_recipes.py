@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planned_recipes import (
+    FIXED_AXES,
     PAGE,
+    REASONS,
     PlannedRecipe,
     page_with_table,
     plan_again,
@@ -94,6 +96,15 @@ def settings(cfg: Config) -> Config:
 def test_the_table_of_the_page_equals_the_recipes():
     page = PAGE.read_text()
     assert page == page_with_table(page)
+
+
+@pytest.mark.parametrize("recipe", PLANNED, ids=by_path)
+def test_the_head_has_a_reason_for_each_axis(recipe):
+    line = next(line for line in (ROOT / recipe.path).read_text().splitlines() if line.startswith(REASONS))
+    reasons = dict(entry.split(": ", 1) for entry in line.removeprefix(REASONS).rstrip(".").split("; "))
+    assert tuple(reasons) == FIXED_AXES
+    for axis, found in reasons.items():
+        assert recipe.mapping[axis] not in [other.split()[0] for other in found.split(", ")]
 
 
 @pytest.mark.slow
