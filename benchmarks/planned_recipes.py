@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 
 from moefold.cli.main import main as run_moefold
@@ -139,12 +140,11 @@ def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     words = list(recipe.command)
     at = words.index("--recipe")
     del words[at : at + 2]
+    # Of several --fix the last one counts: it repeats what the recipe fixes.
+    at = words.index("--fix") + 1 if "--fix" in words else len(words)
+    before = takewhile(lambda word: not word.startswith("--"), words[at:])
     axes = {word.split("=")[0] for word in fixed}
-    if "--fix" in words:
-        at = words.index("--fix") + 1
-        kept = [word for word in words[at:] if "=" in word and word.split("=")[0] not in axes]
-        del words[at - 1 : at + sum("=" in word for word in words[at:])]
-        fixed = [*kept, *fixed]
+    fixed = [*(word for word in before if word.split("=")[0] not in axes), *fixed]
     output = StringIO()
     with chdir(ROOT), redirect_stdout(output), redirect_stderr(StringIO()):
         if run_moefold([*words, "--top", "1", "--json", "--fix", *fixed]):

@@ -1,4 +1,4 @@
-"""What an optimizer without a backward pass refuses."""
+"""Refusals of an optimizer without a backward pass."""
 
 import pytest
 

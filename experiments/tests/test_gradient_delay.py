@@ -95,7 +95,7 @@ def test_settings_without_a_meaning_are_refused(overrides, message):
     ids=lambda part: f"{part}-{part.correction}",
 )
 def test_every_byte_of_its_states(optimizer, offload):
-    """What is pending stays on the device when moments are offloaded."""
+    """A pending gradient stays on the device when moments are offloaded."""
     train = TrainConfig(optimizer=optimizer, seq_len=64, offload_optimizer=offload, offload_min_kib=1)
     train = replace(train, offload_dir="/nowhere" if offload == "ssd" else "")
     cfg = Config(train=train, parallel=ParallelConfig(world_size=4, tp=2, ep=2, zero=3))

@@ -85,7 +85,7 @@ def test_a_frozen_model_part_may_have_no_parameter():
 
 
 def test_the_projection_is_the_derivative_along_z():
-    """Of a quadratic function the difference of both passes is exact."""
+    """The difference of both passes is exact for a quadratic function."""
     parameters = _parameters()
     loss = lambda: sum((parameter**2).sum() for parameter in parameters.values())  # noqa: E731
     loss().backward()

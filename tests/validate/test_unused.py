@@ -361,8 +361,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
-def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
+def check_read(word: str, idle: list[str], active: list[str]) -> None:
+    """Check that a setting is refused after some words, with the way out, and accepted after others."""
     with pytest.raises(ConfigError) as error:
         load_config(None, [*idle, word])
     key = word.split("=")[0]
@@ -372,6 +372,11 @@ def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, 
     assert "leave it out" not in str(error.value)
     assert "leave them out" not in str(error.value)
     load_config(None, [*active, word])
+
+
+@pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
+def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
+    check_read(word, idle, active)
 
 
 WAY_OUT = re.compile(r"([a-z]+\.[a-z_]+)=('[^' ]*'|true|false|[0-9][0-9.]*)(?=[ ,;]|$)")

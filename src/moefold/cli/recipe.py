@@ -44,9 +44,10 @@ def _upgrade(files: Sequence[Path]) -> None:
     found = []
     for path in files:
         read_recipe(path)
-        found.append((path, *upgrade_text(read_text(path, MAX_RECIPE_BYTES), f"recipe {str(path)!r}")))
-    for path, text, left_out in found:
-        if text == read_text(path, MAX_RECIPE_BYTES):
+        before = read_text(path, MAX_RECIPE_BYTES)
+        found.append((path, before, *upgrade_text(before, f"recipe {str(path)!r}")))
+    for path, before, text, left_out in found:
+        if text == before:
             print_escaped(f"{path}: nothing to change")
             continue
         try:

@@ -1,16 +1,15 @@
 """Bounds, traits and conditions of all recipe keys, read from the annotations of their fields."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
 from moefold.config.find import find_part
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
-from moefold.config.part import Part, settings_of
+from moefold.config.part import Part, marks_of, settings_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import key_types, kind_settings, marked_types, part_keys, part_marks, sections
+from moefold.config.suggestions import key_types, kind_settings, part_keys, part_marks, sections
 
 
 def range_problems(cfg: Config) -> Iterator[str]:
@@ -33,17 +32,10 @@ def _bounds_of(part: Any) -> tuple[tuple[str, Bound], ...]:
     """Return setting and rule of each setting of a class of parts with a range."""
     return tuple(
         (setting, entry)
-        for setting, marks in _setting_marks(part).items()
-        for entry in marks
+        for setting in settings_of(part)
+        for entry in marks_of(part)[setting]
         if isinstance(entry, Bound)
     )
-
-
-@cache
-def _setting_marks(part: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the metadata in the annotation of each setting of a class of parts."""
-    hints = get_type_hints(part, include_extras=True)
-    return {name: getattr(hints[name], "__metadata__", ()) for name in settings_of(part)}
 
 
 @cache
@@ -52,7 +44,7 @@ def bounds() -> tuple[tuple[str, str, Bound], ...]:
     found = (
         (section, key, entry)
         for section in sections()
-        for key, metadata in _metadata(section).items()
+        for key, metadata in marks_of(sections()[section]).items()
         for entry in metadata
     )
     return tuple((section, key, entry) for section, key, entry in found if isinstance(entry, Bound))
@@ -77,14 +69,15 @@ def own_maxima() -> dict[str, int]:
     of_keys = {
         f"{section}.{key}": entry.value
         for section in sections()
-        for key, metadata in _metadata(section).items()
+        for key, metadata in marks_of(sections()[section]).items()
         for entry in metadata
         if isinstance(entry, Most)
     }
     of_parts = {
         path: entry.value
         for path, found in kind_settings().items()
-        for entry in _setting_marks(find_part(part_keys()[path.rpartition(".")[0]], found[0]))[path.rpartition(".")[2]]
+        for key, _, setting in (path.rpartition("."),)
+        for entry in marks_of(find_part(part_keys()[key], found[0]))[setting]
         if isinstance(entry, Most)
     }
     return of_keys | of_parts
@@ -92,7 +85,7 @@ def own_maxima() -> dict[str, int]:
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait."""
-    return frozenset(key for key, metadata in _metadata(section).items() if trait in metadata)
+    return frozenset(key for key, metadata in marks_of(sections()[section]).items() if trait in metadata)
 
 
 @cache
@@ -125,16 +118,8 @@ def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
 @cache
 def _marks_by_key() -> dict[str, tuple[Any, ...]]:
     """Return the metadata of each key by "section.key": its section's, then its own, which count before them."""
-    of_sections = get_type_hints(Config, include_extras=True)
     return {
-        f"{section}.{key}": (*getattr(of_sections[section], "__metadata__", ()), *metadata)
+        f"{section}.{key}": (*marks_of(Config)[section], *metadata)
         for section in sections()
-        for key, metadata in _metadata(section).items()
+        for key, metadata in marks_of(sections()[section]).items()
     }
-
-
-@cache
-def _metadata(section: str) -> dict[str, tuple[Any, ...]]:
-    """Return the metadata in the annotation of each key."""
-    hints = marked_types(section)
-    return {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(sections()[section])}

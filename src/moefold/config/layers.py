@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from moefold.config.find import built_in_kinds, kinds, unknown_kind
 from moefold.config.groups.attention import (
@@ -23,7 +23,7 @@ from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys, key_name, names_failure
+from moefold.config.part import Part, build_part, flat_keys, key_name, marks_of, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, PATTERNS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
@@ -244,7 +244,8 @@ def _chosen_part(model: Any, group: str, key: str) -> Any:
     if isinstance(kind, Part):
         return kind
     if kind not in kinds(group):
-        [mark] = get_type_hints(type(model), include_extras=True)[key].__metadata__
+        owner: Any = type(model)
+        [mark] = marks_of(owner)[key]
         raise ConfigError(unknown_kind(f"model.{key}", group, kind, mark.words))
     return _flat_part(model, group, kind)
 

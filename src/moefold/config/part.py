@@ -205,10 +205,16 @@ def settings_of(part: Any) -> tuple[str, ...]:
 
 
 @cache
+def marks_of(owner: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the metadata in the annotation of each field of a class of parts, or of a section, in order."""
+    hints = get_type_hints(owner, include_extras=True)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(owner)}
+
+
+@cache
 def flat_keys_of(owner: Any) -> tuple[tuple[str, str | type[Part]], ...]:
     """Return the fields of a class of parts, in order, with what they are read from: a recipe key, or a group."""
-    hints = get_type_hints(owner, include_extras=True)
-    found = ((f.name, entry) for f in fields(owner) for entry in getattr(hints[f.name], "__metadata__", ()))
+    found = ((name, entry) for name, marks in marks_of(owner).items() for entry in marks)
     return tuple(
         (name, entry.name if isinstance(entry, FlatKey) else find_group(entry.group))
         for name, entry in found
@@ -270,10 +276,7 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 @cache
 def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with settings of its own, each with its mark."""
-    hints = get_type_hints(section, include_extras=True)
-    found = (
-        (field.name, entry) for field in fields(section) for entry in getattr(hints[field.name], "__metadata__", ())
-    )
+    found = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
     return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf) and not entry.is_flat)
 
 

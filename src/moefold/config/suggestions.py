@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from moefold.config.aliases import is_known_path, key_hint
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.moved import moved_key
-from moefold.config.part import KindOf, settings_of
+from moefold.config.part import KindOf, marks_of, settings_of
 from moefold.config.schema import Config
 
 
@@ -85,12 +85,6 @@ def sections() -> dict[str, type]:
 
 
 @cache
-def marked_types(section: str) -> dict[str, Any]:
-    """Return the type of each key of one section with the marks of its annotation."""
-    return get_type_hints(sections()[section], include_extras=True)
-
-
-@cache
 def key_types(section: str) -> dict[str, Any]:
     """Return the type of each key of one section, in schema order."""
     hints = get_type_hints(sections()[section])
@@ -103,8 +97,8 @@ def part_marks() -> dict[str, KindOf]:
     return {
         f"{section}.{key}": entry
         for section in sections()
-        for key, hint in marked_types(section).items()
-        for entry in getattr(hint, "__metadata__", ())
+        for key, marks in marks_of(sections()[section]).items()
+        for entry in marks
         if isinstance(entry, KindOf)
     }
 
@@ -130,10 +124,8 @@ def kind_settings() -> dict[str, tuple[str, ...]]:
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
-    hint = marked_types(section)[key]
-    marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, KindOf)]
-    if marks:
-        return marks[0].words or built_in_kinds(marks[0].group)
+    if mark := part_marks().get(f"{section}.{key}"):
+        return mark.words or built_in_kinds(mark.group)
     plain = key_types(section)[key]
     return get_args(plain) if get_origin(plain) is Literal else ()
 

@@ -119,7 +119,7 @@ def _nemotron(hidden: int, counts: tuple[int, int, int], heads: int, mtp_layers:
     num_mamba, num_attention, num_experts = counts
     sizes = {"hidden_size": hidden, "num_attention_heads": 32, "num_query_groups": 2, "head_dim": 128, **experts}
     whole = ModelConfig(num_layers=1, layer_pattern="M", **sizes).layers[0]  # type: ignore[arg-type]  # integers
-    ffn = UngatedExperts(**{name: getattr(whole.ffn, name) for name in (f.name for f in fields(whole.ffn))})
+    ffn = UngatedExperts(**{field.name: getattr(whole.ffn, field.name) for field in fields(whole.ffn)})
     both = replace(whole, ffn=ffn)
     attention = replace(whole, ffn=NoNetwork())
     pair = [replace(attention, attention=Mamba(num_heads=heads)), replace(both, attention=NoMixer())]

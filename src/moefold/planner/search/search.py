@@ -235,12 +235,13 @@ class Search:
             if node.is_bounded:
                 self._price_node(node, own)
                 continue
-            room = rooms.setdefault(node.view.pp, {"views": MAX_VIEWS, "sizes": BEAM})
-            level = "views" if node.fold is None else "sizes" if node.number >= 0 else "folds"
-            room[level] = room.get(level, len(self.space.folds)) - 1
-            if room[level] < 0:
-                skipped.append(node)
-                continue
+            if node.fold is None or node.number >= 0:
+                room = rooms.setdefault(node.view.pp, {"views": MAX_VIEWS, "sizes": BEAM})
+                level = "views" if node.fold is None else "sizes"
+                room[level] -= 1
+                if room[level] < 0:
+                    skipped.append(node)
+                    continue
             for refined in self._refine(node, own):
                 heappush(queue, refined)
 
