@@ -470,10 +470,10 @@ def _of_format(fields: Any) -> dict[str, Any]:
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
-    schedule = fields.get("schedule")
-    if fields.get("format", 1) != 1 or not isinstance(schedule, dict):
+    if fields.get("format", 1) != 1:
         return fields
-    return fields | {"format": FORMAT, "schedule": upgraded_keys(schedule)}
+    schedule = fields.get("schedule", {})
+    return fields | {"format": FORMAT, "schedule": upgraded_keys(schedule) if isinstance(schedule, dict) else schedule}
 
 
 def _check_meta(meta: CheckpointMeta) -> None:
