@@ -125,7 +125,7 @@ class StepBreakdown:
         model = self._cfg.model
         dtype = TORCH_GEMM.upcast(self._x).dtype
         hidden = model.hidden_size
-        inner = model.experts.width
+        inner = model.experts.intermediate_size
         calls: list[tuple[Tensor, Tensor, Tensor]] = []
         for count in filter(None, self._rows_per_expert):
             rows = TORCH_GEMM.padded_rows(count, self._x)
@@ -147,7 +147,7 @@ class StepBreakdown:
     def expert_flops(self) -> float:
         """FLOPs of the experts of one layer, forward and backward."""
         model = self._cfg.model
-        return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.experts.width
+        return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.experts.intermediate_size
 
     def _attention_parts(self) -> Iterator[StepPart]:
         model = self._cfg.model
@@ -203,7 +203,7 @@ class StepBreakdown:
         model = self._cfg.model
         layers = model.num_layers
         probs_bytes = 4 * self._routing_map.ids_TK.numel()
-        inner_bytes = 3 * sum(self._rows_per_expert) * model.experts.width * self._element_bytes
+        inner_bytes = 3 * sum(self._rows_per_expert) * model.experts.intermediate_size * self._element_bytes
         experts_bytes = 2 * inner_bytes + self._weight_bytes(moe.experts)
         rows, metadata = moe.dispatcher.dispatch_preprocess(self._x_TH, self._routing_map)
         probs_R = None

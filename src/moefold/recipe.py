@@ -17,7 +17,7 @@ from moefold.config.method_defaults import LR_KEY
 from moefold.config.part_table import name_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
-from moefold.config.suggestions import closest_match, default_of, nearest_numbers, part_keys
+from moefold.config.suggestions import closest_match, default_of, nearest_numbers
 from moefold.config.upgrade import check_format
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
@@ -305,12 +305,12 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
 
 
 def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of sections, and the settings of parts, as "section.key" and "section.key.setting"."""
+    """Yield the keys of sections and of their tables by their paths, such as "model.ffn.moe.top_k"."""
     for section, keys in tree.items():
         for key, value in keys.items() if isinstance(keys, dict) else ():
             yield f"{section}.{key}"
-            if f"{section}.{key}" in part_keys() and isinstance(value, dict):
-                yield from (f"{section}.{key}.{setting}" for setting in value)
+            if isinstance(value, dict):
+                yield from (f"{section}.{name}" for name in _names_of_keys({key: value}))
 
 
 def read_recipe(path: Path) -> Tree:

@@ -128,7 +128,7 @@ def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: flo
     while count_weights(model, shape.part) * per_weight > memory_bytes * 2 / 3:
         part = model.experts
         fewer = part.num_experts // 2
-        if fewer < part.top_k * max(1, part.num_groups // part.top_groups) or fewer % part.num_groups:
+        if fewer < part.top_k * max(1, part.router.num_groups // part.router.top_groups) or fewer % part.router.num_groups:
             raise ConfigError(
                 f"--shape {shape.name} needs {count_weights(model, shape.part) * per_weight / 1e9:.0f} GB for weights "
                 f"and gradients even with {part.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"

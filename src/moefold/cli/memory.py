@@ -72,7 +72,7 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     layout = check_config(cfg)
-    check_imbalance(args.imbalance, cfg.model.num_experts)
+    check_imbalance(args.imbalance, cfg.model.ffn.moe.num_experts)
     if not args.dry and (args.device or args.imbalance != 1):
         raise ConfigError("--device and --imbalance are for formulas: add --dry, or leave them out")
     device = args.device or ("cpu" if cfg.run.device == "cpu" or not args.dry else "cuda")

@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
         reject_existing("--timeline", path, force=args.force)
     check_round_options(cfg.rl, cfg.rollout, args)
     check_seed(args)
-    check_imbalance(args.imbalance, cfg.model.num_experts)
+    check_imbalance(args.imbalance, cfg.model.ffn.moe.num_experts)
     noise = Noise(
         slowdown_by_rank=parse_stragglers(cfg.parallel, args.straggler),
         jitter=check_jitter(args.jitter),

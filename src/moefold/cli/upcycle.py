@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
                 "computes at first what the dense model does" if preserves_outputs(model) else "does not start equal"
             )
             part = model.experts
-            print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.width}: {equal}")
+            print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.intermediate_size}: {equal}")
             print_escaped(training_command(out))
     return 0
 
@@ -68,7 +68,7 @@ def upcycled_model(
     """
     for word in overrides:
         if not word.startswith("model."):
-            raise ConfigError(f"{word!r} is no key of [model]; overrides are such as model.num_experts=8")
+            raise ConfigError(f"{word!r} is no key of [model]; overrides are such as model.ffn.moe.num_experts=8")
     given = {word.removeprefix("model.").partition("=")[0] for word in overrides}
     if "preset" in given:
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes come from DENSE; leave it out")
@@ -89,9 +89,9 @@ def upcycled_model(
     cfg = config_from_dict({"model": {**copied, **{key: overridden[key] for key in given}}})
     model = cfg.model
     width = dense_model.ffn_hidden_size // slices
-    if granularity is not None and model.moe_ffn_hidden_size != width:
+    if granularity is not None and model.ffn.moe.intermediate_size != width:
         raise ConfigError(
-            f"model.moe_ffn_hidden_size={model.moe_ffn_hidden_size} is not the width {width} that --granularity "
+            f"model.ffn.moe.intermediate_size={model.ffn.moe.intermediate_size} is not the width {width} that --granularity "
             f"{slices} gives; leave one of the two out"
         )
     check_config(cfg)
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "or, with --granularity G, one of G slices of it, and the router begins with whole copies "
         "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
         "model.upcycle_from.",
-        epilog="example:\n  moefold upcycle llama OUT model.num_experts=16 model.top_k=4 --granularity 2",
+        epilog="example:\n  moefold upcycle llama OUT model.ffn.moe.num_experts=16 model.ffn.moe.top_k=4 --granularity 2",
     )
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")

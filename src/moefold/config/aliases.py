@@ -52,33 +52,33 @@ data.packing: packing pack_sequences
 data.chat_template: chat_template_path
 model.hidden_size: hidden_dim d_model n_embd dim embed_dim
 model.num_layers: num_hidden_layers n_layers n_layer decoder_layers
-model.num_attention_heads: n_heads n_head num_heads
-model.num_query_groups: num_key_value_heads n_kv_heads num_kv_heads
-model.head_dim: kv_channels
-model.ffn_hidden_size: intermediate_size d_ff
-model.moe_ffn_hidden_size: moe_intermediate_size moe_ffn_size expert_ffn_hidden_size moe_inter_dim
-model.shared_expert_ffn_hidden_size: shared_expert_intermediate_size moe_shared_expert_intermediate_size
-model.num_experts: num_local_experts n_routed_experts num_moe_experts
-model.top_k: num_experts_per_tok num_experts_per_token moe_router_topk moe_topk n_activated_experts
-model.num_groups: n_group moe_router_num_groups
-model.top_groups: topk_group moe_router_group_topk
-model.router_score: scoring_func moe_router_score_function score_func
-model.router_normalize: norm_topk_prob route_norm
-model.router_scaling_factor: routed_scaling_factor moe_router_topk_scaling_factor route_scale
-model.expert_bias: moe_router_enable_expert_bias
+model.attention.num_heads: n_heads n_head num_heads
+model.attention.num_kv_heads: num_key_value_heads n_kv_heads num_kv_heads
+model.attention.head_dim: kv_channels
+model.ffn.dense.intermediate_size: intermediate_size d_ff
+model.ffn.moe.intermediate_size: moe_intermediate_size moe_ffn_size expert_ffn_hidden_size moe_inter_dim
+model.ffn.moe.shared.intermediate_size: shared_expert_intermediate_size moe_shared_expert_intermediate_size
+model.ffn.moe.num_experts: num_local_experts n_routed_experts num_moe_experts
+model.ffn.moe.top_k: num_experts_per_tok num_experts_per_token moe_router_topk moe_topk n_activated_experts
+model.ffn.moe.router.num_groups: n_group moe_router_num_groups
+model.ffn.moe.router.top_groups: topk_group moe_router_group_topk
+model.ffn.moe.router: scoring_func moe_router_score_function score_func
+model.ffn.moe.router.normalize: norm_topk_prob route_norm
+model.ffn.moe.router.scaling_factor: routed_scaling_factor moe_router_topk_scaling_factor route_scale
+model.ffn.moe.router.expert_bias: moe_router_enable_expert_bias
 model.tie_embeddings: tie_word_embeddings share_embeddings
 model.norm: normalization
-model.norm_eps: rms_norm_eps layer_norm_eps layernorm_epsilon norm_epsilon
-model.qk_norm: qk_layernorm use_qk_norm
-model.qkv_bias: attention_bias add_qkv_bias
-model.rope_theta: rotary_base rope_base
-model.rope_fraction: partial_rotary_factor rotary_percent
-model.rope_scaling: rope_type
-model.rope_original_seq_len: original_max_position_embeddings
+model.norm.eps: rms_norm_eps layer_norm_eps layernorm_epsilon norm_epsilon
+model.attention.qk_norm: qk_layernorm use_qk_norm
+model.attention.qkv_bias: attention_bias add_qkv_bias
+model.rope.theta: rotary_base rope_base
+model.attention.rope_fraction: partial_rotary_factor rotary_percent
+model.rope.scaling: rope_type
+model.rope.scaling.original_seq_len: original_max_position_embeddings
 model.sliding_window: window_size
 model.mtp_layers: num_nextn_predict_layers mtp_num_layers
 model.init_std: initializer_range init_method_std
-model.q_lora_rank: q_rank
+model.attention.q_lora_rank: q_rank
 moe.aux_loss: router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha
 moe.z_loss: moe_z_loss_coeff router_z_loss_coef
 moe.aux_kind: moe_router_load_balancing_type
@@ -140,8 +140,8 @@ checkpoint.resume: load
 metrics.wandb: report_to
 data.validation_fraction: validation_split_percentage
 data.document_end: eod_token eos_token_id reset_position_ids reset_attention_mask
-model.shared_expert_ffn_hidden_size: n_shared_experts
-model.router_softmax: moe_router_pre_softmax
+model.ffn.moe.shared.intermediate_size: n_shared_experts
+model.ffn.moe.router.softmax: moe_router_pre_softmax
 model.layer_pattern: first_k_dense_replace moe_layer_freq decoder_sparse_step mlp_only_layers
 model.tie_embeddings: untie_embeddings_and_output_weights
 model.attention: multi_latent_attention
@@ -256,10 +256,10 @@ parallel.context=ulysses: a2a all2all
 parallel.dispatcher=alltoall: all_to_all a2a standard
 parallel.dispatcher=deepep: flex deep_ep
 model.attention=gqa: mha mqa MultiHeadAttention
-model.router_score=sqrtsoftplus: sqrt_softplus
+model.ffn.moe.router=sqrtsoftplus: sqrt_softplus
 model.norm=rmsnorm: rms_norm
 model.norm=layernorm: layer_norm
-model.rope_scaling=none: default
+model.rope.scaling=none: default
 moe.aux_kind=micro_batch: aux_loss
 moe.aux_kind=sequence: seq_aux_loss
 moe.aux_kind=global_batch: global_aux_loss

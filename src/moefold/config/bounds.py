@@ -5,11 +5,10 @@ from functools import cache
 from typing import Any
 
 from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
-from moefold.config.find import find_part
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
-from moefold.config.part import Part, marks_of, settings_of
+from moefold.config.part import Part, Table, marks_of, settings_of, tables_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import key_types, kind_settings, part_keys, part_marks, sections
+from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
 
 
 def range_problems(cfg: Config) -> Iterator[str]:
@@ -18,13 +17,21 @@ def range_problems(cfg: Config) -> Iterator[str]:
         value = getattr(getattr(cfg, section), key)
         if not bound.is_legal(value):
             yield f"{section}.{key}={value!r} {bound.rule}"
-    for name in part_marks():
-        section, _, key = name.partition(".")
-        part = getattr(getattr(cfg, section), key)
-        owner: Any = type(part)
-        for setting, rule in _bounds_of(owner) if isinstance(part, Part) else ():
-            if not rule.is_legal(value := getattr(part, setting)):
-                yield f"{name}.{setting}={value!r} {rule.rule}"
+    for section, owner in sections().items():
+        for key in tables_of(owner):
+            yield from _table_problems(f"{section}.{key}", getattr(getattr(cfg, section), key))
+
+
+def _table_problems(path: str, table: Any) -> Iterator[str]:
+    """Yield one message for each setting of a part or table, and of its own tables, that is out of its range."""
+    owner: Any = type(table)
+    if not isinstance(table, Part | Table):
+        return
+    for setting, rule in _bounds_of(owner):
+        if not rule.is_legal(value := getattr(table, setting)):
+            yield f"{path}.{setting}={value!r} {rule.rule}"
+    for key in tables_of(owner):
+        yield from _table_problems(f"{path}.{key}", getattr(table, key))
 
 
 @cache
@@ -75,17 +82,18 @@ def own_maxima() -> dict[str, int]:
     }
     of_parts = {
         path: entry.value
-        for path, found in kind_settings().items()
-        for key, _, setting in (path.rpartition("."),)
-        for entry in marks_of(find_part(part_keys()[key], found[0]))[setting]
+        for path in kind_settings()
+        for entry in marks_of(owner_of(path))[last_name(path)]
         if isinstance(entry, Most)
     }
     return of_keys | of_parts
 
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
-    """Return the keys of a section whose annotation has a trait."""
-    return frozenset(key for key, metadata in marks_of(sections()[section]).items() if trait in metadata)
+    """Return the keys of a section whose annotation has a trait, and the settings of its tables by their paths."""
+    own = {key for key, metadata in marks_of(sections()[section]).items() if trait in metadata}
+    paths = (path.partition(".") for path in kind_settings() if trait in marks_of(owner_of(path))[last_name(path)])
+    return frozenset(own | {key for owner, _, key in paths if owner == section})
 
 
 @cache

@@ -61,9 +61,10 @@ def with_part(recipe: Config, part: Part) -> Config:
     return recipe
 
 
-def _with_key(recipe: Config, name: str, value: Any) -> Config:
-    section, _, key = name.partition(".")
-    return replace(recipe, **{section: replace(getattr(recipe, section), **{key: value})})
+def _with_key(recipe: Any, name: str, value: Any) -> Any:
+    """Return a recipe, a section, a table or a part with another value of a key, given its path."""
+    key, dot, inner = name.partition(".")
+    return replace(recipe, **{key: _with_key(getattr(recipe, key), inner, value) if dot else value})
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:

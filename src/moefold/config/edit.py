@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.config.load import config_from_dict
-from moefold.config.part import Part
-from moefold.config.part_table import checked_settings, settings_of_other_kind
+from moefold.config.model import ModelConfig
+from moefold.config.part import Part, Table
+from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
 from moefold.config.schema import Config
-from moefold.config.suggestions import part_marks
 from moefold.errors import raise_all
 
 FILLING_KEYS = ("model.preset", "sites.method")
@@ -32,25 +32,42 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
         for name in FILLING_KEYS
         if name in settings
     )
+    plain = {name: value for name, value in settings.items() if not isinstance(value, Part | Table)}
+    trees: dict[str, dict[str, Any]] = {}
+    for name, value in plain.items():
+        if name.count(".") == 1:
+            section, _, key = name.partition(".")
+            trees.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
+    given = config_from_dict(trees)
     for name, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
-        section, _, key = name.partition(".")
-        key, dot, setting = key.partition(".")
-        owner = f"{section}.{key}"
-        if dot and owner in part_marks() and isinstance(part := getattr(getattr(cfg, section), key), Part):
-            found: Any = replace(part, **checked_settings(owner, part.kind, type(part), {setting: value}))
-        else:
-            given = config_from_dict({section: {f"{key}{dot}{setting}": _plain(value)}})
-            found = value if isinstance(value, Part) else getattr(getattr(given, section), key)
-            before = getattr(getattr(cfg, section), key)
-            if isinstance(value, str) and isinstance(before, Part) and isinstance(found, Part):
-                kept, _ = settings_of_other_kind(owner, before.as_table(), value)
-                found = replace(found, **{name: getattr(before, name) for name in kept})
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: found})})
+        section, *names = name.split(".")
+        if len(names) == 1 and name in plain:
+            value = getattr(getattr(given, section), names[0])
+            before = getattr(getattr(cfg, section), names[0])
+            if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
+                kept, _ = settings_of_other_kind(name, before.as_table(), value.kind)
+                value = replace(value, **{setting: getattr(before, setting) for setting in kept})
+        cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as a recipe has it: lists instead of tuples, and the kind of a part."""
-    if isinstance(value, Part):
-        return value.kind
-    return list(value) if isinstance(value, tuple) else value
+def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
+    """Return a model with other values by "key" and "key.setting"; see `edit`."""
+    return edit(Config(model=model), {f"model.{name}": value for name, value in settings.items()}).model
+
+
+def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
+    """Return a section, a table or a part with another value."""
+    name, *inner = names
+    before = getattr(owner, name, None)
+    if inner and isinstance(before, Part | Table):
+        return replace(owner, **{name: _edited(before, f"{path}.{name}", inner, value)})
+    for last in reversed(inner):
+        value = {last: value}
+    if isinstance(value, str) and isinstance(before, Part) and value != NONE:
+        value = {"kind": value, **settings_of_other_kind(f"{path}.{name}", before.as_table(), value)[0]}
+    if not isinstance(owner, Part | Table):
+        value = build_table(f"{path}.{name}", value, before) if inner else value
+        return replace(owner, **{name: value})
+    kind = owner.kind if isinstance(owner, Part) else ""
+    return replace(owner, **checked_settings(path, kind, type(owner), {name: value}))

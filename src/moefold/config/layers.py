@@ -3,44 +3,30 @@
 What is asked of a layer is asked of its parts, in `config/groups/`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any
 
-from moefold.config.find import built_in_kinds, kinds, unknown_kind
-from moefold.config.groups.attention import (
-    AttentionPart,
-    OutputGate,
-    QueryKeyNorm,
-    RecurrentCore,
-    SoftmaxAttentionPart,
-    SoftmaxCore,
-    prefixed,
-)
+from moefold.config.find import unknown_kind
+from moefold.config.groups.attention import AttentionPart, RecurrentCore, SoftmaxAttentionPart, SoftmaxCore, prefixed
 from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
-from moefold.config.groups.rope_scaling import RopeSettings
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, build_part, flat_keys, key_name, marks_of, names_failure
+from moefold.config.part import make_part, marks_of, names_failure
 from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, PATTERNS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (
-    "model.attention", "model.linear_attention", "model.norm", "model.mtp_layers", "model.layer_pattern",
-    "model.attention_pattern", "model.rope_pattern", "model.index_pattern", "model.qk_norm", "model.attention_gate",
-    "model.norm_placement",
+    "model.attention", "model.linear_attention", "model.norm", "model.residual", "model.mtp_layers",
+    "model.layer_pattern", "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+    "model.sliding_window", "model.attention_chunk_size", "model.ffn.dense", "model.ffn.moe",
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
-SPANS = {"W": "window", "C": "chunk"}
-"""Kind of the span of a letter of `model.attention_pattern`."""
-NORM_WIDTHS = {"head": False, "all_heads": True}
-"""Whether norms are over all heads, by `model.qk_norm_width`."""
-GATE_WIDTHS = {"dim": False, "head": True}
-"""Whether a gate belongs to a whole head, by `model.attention_gate_width`."""
-FEED_FORWARD_KINDS = {"D": "swiglu", "M": "moe"}
-"""Kind of the feed-forward network of a letter of `model.layer_pattern`."""
+SPANS = {"W": ("window", "sliding_window"), "C": ("chunk", "attention_chunk_size")}
+"""Kind of the span of a letter of `model.attention_pattern`, and the key with its tokens."""
+NETWORKS = {"D": "dense", "M": "moe"}
+"""Feed-forward network of a letter of `model.layer_pattern`, as `model.ffn` names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +122,18 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     spelled = (spell(getattr(model, name), letters, model.num_layers) for name, letters in PATTERNS.items())
     rows = list(zip(*spelled, strict=True))
     rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
-    norm = _chosen_part(model, "norm", "norm")
-    residual = _flat_part(model, "residual", model.norm_placement)
+    for key in ("attention", "linear_attention", "norm", "residual"):
+        if isinstance(kind := getattr(model, key), str):
+            owner: Any = type(model)
+            [mark] = marks_of(owner)[key]
+            raise ConfigError(unknown_kind(f"model.{key}", mark.group, kind, mark.words))
     built = {
         row: Layer(
             hidden_size=model.hidden_size,
             attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
-            ffn=_flat_part(model, "ffn", FEED_FORWARD_KINDS[row[0]]),
-            norm=norm,
-            residual=residual,
+            ffn=getattr(model.ffn, NETWORKS[row[0]]),
+            norm=model.norm,
+            residual=model.residual,
         )
         for row in dict.fromkeys(rows)
     }
@@ -175,87 +164,15 @@ def with_layers_of(model: Any, attentions: Sequence[int], networks: Sequence[int
     )
 
 
-def built_in_parts(model: Any, group: str) -> Iterator[Any]:
-    """Yield the part of each built-in kind of a group, whether a layer of the model has it or not."""
-    return (_flat_part(model, group, kind) for kind in built_in_kinds(group))
-
-
-def softmax_attention(model: Any) -> Any:
-    """Return `model.attention` with resolved widths, without what differs between layers: span, RoPE and indexer."""
-    part = _chosen_part(model, "attention", "attention")
-    if not isinstance(part, SoftmaxAttentionPart):
-        return part
-    gate = OutputGate(per_head=_by_word(model, "attention_gate_width", GATE_WIDTHS)) if model.attention_gate else None
-    return replace(part.with_heads(model.hidden_size, _qk_norm(model)), gate=gate)
-
-
-def rope_of(model: Any) -> RopeSettings:
-    """Return the RoPE of a model, which has it as `rope`."""
-    return RopeSettings(
-        theta=model.rope_theta,
-        rotary_dim=int(model.softmax_attention.rotary_dim),
-        interleaved=model.rope_interleaved,
-        scaling=_chosen_part(model, "rope_scaling", "rope_scaling"),
-        temperature_scale=model.nope_temperature_scale,
-        temperature_tokens=model.nope_temperature_tokens,
-    )
-
-
 def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
     """Return the attention of a layer with a letter of `model.attention_pattern`."""
     if letter == "L":
-        linear: AttentionPart = _chosen_part(model, "attention", "linear_attention")
+        linear: AttentionPart = model.linear_attention
         return linear
-    span = _flat_part(model, "span", SPANS[letter]) if letter in SPANS else None
+    kind, key = SPANS.get(letter, ("", ""))
+    span = make_part("span", kind, tokens=getattr(model, key)) if kind else None
     part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=has_rope)
-    if not isinstance(part, SoftmaxAttentionPart) or not model.index_topk:
+    if not isinstance(part, SoftmaxAttentionPart) or part.indexer is None or not is_shared:
         return part
-    return replace(part, indexer=_flat_part(model, "indexer", "shared" if is_shared else "lightning"))
-
-
-def _qk_norm(model: Any) -> QueryKeyNorm | None:
-    """Return the norms of queries and keys."""
-    if not model.qk_norm:
-        return None
-    return QueryKeyNorm(
-        over_all_heads=_by_word(model, "qk_norm_width", NORM_WIDTHS),
-        after_rope=model.qk_norm_after_rope,
-        has_weight=model.qk_norm_weight,
-        in_nope=model.qk_norm_nope,
-    )
-
-
-def _by_word(model: Any, key: str, values: Mapping[str, bool]) -> bool:
-    """Return what a word of a key stands for.
-
-    Raises:
-        ConfigError: it is none of the words, in a model that a program made.
-    """
-    word = getattr(model, key)
-    if word in (words := list(values)):
-        return values[word]
-    guess = "".join(f"; did you mean {guess!r}?" for guess in get_close_matches(str(word), words, n=1))
-    raise ConfigError(f"model.{key}={word!r} must be one of {', '.join(map(repr, words))}{guess}")
-
-
-def _chosen_part(model: Any, group: str, key: str) -> Any:
-    """Return the part of a key of a model; a part that the recipe gives as a table as it is."""
-    kind = getattr(model, key)
-    if isinstance(kind, Part):
-        return kind
-    if kind not in kinds(group):
-        owner: Any = type(model)
-        [mark] = marks_of(owner)[key]
-        raise ConfigError(unknown_kind(f"model.{key}", group, kind, mark.words))
-    return _flat_part(model, group, kind)
-
-
-def _flat_part(model: Any, group: str, kind: str | Part) -> Any:
-    """Return a part of a kind with the flat keys of a model; a part that the recipe gives as a table as it is."""
-    if isinstance(kind, Part):
-        return kind
-    values = []
-    for _, key in flat_keys(group, kind):
-        value = getattr(model, key_name(key).removeprefix("model."))
-        values.append(value if isinstance(key, str) else _flat_part(model, key.group, value))
-    return build_part(group, kind, tuple(values))
+    sizes = {field.name: getattr(part.indexer, field.name) for field in fields(part.indexer)}
+    return replace(part, indexer=make_part("indexer", "shared", **sizes))

@@ -21,8 +21,8 @@ from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.moved import without_moved_keys
 from moefold.config.outside import MissingPartError
-from moefold.config.part import Part
-from moefold.config.part_table import build_part, is_part_value, settings_of_other_kind, shown_value
+from moefold.config.part import Part, Table, as_plain, tables_of
+from moefold.config.part_table import NONE, build_table, is_table_value, settings_of_other_kind, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (
@@ -36,12 +36,12 @@ from moefold.config.suggestions import (
     part_keys,
     paths_with,
     sections,
+    tables,
 )
 from moefold.config.upgrade import (
     FORMAT_KEY,
     MOVED,
     check_format,
-    kind_by_default,
     moved_key_refusal,
     moved_override_refusal,
 )
@@ -66,13 +66,42 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an override has another form, or names no section or a key of format 1.
     """
-    return [message for override in sorted(overrides, key=_sets_part) if (message := _apply_override(tree, override))]
+    return [message for override in sorted(overrides, key=_depth) if (message := _apply_override(tree, override))]
 
 
-def _sets_part(override: str) -> bool:
-    """Return whether an override gives a setting of a part."""
-    key, _, setting = override.partition("=")[0].strip().rpartition(".")
-    return bool(setting) and key in part_keys()
+def _depth(override: str) -> int:
+    """Return the number of tables around the setting of an override."""
+    return override.partition("=")[0].count(".")
+
+
+def nested(tree: Mapping[str, Any]) -> Tree:
+    """Return a tree whose keys "key.setting" of sections stand in the tables of their keys; words become their kind."""
+    found: Tree = {}
+    for section, keys in tree.items():
+        if not isinstance(keys, dict):
+            found[section] = keys
+            continue
+        found[section] = {}
+        for key, value in sorted(keys.items(), key=lambda item: item[0].count(".")):
+            is_setting = _is_table(f"{section}.{key.partition('.')[0]}")
+            _put(found[section], key.split(".") if is_setting else [key], value)
+    return found
+
+
+def _is_table(name: str) -> bool:
+    """Return whether the value of a key of a section may be a table."""
+    return name in tables() or name in part_keys()
+
+
+def _put(tree: Tree, names: Sequence[str], value: Any) -> None:
+    """Set a value in a tree by its path; a word on the way is the kind of its table."""
+    *owners, last = names
+    for name in owners:
+        inner = tree.get(name, {})
+        inner = as_plain(inner) if isinstance(inner, Part | Table) else inner
+        tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
+        tree = tree[name]
+    tree[last] = value
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
@@ -88,9 +117,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
-    tree, parts, wrong_parts = _take_parts(without_moved_keys(tree))
-    problems = wrong_parts | _structure_problems(tree)
-    filled = _fill_preset(tree, problems, parts.get(SiteMethodPart.key))
+    tree, problems = _with_preset(nested(without_moved_keys(tree)))
+    tree, parts, wrong_parts = _take_tables(tree)
+    problems |= wrong_parts | _structure_problems(tree)
+    filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
     except ValidationError as error:
@@ -120,37 +150,73 @@ def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-def _take_parts(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Part], dict[str, str]]:
-    """Build the parts from outside.
+def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
+    """Return a tree whose [model] has the keys of its preset that it leaves out, and errors by "section.key"."""
+    model = tree.get("model")
+    preset = model.get("preset", "") if isinstance(model, dict) else ""
+    if not isinstance(preset, str) or not preset:
+        return tree, {}
+    try:
+        return {**tree, "model": merged("model", load_preset(preset), model)}, {}
+    except ConfigError as error:
+        return tree, {"model.preset": str(error)}
+
+
+def merged(path: str, base: Any, over: Any) -> Any:
+    """Return a table with the keys that it leaves out from another one; another kind takes those that it has too.
+
+    Args:
+        path: of the table, such as "model.attention".
+        base: the other table, a kind, or another value.
+        over: the table, a kind, or another value, which counts.
+    """
+    if not isinstance(base, dict) or (path not in tables() and path not in sections()):
+        return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
+    if isinstance(over, str) and over != NONE:
+        over = {"kind": over}
+    if not isinstance(over, dict):
+        return over
+    if isinstance(kind := over.get("kind", base.get("kind")), str) and kind != base.get("kind", kind):
+        base = settings_of_other_kind(path, base, kind)[0]
+    common = {key: merged(f"{path}.{key}", base[key], over[key]) for key in over if key in base}
+    return {**base, **over, **common}
+
+
+def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[str, str]]:
+    """Build the parts and the tables of keys of sections.
 
     Returns:
-        The tree without them, the parts by "section.key", and errors by "section.key".
+        The tree without them, the parts and tables by "section.key", and errors by "section.key".
 
     Raises:
         MissingPartError: see `config_from_dict`.
     """
-    parts: dict[str, Part] = {}
+    found: dict[str, Any] = {}
     problems: dict[str, str] = {}
     rest = dict(tree)
-    for name in part_keys():
-        section, _, key = name.partition(".")
+    for section, owner in sections().items():
         keys = rest.get(section)
-        if not isinstance(keys, dict) or key not in keys:
-            continue
-        try:
-            if isinstance(keys[key], Part):
-                # Of a program.
-                parts[name] = keys[key]
-            elif not is_part_value(name, keys[key]):
+        for key in (*tables_of(owner), *(_flat_parts(section) if isinstance(keys, dict) else ())):
+            if not isinstance(keys, dict) or key not in keys:
                 continue
-            else:
-                parts[name] = build_part(name, keys[key])
-        except MissingPartError:
-            raise
-        except ConfigError as error:
-            problems[name] = str(error)
-        rest[section] = {other: value for other, value in keys.items() if other != key}
-    return rest, parts, problems
+            name = f"{section}.{key}"
+            try:
+                if not isinstance(keys[key], Part | Table) and not is_table_value(name, keys[key]):
+                    continue
+                found[name] = build_table(name, keys[key], default_of(section, key))
+            except MissingPartError:
+                raise
+            except ConfigError as error:
+                problems[name] = str(error)
+            rest[section] = {other: value for other, value in rest[section].items() if other != key}
+    return rest, found, problems
+
+
+@cache
+def _flat_parts(section: str) -> tuple[str, ...]:
+    """Return the keys of a section that choose a part whose built-in kinds have flat keys."""
+    names = (name.partition(".") for name in part_keys() if name not in tables() and name.count(".") == 1)
+    return tuple(key for owner, _, key in names if owner == section)
 
 
 def _apply_override(tree: Tree, override: str) -> str:
@@ -183,31 +249,31 @@ def _apply_override(tree: Tree, override: str) -> str:
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
         raise ConfigError(f"override {_format_value(override)}: {reason}")
     keys = tree.setdefault(section, {})
-    key, dot, setting = key.partition(".")
-    if dot and f"{section}.{key}" in part_keys() and isinstance(keys, dict):
-        part = keys.get(key, kind_by_default(f"{section}.{key}"))
-        keys[key] = {**(part if isinstance(part, dict) else {"kind": part}), setting: _parsed_value(text.strip())}
-        return ""
-    key += dot + setting
     # A recipe with `run = 3` is refused by the validation that follows.
     if not isinstance(keys, dict):
         return ""
-    value = _override_value(section, key, text.strip())
-    before = keys.get(key)
-    keys[key] = value
-    if f"{section}.{key}" not in part_keys() or not isinstance(value, str) or not isinstance(before, dict):
-        return ""
-    kept, lost = settings_of_other_kind(f"{section}.{key}", before, value)
-    if kept:
-        keys[key] = {"kind": value, **kept}
-    names = ", ".join(f"{section}.{key}.{name}={_format_value(lost[name])}" for name in lost)
-    return f"{section}.{key}={value!r} leaves out {names} of the recipe, which it has no key for" if lost else ""
+    owner, dot, _ = key.partition(".")
+    is_setting = bool(dot) and _is_table(f"{section}.{owner}")
+    value = _parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
+    names = key.split(".") if is_setting else [key]
+    before: Any = keys
+    for name in names:
+        before = before.get(name) if isinstance(before, dict) else None
+    lost: Tree = {}
+    path = f"{section}.{key}"
+    if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
+        kept, lost = settings_of_other_kind(path, before, value)
+        _put(keys, names, {"kind": value, **kept} if kept else value)
+    else:
+        _put(keys, names, value)
+    left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)
+    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
 
 
 def _override_value(section: str, key: str, text: str) -> Any:
     value = _parsed_value(text)
     takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
-    takes_table = f"{section}.{key}" in part_keys()
+    takes_table = _is_table(f"{section}.{key}")
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 
 
@@ -236,6 +302,8 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
                     problems[f"{section}.{key}"] = moved_key_refusal(tree, f"{section}.{key}")
                 elif key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
+                elif f"{section}.{key}" in tables() and f"{section}.{key}" not in part_keys():
+                    problems[f"{section}.{key}"] = _type_problem(section, key, value)
                 elif reason := value_unsupported_reason(key_types(section)[key], max_magnitude(section, key), value):
                     problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {reason}"
                 elif not _has_exact_type(section, key, value):
@@ -252,29 +320,22 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _fill_preset(tree: Mapping[str, Any], problems: dict[str, str], method: Part | None) -> Tree:
-    """Return the known sections and keys of the tree, with missing keys filled from model.preset and sites.method.
+def _known_keys(tree: Mapping[str, Any], problems: dict[str, str], method: Part | None) -> Tree:
+    """Return the known sections and keys of the tree without errors, with missing keys of [sites] filled.
 
     Args:
-        tree: the tree without parts from outside.
-        problems: errors by "section.key", to which others are added.
+        tree: the tree without tables.
+        problems: errors by "section.key".
         method: the part of sites.method, if it is from outside.
     """
+    # A key with an error is left out: other checks might fail on it.
     known = {
-        section: {key: value for key, value in keys.items() if key in key_types(section)}
+        section: {
+            key: value for key, value in keys.items() if key in key_types(section) and f"{section}.{key}" not in problems
+        }
         for section, keys in tree.items()
         if section in sections() and isinstance(keys, dict)
     }
-    for section, keys in known.items():
-        for key in [key for key in keys if f"{section}.{key}" in problems]:
-            # It has an error already, and other checks might fail on it.
-            del keys[key]
-    preset = known.get("model", {}).get("preset", "")
-    if isinstance(preset, str) and preset:
-        try:
-            known["model"] = {**load_preset(preset), **known["model"]}
-        except ConfigError as error:
-            problems["model.preset"] = str(error)
     if "sites" in known:
         known["sites"] = {**_method_values(known["sites"], method), **known["sites"]}
     return known

@@ -51,9 +51,9 @@ class MoEConfig:
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
     bias_update_rate: Annotated[
-        float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0"), ReadIf("model.expert_bias")
+        float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0"), ReadIf("model.ffn.moe.router.expert_bias")
     ] = 1e-3
-    """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
+    """Step size of model.ffn.moe.router.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
     more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
     choice: Annotated[str | Part, KindOf("choice", is_flat=True)] = "topk"
     """Choice of experts. topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then also
@@ -66,12 +66,9 @@ class MoEConfig:
         float, Bound("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1)
     ] = 0.0
     """Multiply the router's input by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
-    sparsemixer_sampling: bool = True
-    """Sample the choices of model.router_softmax="sparsemixer" in training; false: the best experts, as in
-    evaluation."""
     router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64"), Judged.FORMAT] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
-    weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false"), Judged.MAPPING] = False
+    weight_in_expert: Annotated[bool, ReadIf("model.ffn.moe.probs_on_input=false"), Judged.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire", is_flat=True)] = "dtype"

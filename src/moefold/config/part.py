@@ -7,10 +7,10 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from traceback import walk_tb
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
 from moefold.config.find import built_in_kinds, find_group, find_part, is_built_in, kind_of, kinds
 from moefold.config.outside import origin_of, rebuild
@@ -70,6 +70,8 @@ class Part:
     is_for_training: ClassVar[bool] = False
     """True for a part that inference does not read: its rules hold for training alone."""
 
+    of_layers: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the place of a layer sets, and no recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads around the formula, and not the formula."""
     refuses: ClassVar[frozenset[str]] = frozenset()
@@ -116,7 +118,7 @@ class Part:
     def as_table(self) -> dict[str, Any]:
         """Return the part as a recipe writes it, with all its keys, and `from`: its distribution or file."""
         owner: Any = type(self)
-        values = {name: getattr(self, name) for name in settings_of(owner)}
+        values = {name: as_plain(getattr(self, name)) for name in settings_of(owner)}
         source = {} if is_built_in(type(self)) else {"from": origin_of(type(self))[1].as_dict()}
         return {"kind": self.kind, **values, **source}
 
@@ -173,8 +175,27 @@ def refuse_failure(part: Part, where: str, error: Exception) -> None:
 
 def keys_of(section: Any) -> dict[str, Any]:
     """Return the keys of a section of a recipe by name; a part from outside is a table (`Part.as_table`)."""
-    values = {field.name: getattr(section, field.name) for field in fields(section)}
-    return {name: value.as_table() if isinstance(value, Part) else value for name, value in values.items()}
+    return {field.name: as_plain(getattr(section, field.name)) for field in fields(section)}
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value as a recipe writes it: a part as its table, and other values as they are."""
+    match value:
+        case Part():
+            return value.as_table()
+        case Table():
+            return keys_of(value)
+        case _:
+            return value
+
+
+def parts_in(owner: Any) -> Iterator[Part]:
+    """Yield the parts of a section, a table or a part, and the parts in these."""
+    for value in (getattr(owner, entry.name) for entry in fields(owner)):
+        if isinstance(value, Part):
+            yield value
+        if isinstance(value, Part | Table):
+            yield from parts_in(value)
 
 
 def words_of(section: Any) -> dict[str, Any]:
@@ -199,9 +220,42 @@ def without_source(value: Any, *names: str) -> Any:
 @cache
 def settings_of(part: Any) -> tuple[str, ...]:
     """Return the fields of a class of parts that a recipe sets, in order: all but the fields that patterns set."""
-    base = find_group(part.group)
-    of_layer = {field.name for field in fields(base)} - {name for name, _ in flat_keys_of(base)}
-    return tuple(field.name for field in fields(part) if field.init and field.name not in of_layer)
+    of_layers = part.of_layers if issubclass(part, Part) else ()
+    return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in of_layers)
+
+
+@cache
+def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
+    """Return the fields of a section, a table or a class of parts that have a table, with what it is.
+
+    It is the mark of a part, or the class of a table without `kind`. Fields that read flat keys are left out.
+    """
+    hints = get_type_hints(owner, include_extras=True)
+    found: dict[str, KindOf | type[Table]] = {}
+    for name in [entry.name for entry in fields(owner)]:
+        marks = getattr(hints[name], "__metadata__", ())
+        mark = next((mark for mark in marks if isinstance(mark, KindOf)), None)
+        plain = hints[name].__origin__ if marks else hints[name]
+        arms = [arm for arm in (get_args(plain) or (plain,)) if isinstance(arm, type)]
+        if mark is not None and not mark.is_flat:
+            found[name] = mark
+        elif table := next((arm for arm in arms if issubclass(arm, Table)), None):
+            found[name] = table
+    return found
+
+
+@cache
+def default_of_field(owner: Any, name: str) -> Any:
+    """Return the default of a field of a section, a table or a class of parts; None if it must be given."""
+    found = next(entry for entry in fields(owner) if entry.name == name)
+    if found.default_factory is not MISSING:
+        return found.default_factory()
+    return None if found.default is MISSING else found.default
+
+
+def by_default(group: str, kind: str) -> Any:
+    """Return the default of a field: the part of a kind with its defaults."""
+    return field(default_factory=lambda: make_part(group, kind))
 
 
 @cache
@@ -245,7 +299,7 @@ def build_part(group: str, kind: str, values: tuple[Any, ...]) -> Any:
 
 
 class Section:
-    """Section in which a word for a part becomes the part of this kind, with its defaults."""
+    """Section or table in which a word for a part becomes the part of this kind, with its defaults."""
 
     __slots__ = ()
 
@@ -256,6 +310,11 @@ class Section:
             value = getattr(self, name)
             if isinstance(value, str) and _is_kind(mark, value):
                 object.__setattr__(self, name, make_part(mark.group, value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Section):
+    """Settings in a table without `kind`, such as `model.rope`; one that may be absent is `None`, or "none"."""
 
 
 @cache

@@ -37,22 +37,36 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import FlatKey, KindOf, Part, flat_keys, settings_of, without_source
+from moefold.config.part import (
+    FlatKey,
+    KindOf,
+    Part,
+    Table,
+    default_of_field,
+    flat_keys,
+    settings_of,
+    tables_of,
+    without_source,
+)
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
     join_with_or,
     key_types,
     kind_settings,
+    owners_of,
     part_keys,
     part_marks,
     sections,
+    tables,
 )
 from moefold.errors import ConfigError, raise_all
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "of_"
+NONE = "none"
+"""Value of a key without its table."""
 SOURCE = "from"
 """Key of a recorded table with the distribution or file of the part; no field can have this name."""
 
@@ -68,8 +82,10 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
         ConfigError: a file is missing or broken.
     """
     for name in part_keys():
-        section, _, key = name.partition(".")
-        keys = tree.get(section)
+        *owners, key = name.split(".")
+        keys: Any = tree
+        for owner in owners:
+            keys = keys.get(owner) if isinstance(keys, dict) else None
         value = keys.get(key) if isinstance(keys, dict) else None
         kind = value.get("kind") if isinstance(value, dict) else value
         if not isinstance(keys, dict) or not isinstance(kind, str) or split_file_kind(kind) is None:
@@ -81,8 +97,8 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
         keys[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
 
 
-def is_part_value(name: str, value: Any) -> bool:
-    """Return whether the value of a key that chooses a part is one from outside, or a table.
+def is_table_value(name: str, value: Any) -> bool:
+    """Return whether the value of a key of `tables`, or one that chooses a part, is a table, "none" or from outside.
 
     Args:
         name: recipe key, as "section.key".
@@ -91,20 +107,54 @@ def is_part_value(name: str, value: Any) -> bool:
     Raises:
         ConfigError: it is the name of a built-in kind, and an installed package has that name too.
     """
-    group = part_keys()[name]
     if not isinstance(value, str):
         return isinstance(value, dict)
+    group = part_keys().get(name)
+    if group is None:
+        return value == NONE
     if value in built_in_kinds(group):
         check_not_shadowed(group, value)
         return False
     return value in entry_points_of(group) or split_file_kind(value) is not None
 
 
-def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
-    """Build a part from outside.
+def build_table(name: str, value: Any, default: Any) -> Any:
+    """Build the part or the table of a key.
 
     Args:
-        name: recipe key, as "section.key".
+        name: recipe key, by its path.
+        value: a kind, or a table with `kind` and settings; of a table without kinds its settings; "none" for none.
+        default: the value of the key that is left out, which has the kind of a table without one; None: none.
+
+    Raises:
+        MissingPartError: the part was recorded, and its file is not named or its package not installed.
+        ConfigError: the kind is unknown or broken, or a setting is wrong; one line for each.
+    """
+    if default is None and value in (None, NONE):
+        return None
+    if isinstance(value, Part | Table):
+        return value
+    mark = tables().get(name) or part_marks()[name]
+    if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
+        what = "a table" if default is not None else 'a table, or "none"'
+        raise ConfigError(f"{name}={shown_value(value)} must be {what}; its keys are {', '.join(_keys_of(mark))}")
+    if isinstance(mark, KindOf):
+        kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
+        return build_part(name, {"kind": kind, **value} if isinstance(value, dict) else value)
+    if is_oversized(value):
+        raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
+    return mark(**checked_settings(name, "", mark, value))
+
+
+def _keys_of(mark: KindOf | type[Table]) -> list[str]:
+    return list(dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner)))
+
+
+def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
+    """Build a part.
+
+    Args:
+        name: recipe key, by its path.
         value: the kind, or a table with `kind` and the settings of the part.
 
     Raises:
@@ -115,10 +165,11 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     if is_oversized(table):
         raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
     group = part_keys()[name]
-    kind = table.pop("kind", None)
+    kind = table.pop("kind")
     if not isinstance(kind, str):
-        what = "has no kind" if kind is None else f"must be a text, and is {kind!r}"
-        raise ConfigError(f"{name}.kind {what}; write one of {kinds_in_words(group)}, or FILE.py:CLASS")
+        raise ConfigError(
+            f"{name}.kind must be a text, and is {kind!r}; write one of {kinds_in_words(group)}, or FILE.py:CLASS"
+        )
     recorded = _read_origin(name, table.pop(SOURCE, {}))
     if kind in built_in_kinds(group) and part_marks()[name].is_flat:
         raise ConfigError(_flat_spelling(name, group, kind, table))
@@ -148,13 +199,15 @@ def settings_of_other_kind(name: str, table: Mapping[str, Any], kind: str) -> tu
         ConfigError: the package or file of the other kind is broken.
     """
     settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
+    if name not in part_keys():
+        return {}, {}
     if split_file_kind(kind) is not None:
         part, _ = imported_class(*import_file(kind))
     elif kind in kinds(part_keys()[name]):
         part = find_part(part_keys()[name], kind)
     else:
         return {}, {}
-    known = _hints(part)
+    known = settings_of(part)
     kept = {key: value for key, value in settings.items() if key in known}
     return kept, {key: value for key, value in settings.items() if key not in known}
 
@@ -162,8 +215,8 @@ def settings_of_other_kind(name: str, table: Mapping[str, Any], kind: str) -> tu
 def toml_value(value: Any) -> str:
     """Return a value as a file has it: strings, numbers, truth values and lists are written as in JSON."""
     match value:
-        case Part():
-            return toml_value(shortest(value)) if is_built_in(type(value)) else toml_table(value.as_table())
+        case Part() | Table():
+            return toml_value(shortest(value))
         case dict():
             return toml_table(without_source(value))
         case tuple():
@@ -172,17 +225,21 @@ def toml_value(value: Any) -> str:
             return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def shortest(part: Part) -> str | dict[str, Any]:
-    """Return a part as a person writes it in a recipe: without defaults, and as a word if nothing else is left.
+def shortest(value: Any) -> Any:
+    """Return a part or a table as a person writes it in a recipe: without defaults, and a part alone as a word.
 
     A part from outside keeps all its keys, whose defaults another version may change.
     """
-    table = part.as_table()
-    if not is_built_in(type(part)):
+    owner: Any = type(value)
+    if isinstance(value, Part) and not is_built_in(owner):
+        return value.as_table()
+    if not isinstance(value, Part | Table):
+        return value
+    found = {key: getattr(value, key) for key in settings_of(owner)}
+    table = {key: shortest(entry) for key, entry in found.items() if entry != default_of_field(owner, key)}
+    if isinstance(value, Table):
         return table
-    defaults = {field.name: field.default for field in fields(part)}
-    table = {key: value for key, value in table.items() if key == "kind" or value != defaults[key]}
-    return table if len(table) > 1 else part.kind
+    return {"kind": value.kind, **table} if table else value.kind
 
 
 def toml_table(table: Mapping[str, Any]) -> str:
@@ -202,6 +259,8 @@ def shown_value(value: Any) -> str:
             return f"[{', '.join(map(shown_value, value))}]"
         case Part():
             return repr(value.kind)
+        case None:
+            return repr(NONE)
         case _:
             return repr(value)
 
@@ -276,7 +335,8 @@ def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) ->
 
 def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a table, validated, each of the type of its field."""
-    problems: dict[str, Problem] = {}
+    problems: dict[str, Problem | str] = {}
+    values: dict[str, Any] = {}
     hints = _hints(part)
     for key, value in table.items():
         if key not in hints:
@@ -285,14 +345,20 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
             way_out = f"did you mean {name}.{guess}?" if guess else ""
             way_out = f"it is a key of {join_with_or(list(map(repr, owners)))}" if owners else way_out
             keys = f"whose keys are {', '.join(hints)}" if hints else "which has none"
-            problems[key] = Problem(f"{name}.{key}", None, f"is not a key of {kind!r}, {keys}", way_out)
+            problems[key] = Problem(f"{name}.{key}", None, f"is not a key of {repr(kind) if kind else name}, {keys}", way_out)
+        elif key in tables_of(part):
+            try:
+                values[key] = build_table(f"{name}.{key}", value, default_of_field(part, key))
+            except MissingPartError:
+                raise
+            except ConfigError as error:
+                problems[key] = str(error)
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
             problems[key] = Problem(f"{name}.{key}", value, reason)
-    known = {key: value for key, value in table.items() if key not in problems}
-    values: dict[str, Any] = {}
+    known = {key: value for key, value in table.items() if key not in problems and key not in values}
     try:
         found = _model(part).model_validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)}))
-        values = {name.removeprefix(_PREFIX): getattr(found, name) for name in found.model_fields_set}
+        values |= {name.removeprefix(_PREFIX): getattr(found, name) for name in found.model_fields_set}
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])
@@ -333,13 +399,15 @@ def _unknown_key(name: str) -> str:
 @cache
 def _model(part: Any) -> type[BaseModel]:
     """Return the validator of the settings of a part; a field without a default is required."""
-    kind, origin = origin_of(part)
+    kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
     of_base = {field.name for base in bases for field in fields(base)}
     for key, hint in _hints(part).items():
         marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, FlatKey | KindOf)]
+        if key in tables_of(part) and (issubclass(part, Table) or is_built_in(part) or key in of_base):
+            continue
         for mark in marks:
             if isinstance(mark, FlatKey) and (fault := _unknown_key(mark.name)):
                 raise ConfigError(f"part {kind!r} of {origin}: FlatKey({mark.name!r}) of {key} {fault}")

@@ -34,13 +34,13 @@ def no_bias_problems(model: ModelConfig, choice: str, reason: str) -> Iterator[P
     part = model.routed
     if part is None:
         return
-    if part.expert_bias:
+    if part.router.expert_bias:
         rule = f"contradicts moe.choice={choice!r}, which {reason}"
-        yield Problem("model.expert_bias", True, rule, "choose expert_bias=false, or choice='topk'")
-    if part.num_groups > 1:
+        yield Problem("model.ffn.moe.router.expert_bias", True, rule, "choose expert_bias=false, or choice='topk'")
+    if part.router.num_groups > 1:
         rule = f"contradicts moe.choice={choice!r}, which {reason}"
         way_out = "leave num_groups and top_groups out, or choose choice='topk'"
-        yield Problem("model.num_groups", part.num_groups, rule, way_out)
+        yield Problem("model.ffn.moe.router.num_groups", part.router.num_groups, rule, way_out)
 
 
 def assign_in_turn(index_T: "Tensor", top_k: int, num_experts: int, *, first: int = 0) -> "Tensor":

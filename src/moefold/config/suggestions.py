@@ -13,9 +13,9 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.find import built_in_kinds, find_part
+from moefold.config.find import built_in_kinds, find_part, kind_of
 from moefold.config.moved import moved_key
-from moefold.config.part import KindOf, marks_of, settings_of
+from moefold.config.part import KindOf, Table, default_of_field, marks_of, settings_of, tables_of
 from moefold.config.schema import Config
 
 
@@ -92,33 +92,68 @@ def key_types(section: str) -> dict[str, Any]:
 
 
 @cache
+def tables() -> dict[str, KindOf | type[Table]]:
+    """Return what each key is whose value is a table, by its path, such as "model.ffn.moe.router": a part, or settings.
+
+    A key comes before the keys of its table; keys with the same path in several kinds count once.
+    """
+    found: dict[str, KindOf | type[Table]] = {}
+
+    def add(path: str, owner: Any) -> None:
+        for name, mark in tables_of(owner).items():
+            if f"{path}.{name}" not in found:
+                found[f"{path}.{name}"] = mark
+                for inner in owners_of(mark):
+                    add(f"{path}.{name}", inner)
+
+    for section, owner in sections().items():
+        add(section, owner)
+    return found
+
+
+def owners_of(mark: KindOf | type[Table]) -> tuple[Any, ...]:
+    """Return the classes whose fields are the keys of a table: of a part, those of its built-in kinds."""
+    if not isinstance(mark, KindOf):
+        return (mark,)
+    return tuple(find_part(mark.group, kind) for kind in mark.words or built_in_kinds(mark.group))
+
+
+@cache
 def part_marks() -> dict[str, KindOf]:
-    """Return the mark of each key that chooses a part, by "section.key"."""
-    return {
+    """Return the mark of each key that chooses a part, by its path, with keys whose kinds have flat keys."""
+    flat = {
         f"{section}.{key}": entry
         for section in sections()
         for key, marks in marks_of(sections()[section]).items()
         for entry in marks
         if isinstance(entry, KindOf)
     }
+    return flat | {path: mark for path, mark in tables().items() if isinstance(mark, KindOf)}
 
 
 @cache
 def part_keys() -> dict[str, str]:
-    """Return the group of each key that chooses a part, by "section.key"."""
+    """Return the group of each key that chooses a part, by its path."""
     return {name: mark.group for name, mark in part_marks().items()}
 
 
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
-    """Return the built-in kinds that have each setting of a part, by "section.key.setting", in schema order."""
+    """Return the built-in kinds that have each setting of a table, by its path, in schema order; without kinds: none."""
     found: dict[str, tuple[str, ...]] = {}
-    for name, mark in part_marks().items():
-        for kind in () if mark.is_flat else mark.words or built_in_kinds(mark.group):
-            for setting in settings_of(find_part(mark.group, kind)):
-                path = f"{name}.{setting}"
-                found[path] = (*found.get(path, ()), kind)
+    for name, mark in tables().items():
+        for owner in owners_of(mark):
+            for setting in settings_of(owner):
+                kind = (kind_of(owner),) if isinstance(mark, KindOf) else ()
+                found[f"{name}.{setting}"] = (*found.get(f"{name}.{setting}", ()), *kind)
     return found
+
+
+@cache
+def owner_of(path: str) -> Any:
+    """Return the first class with a setting, given its path: "model.ffn.moe.top_k"."""
+    table, _, setting = path.rpartition(".")
+    return next(owner for owner in owners_of(tables()[table]) if setting in settings_of(owner))
 
 
 @cache
@@ -126,19 +161,28 @@ def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
     if mark := part_marks().get(f"{section}.{key}"):
         return mark.words or built_in_kinds(mark.group)
-    plain = key_types(section)[key]
+    plain = key_types(section)[key] if "." not in key else get_type_hints(owner_of(f"{section}.{key}"))[last_name(key)]
     return get_args(plain) if get_origin(plain) is Literal else ()
+
+
+def last_name(path: str) -> str:
+    """Return the name after the last dot of a path."""
+    return path.rpartition(".")[2]
 
 
 def describe_key(section: str, key: str) -> str:
     """Describe the type of a key, as `describe_type` does; the kinds of a part are its choices."""
+    if f"{section}.{key}" in tables() and f"{section}.{key}" not in part_marks():
+        return "a table"
     choices = choices_of(section, key)
     return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(key_types(section)[key])
 
 
 @cache
 def default_of(section: str, key: str) -> Any:
-    """Return the default of a key; a part with settings of its own where it chooses one."""
+    """Return the default of a key, or of a setting of a table: "ffn.moe.top_k"; a part where it chooses one."""
+    if "." in key:
+        return default_of_field(owner_of(f"{section}.{key}"), last_name(key))
     return getattr(_default_section(section), key)
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moefold.config.find import built_in_kinds, find_part
-from moefold.config.part import Part, settings_of
-from moefold.config.part_table import toml_table
-from moefold.config.suggestions import default_of, join_with_or, part_keys
+from moefold.config.part import KindOf, Part
+from moefold.config.part_table import NONE, toml_table, toml_value
+from moefold.config.presets import load_preset, preset_names
+from moefold.config.suggestions import default_of, join_with_or, kind_settings, part_marks, tables
 from moefold.errors import ConfigError
 
 FORMAT = 2
@@ -42,8 +42,92 @@ MOVED = {
     "rl.clip_high": Moved("rl.objective", "clip_high"),
     "rl.correction_low": Moved("rl.correction", "low"),
     "rl.correction_high": Moved("rl.correction", "high"),
+    "model.norm_placement": Moved("model", "residual"),
+    "model.router_score": Moved("model.ffn.moe", "router"),
+    "model.router_softmax": Moved("model.ffn.moe.router", "softmax"),
+    "model.moe_activation": Moved("model.ffn.moe", "activation"),
+    "model.rope_scaling": Moved("model.rope", "scaling"),
+    "model.qk_norm": Moved("model.attention", "qk_norm"),
+    "model.attention_gate": Moved("model.attention", "gate"),
+    "model.nope_temperature_scale": Moved("model.attention.temperature", "scale"),
+    "model.index_topk": Moved("model.attention.indexer", "top_k"),
+    "model.shared_expert_ffn_hidden_size": Moved("model.ffn.moe.shared", "intermediate_size"),
+    "model.num_attention_heads": Moved("model.attention", "num_heads"),
+    "model.num_query_groups": Moved("model.attention", "num_kv_heads"),
+    "model.head_dim": Moved("model.attention", "head_dim"),
+    "model.q_lora_rank": Moved("model.attention", "q_lora_rank"),
+    "model.kv_lora_rank": Moved("model.attention", "kv_lora_rank"),
+    "model.qk_nope_head_dim": Moved("model.attention", "qk_nope_head_dim"),
+    "model.qk_rope_head_dim": Moved("model.attention", "qk_rope_head_dim"),
+    "model.v_head_dim": Moved("model.attention", "v_head_dim"),
+    "model.mla_scale_latents": Moved("model.attention", "scale_latents"),
+    "model.qkv_bias": Moved("model.attention", "qkv_bias"),
+    "model.attention_output_bias": Moved("model.attention", "output_bias"),
+    "model.attention_sinks": Moved("model.attention", "sinks"),
+    "model.attention_scale": Moved("model.attention", "scale"),
+    "model.rope_fraction": Moved("model.attention", "rope_fraction"),
+    "model.qk_norm_width": Moved("model.attention.qk_norm", "over"),
+    "model.qk_norm_after_rope": Moved("model.attention.qk_norm", "after_rope"),
+    "model.qk_norm_weight": Moved("model.attention.qk_norm", "weight"),
+    "model.qk_norm_nope": Moved("model.attention.qk_norm", "in_nope"),
+    "model.attention_gate_width": Moved("model.attention.gate", "per"),
+    "model.nope_temperature_tokens": Moved("model.attention.temperature", "tokens"),
+    "model.index_heads": Moved("model.attention.indexer", "num_heads"),
+    "model.index_head_dim": Moved("model.attention.indexer", "head_dim"),
+    "model.index_rope_interleaved": Moved("model.attention.indexer", "rope_interleaved"),
+    "model.linear_num_key_heads": Moved("model.linear_attention", "num_key_heads"),
+    "model.linear_num_value_heads": Moved("model.linear_attention", "num_value_heads"),
+    "model.linear_key_head_dim": Moved("model.linear_attention", "key_head_dim"),
+    "model.linear_value_head_dim": Moved("model.linear_attention", "value_head_dim"),
+    "model.linear_conv_kernel": Moved("model.linear_attention", "conv_kernel"),
+    "model.linear_conv_bias": Moved("model.linear_attention", "bias"),
+    "model.linear_gate_rank": Moved("model.linear_attention", "gate_rank"),
+    "model.linear_full_rank_gates": Moved("model.linear_attention", "full_rank_gates"),
+    "model.linear_decay_bound": Moved("model.linear_attention", "decay_bound"),
+    "model.ffn_hidden_size": Moved("model.ffn.dense", "intermediate_size"),
+    "model.num_experts": Moved("model.ffn.moe", "num_experts"),
+    "model.top_k": Moved("model.ffn.moe", "top_k"),
+    "model.zero_experts": Moved("model.ffn.moe", "zero_experts"),
+    "model.active_experts": Moved("model.ffn.moe", "active_experts"),
+    "model.moe_ffn_hidden_size": Moved("model.ffn.moe", "intermediate_size"),
+    "model.moe_hidden_size": Moved("model.ffn.moe", "latent_size"),
+    "model.moe_bias": Moved("model.ffn.moe", "bias"),
+    "model.swiglu_alpha": Moved("model.ffn.moe.activation", "alpha"),
+    "model.swiglu_limit": Moved("model.ffn.moe.activation", "limit"),
+    "model.router_probs_on_input": Moved("model.ffn.moe", "probs_on_input"),
+    "model.moe_shortcut": Moved("model.ffn.moe", "shortcut"),
+    "model.shared_expert_gate": Moved("model.ffn.moe.shared", "gate"),
+    "model.sparsemixer_jitter": Moved("model.ffn.moe.router.softmax", "jitter"),
+    "model.router_normalize": Moved("model.ffn.moe.router", "normalize"),
+    "model.router_scaling_factor": Moved("model.ffn.moe.router", "scaling_factor"),
+    "model.num_groups": Moved("model.ffn.moe.router", "num_groups"),
+    "model.top_groups": Moved("model.ffn.moe.router", "top_groups"),
+    "model.expert_bias": Moved("model.ffn.moe.router", "expert_bias"),
+    "model.router_bias": Moved("model.ffn.moe.router", "bias"),
+    "model.norm_eps": Moved("model.norm", "eps"),
+    "model.zero_centered_norms": Moved("model.norm", "zero_centered"),
+    "model.residual_multiplier": Moved("model.residual", "multiplier"),
+    "model.rope_theta": Moved("model.rope", "theta"),
+    "model.rope_interleaved": Moved("model.rope", "interleaved"),
+    "model.rope_scaling_factor": Moved("model.rope.scaling", "factor"),
+    "model.rope_original_seq_len": Moved("model.rope.scaling", "original_seq_len"),
+    "model.rope_short_factors": Moved("model.rope.scaling", "short_factors"),
+    "model.rope_long_factors": Moved("model.rope.scaling", "long_factors"),
+    "model.rope_short_mscale": Moved("model.rope.scaling", "short_mscale"),
+    "model.rope_long_mscale": Moved("model.rope.scaling", "long_mscale"),
+    "model.rope_low_freq_factor": Moved("model.rope.scaling", "low_freq_factor"),
+    "model.rope_high_freq_factor": Moved("model.rope.scaling", "high_freq_factor"),
+    "model.rope_beta_fast": Moved("model.rope.scaling", "beta_fast"),
+    "model.rope_beta_slow": Moved("model.rope.scaling", "beta_slow"),
+    "model.rope_truncate": Moved("model.rope.scaling", "truncate"),
+    "model.rope_attention_factor": Moved("model.rope.scaling", "attention_factor"),
+    "model.rope_mscale": Moved("model.rope.scaling", "mscale"),
+    "model.rope_mscale_all_dim": Moved("model.rope.scaling", "mscale_all_dim"),
+    "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
 }
-"""Place of each flat key of format 1, as "section.key"."""
+"""Place of each flat key of format 1, as "section.key"; keys that choose a kind or a table before its settings."""
+OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
+"""Flat keys whose value 0 meant that there is no table."""
 
 
 def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -69,6 +153,10 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree: sections, unchecked; sections of format 2 stay as they are.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
+    model = found.get("model")
+    base: Any = {}
+    if isinstance(model, dict) and isinstance(name := model.get("preset"), str) and name in preset_names():
+        base = {"model": load_preset(name)}
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
@@ -76,15 +164,62 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if not isinstance(keys, dict) or key not in keys:
             continue
         value = keys.pop(key)
-        owner, _, chooser = place.key.partition(".")
-        keys = found.setdefault(owner, {})
-        table = keys.get(chooser, kind_by_default(place.key)) if isinstance(keys, dict) else None
-        table = {"kind": table} if isinstance(table, str) else table
-        if not isinstance(table, dict) or table.get("kind") not in _kinds_of(place):
+        path = str(place)
+        if path in tables() and isinstance(value, bool):
+            value = {} if value else NONE
+        elif name in OFF and not value:
+            path, value = place.key, NONE
+        if not _is_read(place.key if name in OFF else path, found, base):
             unread.append(name)
-        else:
-            keys[chooser] = {**table, place.setting: value}
+        elif value != NONE or value_at(path, base) is not None:
+            _put(found, path, value, base)
     return found, unread
+
+
+def value_at(path: str, tree: Any) -> Any:
+    """Return the value of a tree at a path; None if it has none, or is "none" there."""
+    for name in path.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return None if tree == NONE else tree
+
+
+def _kind_at(path: str, found: Any, base: Any) -> str | None:
+    """Return the kind of a part in a recipe, its preset, or by default; of a table that is absent None, else ""."""
+    for value in (value_at(path, found), value_at(path, base)):
+        if isinstance(value, str) or (isinstance(value, dict) and "kind" in value):
+            return str(value if isinstance(value, str) else value["kind"])
+    section, _, key = path.partition(".")
+    default = default_of(section, key)
+    if default is None and value_at(path, found) is None and value_at(path, base) is None:
+        return None
+    if default is None and path in part_marks():
+        return part_marks()[path].words[0]
+    return default.kind if isinstance(default, Part) else default if isinstance(default, str) else ""
+
+
+def _is_read(path: str, found: Any, base: Any) -> bool:
+    """Return whether the parts of a recipe have a key."""
+    owner = path.rpartition(".")[0]
+    if not owner.count("."):
+        return True
+    kind = _kind_at(owner, found, base) if _is_read(owner, found, base) else None
+    kinds = kind_settings().get(path, ())
+    return kind is not None and path in kind_settings() and (not kinds or kind in kinds)
+
+
+def _put(tree: dict[str, Any], path: str, value: Any, base: Any) -> None:
+    """Set the value of a key; a table that chooses the default of a section has its kind."""
+    *owners, last = path.split(".")
+    for depth, name in enumerate(owners):
+        inner = tree.get(name, {})
+        inner = inner if isinstance(inner, dict) else {"kind": inner}
+        key = ".".join(owners[: depth + 1])
+        if not inner and depth == 1 and isinstance(part_marks().get(key), KindOf) and owners[0] != "model":
+            inner = {"kind": kind_by_default(key)}
+        tree[name] = dict(inner)
+        tree = tree[name]
+    before = tree.get(last)
+    tree[last] = {**before, "kind": value} if isinstance(before, dict) and isinstance(value, str) else value
 
 
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,15 +232,16 @@ def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by "section.key", with a part as its kind and its settings by "section.key.setting".
+    """Return values by "section.key", with a part as its kind and the settings of tables by "section.key.setting".
 
     Args:
         values: values of `keys_of` by "section.key".
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and "kind" in value:
-            found |= {name: value["kind"]} | {f"{name}.{key}": entry for key, entry in value.items() if key != "kind"}
+        if isinstance(value, dict) and name.partition(".")[2] and (name in tables() or "kind" in value):
+            kind = {name: value["kind"]} if "kind" in value else {}
+            found |= kind | flat_settings({f"{name}.{key}": entry for key, entry in value.items() if key != "kind"})
         else:
             found[name] = value
     return found
@@ -119,15 +255,25 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
         name: a key of MOVED.
     """
     place = MOVED[name]
-    section, _, key = place.key.partition(".")
     found, unread = upgraded(tree)
     if name in unread:
-        value = found.get(section, {}).get(key, kind_by_default(place.key))
-        kind = value.get("kind") if isinstance(value, dict) else value
-        kinds = join_with_or(list(map(repr, _kinds_of(place))))
-        return f"{name} is {place} now, a key of {kinds}, and not of {kind!r}; leave it out"
-    table = toml_table(found[section][key])
-    return f"{name} is {place} now: write {place.key} = {table}, or run moefold recipe upgrade FILE"
+        kind = _kind_at(place.key, found, {})
+        owners = kind_settings()[str(place)]
+        kinds = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
+        which = f"not of {kind!r}" if kind else "that is absent"
+        return f"{name} is {place} now, {kinds}, and {which}; leave it out"
+    table = shown_toml(str(place), found)
+    return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
+
+
+def shown_toml(path: str, tree: Any) -> str:
+    """Return the line of a recipe with the table of a key, or with the key alone in a section of tables."""
+    section, key, *inner = path.split(".")
+    value = tree[section].get(key)
+    if section != "model":
+        return f"{section}.{key} = {toml_table(value)}"
+    found = value_at(path, tree)
+    return f"{path} = {toml_value(NONE if found is None else found)}"
 
 
 def moved_override_refusal(name: str, text: str) -> str:
@@ -137,7 +283,15 @@ def moved_override_refusal(name: str, text: str) -> str:
         name: a key of MOVED.
         text: its value, as the command line has it.
     """
-    return f"{name} is {MOVED[name]} now: write {MOVED[name]}={text}"
+    return f"{name} is {MOVED[name]} now: write {_word(name, text)}"
+
+
+def _word(name: str, text: str) -> str:
+    """Return an override of a flat key in format 2."""
+    place = MOVED[name]
+    if str(place) in tables() and text in ("true", "false"):
+        return f"{place}={'{}' if text == 'true' else NONE}"
+    return f"{place.key}={NONE}" if name in OFF and text.rstrip(".0") == "" else f"{place}={text}"
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
@@ -157,19 +311,14 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     if name not in MOVED:
         return word
     keys = tree.get(section)
-    tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: text}}
+    value = text.lower() == "true" if text in ("true", "false") else text
+    tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: value}}
     if name in upgraded(tree)[1]:
         raise ConfigError(moved_key_refusal(tree, name))
-    return f"{MOVED[name]}={text}"
+    return _word(name, text)
 
 
 def kind_by_default(key: str) -> str:
     """Return the kind of the part that a key chooses in a recipe that sets nothing."""
-    default = default_of(*key.split("."))
+    default = default_of(*key.split(".", 1))
     return default.kind if isinstance(default, Part) else str(default)
-
-
-def _kinds_of(place: Moved) -> tuple[str, ...]:
-    """Return the built-in kinds that have a setting, and read it from its flat key; no others read flat keys."""
-    group = part_keys()[place.key]
-    return tuple(kind for kind in built_in_kinds(group) if place.setting in settings_of(find_part(group, kind)))

@@ -2,14 +2,19 @@
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import parse_toml
 from moefold.config.part_table import toml_value
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, MOVED, check_format, upgraded
+from moefold.config.suggestions import key_types, kind_settings, sections
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, MOVED, check_format, upgraded, value_at
 from moefold.errors import ConfigError
 
+MAX_ENTRY = 100
+"""Characters of the line of a table among the keys of its section; a longer one has a header."""
+APART = ("dense", "moe")
+"""Tables that have a header in the table around them, if that has one."""
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
 
@@ -53,9 +58,17 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     wanted, unread = upgraded(tree)
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
-    tables = dict.fromkeys(MOVED[key].key for key in old if key not in unread)
+    read = [str(MOVED[key]).split(".") for key in old if key not in unread]
+    names = {".".join(path[:2]) for path in read}
+    owners = [f"{section}.{key}" for section in sections() for key in key_types(section) if f"{section}.{key}" in names]
     statements = list(_statements(text))
-    lines = _with_tables(statements, set(old), {key: _entry(wanted, key, statements) for key in tables})
+    spelled = {str(MOVED[found.name]): found.value for found in statements if found.name in MOVED}
+    found_tables = {owner: value_at(owner, wanted) for owner in owners}
+    entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items() if value is not None}
+    blocks = {owner: _block(owner, found_tables[owner], spelled) for owner, entry in entries.items() if not _fits(entry)}
+    short = {owner: entry for owner, entry in entries.items() if owner not in blocks}
+    lines = _with_tables(statements, {*old, *blocks}, short)
+    lines = _with_blocks(lines, blocks)
     found = "\n".join(_with_format(lines, tree)) + "\n"
     if _parsed(found) != {**wanted, FORMAT_KEY: FORMAT}:
         words = ", ".join(f"{key} ({MOVED[key]})" for key in old)
@@ -68,17 +81,58 @@ def _keys(tree: dict[str, Any], section: str) -> dict[str, Any]:
     return keys if isinstance(keys, dict) else {}
 
 
-def _entry(tree: dict[str, Any], name: str, statements: list[_Statement]) -> str:
-    """Return the line of the key that chooses a part; numbers are spelled as their flat keys had them."""
-    section, _, key = name.partition(".")
-    spelled = {
-        MOVED[found.name].setting: found.value
-        for found in statements
-        if found.name in MOVED and MOVED[found.name].key == name and len(found.lines) == 1
-    }
-    table = tree[section][key]
-    settings = (f"{setting} = {spelled.get(setting) or toml_value(value)}" for setting, value in table.items())
-    return f"{key} = {{ {', '.join(settings)} }}"
+def _entry(path: str, value: Any, spelled: Mapping[str, str]) -> str:
+    """Return the line of a key; numbers are spelled as their flat keys had them."""
+    return f"{path.rpartition('.')[2]} = {_inline(path, value, spelled)}"
+
+
+def _inline(path: str, value: Any, spelled: Mapping[str, str]) -> str:
+    if isinstance(value, dict):
+        entries = ", ".join(_entry(f"{path}.{key}", entry, spelled) for key, entry in _in_order(path, value))
+        return f"{{ {entries} }}" if entries else "{}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return spelled.get(path, "") if is_number and path in spelled else toml_value(value)
+
+
+def _in_order(path: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the keys of a table in the order of the schema, its kind first."""
+    order = {name: number for number, name in enumerate(kind_settings())}
+    return sorted(table.items(), key=lambda item: order.get(f"{path}.{item[0]}", -1))
+
+
+def _fits(entry: str) -> bool:
+    """Return whether the line of a table is short enough to stand among the keys of its section."""
+    return len(entry) <= MAX_ENTRY
+
+
+def _block(path: str, table: Mapping[str, Any], spelled: Mapping[str, str]) -> list[str]:
+    """Return the lines of a table under headers of its own."""
+    entries = {key: _entry(f"{path}.{key}", value, spelled) for key, value in _in_order(path, table)}
+    apart = [key for key in entries if isinstance(table[key], dict) and (not _fits(entries[key]) or key in APART)]
+    own = [entry for key, entry in entries.items() if key not in apart]
+    lines = ["", f"[{path}]", *own] if own else []
+    return lines + [line for key in apart for line in _block(f"{path}.{key}", table[key], spelled)]
+
+
+def _with_blocks(lines: list[str], blocks: Mapping[str, list[str]]) -> list[str]:
+    """Return the lines with tables at the end of the sections that they belong to."""
+    for owner, block in blocks.items():
+        section = owner.partition(".")[0]
+        inside = False
+        end = len(lines)
+        for number, line in enumerate(lines):
+            if header := _HEADER.match(line):
+                if inside and header[1].partition(".")[0] != section:
+                    end = number
+                    break
+                inside = inside or header[1] == section
+        if not inside:
+            lines = [*lines, "", f"[{section}]"]
+            end = len(lines)
+        while lines[end - 1].startswith("#") or not lines[end - 1].strip():
+            end -= 1
+        lines = [*lines[:end], *block, *lines[end:]]
+    return lines
 
 
 def _statements(text: str) -> Iterator[_Statement]:
@@ -115,8 +169,8 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
     left = dict(tables)
     # Where the key that chooses the part is left out, its table stands where the first of its flat keys did.
     places = {key: key for key in tables if key in named}
-    for name in (statement.name for statement in statements if statement.name in old):
-        owner = MOVED[name].key
+    for name in (statement.name for statement in statements if statement.name in MOVED):
+        owner = ".".join(str(MOVED[name]).split(".")[:2])
         if owner in tables and owner.partition(".")[0] == name.partition(".")[0]:
             places.setdefault(owner, name)
     at = {name: owner for owner, name in places.items()}

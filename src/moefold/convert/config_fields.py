@@ -185,7 +185,7 @@ class SharedExperts:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of experts; a width that does not divide reads back as another width."""
-        return {self.hf_key: model.shared_expert_ffn_hidden_size // model.moe_ffn_hidden_size}
+        return {self.hf_key: model.ffn.moe.shared.intermediate_size // model.ffn.moe.intermediate_size}
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class AttentionMultiplier:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the factor."""
-        return {"attention_multiplier": model.attention_scale or model.softmax_attention.head_dim**-0.5}
+        return {"attention_multiplier": model.attention.scale or model.softmax_attention.head_dim**-0.5}
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class GatedSharedExpert:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the width; a model without a gate reads back with one."""
-        return {"shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size}
+        return {"shared_expert_intermediate_size": model.ffn.moe.shared.intermediate_size}
 
 
 @dataclass(frozen=True)
@@ -315,9 +315,9 @@ class RouterGroups:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the groups, and the method if the family has one."""
-        keys: dict[str, Any] = {self.hf_key: model.num_groups, "topk_group": model.top_groups}
+        keys: dict[str, Any] = {self.hf_key: model.ffn.moe.router.num_groups, "topk_group": model.ffn.moe.router.top_groups}
         if self.has_method:
-            keys["topk_method"] = "group_limited_greedy" if model.num_groups > 1 else "greedy"
+            keys["topk_method"] = "group_limited_greedy" if model.ffn.moe.router.num_groups > 1 else "greedy"
         return keys
 
 
@@ -331,7 +331,7 @@ class MultiHeadKeyValue:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of query heads."""
-        return {"num_key_value_heads": model.num_attention_heads}
+        return {"num_key_value_heads": model.attention.num_heads}
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class LatentHeadSizes:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write head_dim if the family needs it."""
-        return {"head_dim": model.qk_rope_head_dim} if self.writes_head_dim else {}
+        return {"head_dim": model.attention.qk_rope_head_dim} if self.writes_head_dim else {}
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ class NormTopKProb:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the switch."""
-        return {"norm_topk_prob": model.router_softmax == "post"}
+        return {"norm_topk_prob": model.ffn.moe.router.softmax == "post"}
 
 
 def num_experts(hf_key: str) -> Renamed:

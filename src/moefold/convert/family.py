@@ -113,7 +113,7 @@ class Family:
     def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
         """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""
         match = re.fullmatch(self.zero_expert_tensors, name) if self.zero_expert_tensors else None
-        return match is not None and model.num_experts <= int(match[1]) < model.num_router_choices
+        return match is not None and model.ffn.moe.num_experts <= int(match[1]) < model.num_router_choices
 
     def name_in_transformers(self, module: str) -> str:
         """Return the name that a module of a folder has in transformers' model."""

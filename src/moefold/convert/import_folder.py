@@ -291,7 +291,7 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
         return None
     if not 0 <= coefficient < math.inf:
         raise ConfigError(f"config.json has router_aux_loss_coef={coefficient!r}, which should be 0 or more")
-    return float(coefficient) * model.top_k / layers
+    return float(coefficient) * model.ffn.moe.top_k / layers
 
 
 def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: World) -> list[TensorChunk]:

@@ -121,7 +121,7 @@ def load_initial_weights(
 
 def _indexer_messages(model: ModelConfig, source: WeightSource) -> list[str]:
     """Return notes on indexers that the weights lack, and on those that the recipe has no use for."""
-    if not model.index_topk:
+    if not model.attention.indexer.top_k:
         return []
     ours = {name for name in parameter_shapes(model) if INDEXER in name}
     theirs = {name for name in source.shapes if INDEXER in name}
@@ -204,7 +204,7 @@ class UpcycledSource:
         model = self._model
         dense_name = name.replace(".experts.", ".")
         part = e % self._granularity
-        inner = slice(part * model.moe_ffn_hidden_size, (part + 1) * model.moe_ffn_hidden_size)
+        inner = slice(part * model.ffn.moe.intermediate_size, (part + 1) * model.ffn.moe.intermediate_size)
         outer = slice(0, model.hidden_size)
         is_down = name.endswith("w_down")
         values = self._dense.read(dense_name, (outer, inner) if is_down else (inner, outer)).float().t()

@@ -132,8 +132,8 @@ class DecayBound:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write switch and bound."""
-        is_bounded = model.linear_decay_bound < 0
-        return {"kda_safe_gate": is_bounded} | ({"kda_lower_bound": model.linear_decay_bound} if is_bounded else {})
+        is_bounded = model.linear_attention.decay_bound < 0
+        return {"kda_safe_gate": is_bounded} | ({"kda_lower_bound": model.linear_attention.decay_bound} if is_bounded else {})
 
 
 _EXPERTS: tuple[ConfigField, ...] = (

@@ -37,27 +37,27 @@ from moefold.errors import ConfigError
 
 def _gated_heads(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     """Return queries and output gates of each head."""
-    return model.num_attention_heads, (model.softmax_attention.head_dim,) * 2
+    return model.attention.num_heads, (model.softmax_attention.head_dim,) * 2
 
 
 def _key_heads(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     """Return queries, keys, values and output gates of each key head (Qwen3-Next)."""
-    heads = model.linear_num_key_heads
-    keys = model.linear_key_head_dim
-    values = model.linear_num_value_heads // heads * model.linear_value_head_dim
+    heads = model.linear_attention.num_key_heads
+    keys = model.linear_attention.key_head_dim
+    values = model.linear_attention.num_value_heads // heads * model.linear_attention.value_head_dim
     return heads, (keys, keys, values, values)
 
 
 def _value_heads(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     """Return write strengths and decays of each key head."""
-    heads = model.linear_num_key_heads
-    return heads, (model.linear_num_value_heads // heads,) * 2
+    heads = model.linear_attention.num_key_heads
+    return heads, (model.linear_attention.num_value_heads // heads,) * 2
 
 
 def _queries_keys_values(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     """Return all queries, all keys and all values."""
-    keys = model.linear_num_key_heads * model.linear_key_head_dim
-    return 1, (keys, keys, model.linear_num_value_heads * model.linear_value_head_dim)
+    keys = model.linear_attention.num_key_heads * model.linear_attention.key_head_dim
+    return 1, (keys, keys, model.linear_attention.num_value_heads * model.linear_attention.value_head_dim)
 
 
 _WQKV = ("attention.wq", "attention.wk", "attention.wv")

@@ -63,16 +63,16 @@ class ChunkedLayers:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer; other options of norms and windows read back as another model."""
-        has_temperature = model.nope_temperature_scale > 0
+        has_temperature = model.attention.temperature.scale > 0
         keys: dict[str, Any] = {
             "no_rope_layers": [int(layer.attention.has_rope) for layer in model.layers],
             "layer_types": attention_types(model, _CHUNKS),
             "attention_chunk_size": model.attention_chunk_size or None,
-            "use_qk_norm": model.qk_norm,
+            "use_qk_norm": model.attention.qk_norm,
             "attn_temperature_tuning": has_temperature,
         }
         if has_temperature:
-            keys |= {"attn_scale": model.nope_temperature_scale, "floor_scale": model.nope_temperature_tokens}
+            keys |= {"attn_scale": model.attention.temperature.scale, "floor_scale": model.attention.temperature.tokens}
         return keys
 
 

@@ -1,7 +1,7 @@
 """Family LongCat-Flash: layers of two attentions, two dense networks and shortcut-connected experts. Torch-free.
 
 A layer of the folder is two layers here, an MoE layer and a dense one: the first dense network is the shared expert of
-the MoE layer, and `model.moe_shortcut` adds the output of its routed experts after the dense layer.
+the MoE layer, and `model.ffn.moe.shortcut` adds the output of its routed experts after the dense layer.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class ZeroExperts:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number."""
-        return {"zero_expert_num": model.zero_experts, "zero_expert_type": "identity"}
+        return {"zero_expert_num": model.ffn.moe.zero_experts, "zero_expert_type": "identity"}
 
 
 _LAYER = "model.layers.{pair}"

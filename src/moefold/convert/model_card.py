@@ -169,12 +169,12 @@ def write_model_card(
         "tags:",
         "- moefold",
     ]
-    header += ["- mixture-of-experts"] if model.num_experts else []
+    header += ["- mixture-of-experts"] if model.ffn.moe.num_experts else []
     header += [f"base_model: {run.base_model}"] if run.base_model else []
     count = count_parameters(model)
     sizes = f"{count.total:,} parameters"
-    if model.num_experts:
-        sizes += f", {count.active:,} of them active for each token ({model.top_k} of {model.num_experts} experts)"
+    if model.ffn.moe.num_experts:
+        sizes += f", {count.active:,} of them active for each token ({model.ffn.moe.top_k} of {model.ffn.moe.num_experts} experts)"
     lines = [
         f"# {f'Low-rank adapters of a {family} model' if is_adapter else f'{family} model'} trained with moefold",
         "",

@@ -81,7 +81,7 @@ MOE_KEYS = (
 
 def granularity(dense_width: int, model: ModelConfig) -> int:
     """Return the number of slices that the feed-forward layer of a dense model is split into."""
-    return dense_width // model.moe_ffn_hidden_size
+    return dense_width // model.ffn.moe.intermediate_size
 
 
 def upcycle_scale(model: ModelConfig, slices: int) -> float:
@@ -90,12 +90,12 @@ def upcycle_scale(model: ModelConfig, slices: int) -> float:
     With routing weights that sum to 1, each slice gets 1/slices for any logits; otherwise the factor assumes equal
     logits.
     """
-    copies = model.top_k / slices
+    copies = model.ffn.moe.top_k / slices
     if _sums_to_one(model):
-        return slices / model.router_scaling_factor
-    weight = _score(model).uniform_weight(model.num_experts)
+        return slices / model.ffn.moe.router.scaling_factor
+    weight = _score(model).uniform_weight(model.ffn.moe.num_experts)
     assert weight is not None, "upcycle_unsupported_reason"
-    return 1 / (copies * weight * model.router_scaling_factor)
+    return 1 / (copies * weight * model.ffn.moe.router.scaling_factor)
 
 
 def preserves_outputs(model: ModelConfig) -> bool:
@@ -117,23 +117,23 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     if reason := dense_unsupported_reason(dense):
         return reason
     width = dense.ffn_hidden_size
-    inner = model.moe_ffn_hidden_size
+    inner = model.ffn.moe.intermediate_size
     if width % inner:
-        return f"model.moe_ffn_hidden_size={inner} must divide its feed-forward width {width}"
+        return f"model.ffn.moe.intermediate_size={inner} must divide its feed-forward width {width}"
     slices = width // inner
-    if model.num_experts % slices or model.top_k % slices:
+    if model.ffn.moe.num_experts % slices or model.ffn.moe.top_k % slices:
         return (
-            f"its width {width} is {slices} experts of model.moe_ffn_hidden_size={inner}, so model.num_experts="
-            f"{model.num_experts} and model.top_k={model.top_k} must be multiples of {slices}"
+            f"its width {width} is {slices} experts of model.ffn.moe.intermediate_size={inner}, so model.ffn.moe.num_experts="
+            f"{model.ffn.moe.num_experts} and model.ffn.moe.top_k={model.ffn.moe.top_k} must be multiples of {slices}"
         )
-    if _score(model).uniform_weight(model.num_experts) is None:
+    if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
         return (
-            f"model.router_softmax={model.router_softmax!r} weighs the experts of a token without a fixed sum, so that "
+            f"model.ffn.moe.router.softmax={model.ffn.moe.router.softmax!r} weighs the experts of a token without a fixed sum, so that "
             "they do not add up to the dense layer; choose 'pre' or 'post'"
         )
-    if model.moe_hidden_size:
+    if model.ffn.moe.latent_size:
         return (
-            f"its feed-forward width has no counterpart of model.moe_hidden_size={model.moe_hidden_size}, the width of "
+            f"its feed-forward width has no counterpart of model.ffn.moe.latent_size={model.ffn.moe.latent_size}, the width of "
             "latent experts; leave moe_hidden_size out"
         )
     comparable = replace(model, **{key: getattr(dense, key) for key in MOE_KEYS})
@@ -177,10 +177,10 @@ def export_message(model: ModelConfig) -> str:
 
 def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
     """Return settings of the experts that an upcycled model may adopt."""
-    width = model.shared_expert_ffn_hidden_size or model.moe_ffn_hidden_size
+    width = model.ffn.moe.shared.intermediate_size or model.ffn.moe.intermediate_size
     # A single choice with normalised weights has weight 1, so its router would get no gradient.
     return [
-        *([{"router_softmax": "post"}] if model.top_k > 1 else []),
+        *([{"router_softmax": "post"}] if model.ffn.moe.top_k > 1 else []),
         {"shared_expert_ffn_hidden_size": width, "shared_expert_gate": True},
     ]
 
@@ -258,11 +258,11 @@ def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfi
     weights_model = read_model(path, checkpoint.ignore_keys)
     if model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, model)
-    if model.index_topk and weights_model.index_topk:
+    if model.attention.indexer.top_k and weights_model.index_topk:
         # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and
         # indexers that the weights lack start at random.
-        weights_model = replace(weights_model, index_topk=model.index_topk, index_pattern=model.index_pattern)
-    elif model.index_topk:
+        weights_model = replace(weights_model, index_topk=model.attention.indexer.top_k, index_pattern=model.index_pattern)
+    elif model.attention.indexer.top_k:
         # Weights of a dense model: all indexers start at random.
         model = replace(model, index_topk=0)
     different = model_differences(model_sizes(without_unused_mtp(weights_model, model)), model)

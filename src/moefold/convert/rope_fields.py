@@ -80,10 +80,10 @@ class RopeParameters:
         part = chosen_in(model, RopeScalingPart)
         if _kinds().get(part.hf_type) != part.kind:
             raise ConfigError(f"transformers has no rope_type for {describe_part(part)}")
-        fraction = {"partial_rotary_factor": model.rope_fraction} if self.fraction else {}
+        fraction = {"partial_rotary_factor": model.attention.rope_fraction} if self.fraction else {}
         if part.hf_type == "default":
-            return {"rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default"} | fraction}
-        values: dict[str, Any] = {"rope_type": part.hf_type, "rope_theta": model.rope_theta} | fraction
+            return {"rope_parameters": {"rope_theta": model.rope.theta, "rope_type": "default"} | fraction}
+        values: dict[str, Any] = {"rope_type": part.hf_type, "rope_theta": model.rope.theta} | fraction
         if part.hf_type == LONGROPE:
             return {"rope_parameters": values | self._write_longrope(model)}
         if part.hf_type == "dynamic":
@@ -125,14 +125,14 @@ class RopeParameters:
     def _write_longrope(self, model: ModelConfig) -> dict[str, Any]:
         """Write the parameters of LongRoPE; what the family has no key for reads back as another model."""
         values: dict[str, Any] = {
-            "original_max_position_embeddings": model.rope_original_seq_len,
-            "factor": model.rope_scaling_factor,
-            "short_factor": list(model.rope_short_factors),
-            "long_factor": list(model.rope_long_factors),
+            "original_max_position_embeddings": model.rope.scaling.original_seq_len,
+            "factor": model.rope.scaling.factor,
+            "short_factor": list(model.rope.scaling.short_factors),
+            "long_factor": list(model.rope.scaling.long_factors),
         }
         if self.has_mscale:
-            return values | {"short_mscale": model.rope_short_mscale, "long_mscale": model.rope_long_mscale}
-        return values | ({"attention_factor": model.rope_short_mscale} if model.rope_short_mscale else {})
+            return values | {"short_mscale": model.rope.scaling.short_mscale, "long_mscale": model.rope.scaling.long_mscale}
+        return values | ({"attention_factor": model.rope.scaling.short_mscale} if model.rope.scaling.short_mscale else {})
 
     def _read_fraction(self, found: Json, hf_config: Json) -> dict[str, Any]:
         """Read the share of the head dims that RoPE rotates."""

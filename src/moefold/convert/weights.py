@@ -152,7 +152,7 @@ def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every parameter and expert bias of a model, by name."""
     shapes: dict[str, Shape] = {name: weight.shape for name, weight in model_weights(model).items()}
-    if model.expert_bias:
+    if model.ffn.moe.router.expert_bias:
         shapes |= {f"layers.{i}.ffn.router.expert_bias": (model.num_router_choices,) for i in model.moe_layer_numbers}
     return shapes
 
@@ -245,7 +245,7 @@ def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
     """Reject layer and expert counts of config.json that the tensors cannot match, before they exhaust the memory."""
     tensors = len(folder.tensors)
     max_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
-    experts = model.num_experts if has_moe_layers(model) else 0
+    experts = model.ffn.moe.num_experts if has_moe_layers(model) else 0
     for kind, count, limit in (
         ("layers", model.num_layers + model.mtp_layers, tensors),
         ("experts", experts, max_experts),

@@ -98,7 +98,7 @@ class ExpertMemory:
 
     def fc1_outputs(self) -> BytesByPart:
         """Return the bytes that the routed experts save between their input and output."""
-        inner = self.expert_tokens * self._saved_ffn_widths * self._part.width // self._cfg.parallel.etp
+        inner = self.expert_tokens * self._saved_ffn_widths * self._part.intermediate_size // self._cfg.parallel.etp
         weights = self.expert_tokens * self._high_precision_bytes if self.applies_probs else 0
         return BytesByPart(experts=weights + inner * self._item_bytes)
 
@@ -150,7 +150,7 @@ class ExpertMemory:
         p = self._cfg.parallel
         if self._kernels.grouped_experts:
             widths = 0 if self._kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
-            return BytesByPart(experts=self.expert_tokens * widths * part.width // p.etp * self._item_bytes)
+            return BytesByPart(experts=self.expert_tokens * widths * part.intermediate_size // p.etp * self._item_bytes)
         num_experts = part.num_experts // p.ep
         recomputes = "expert_activation" in self._recompute
         has_others = num_experts > 1
@@ -159,7 +159,7 @@ class ExpertMemory:
             widths * self._item_bytes,
             3 * self._high_precision_bytes if self._item_bytes < self._high_precision_bytes else 0,
         )
-        return BytesByPart(experts=self.expert_tokens // num_experts * part.width // p.etp * inner)
+        return BytesByPart(experts=self.expert_tokens // num_experts * part.intermediate_size // p.etp * inner)
 
     def combine_buffer(self) -> BytesByPart:
         """Return the bytes of the combine: the sum per token, and the routed tokens in float32 or better.

@@ -90,6 +90,6 @@ def estimate_fp8(cfg: Config) -> Fp8Estimate:
     rows_of_rank = ExpertMemory(cfg, frozenset(), CUDA_KERNELS, 1.0).expert_tokens
     rows = rows_of_rank / (model.experts.num_experts // p.ep)
     hidden = model.experts.token_size(model.hidden_size)
-    inner = model.experts.width // p.etp
+    inner = model.experts.intermediate_size // p.etp
     # Tokens and the gradients of outputs twice each for three matrices; hidden values and the gradients of gate and up.
     return Fp8Estimate("an expert", rows, hidden, inner, (4 * hidden + 6 * inner) / 3, micro_batches)

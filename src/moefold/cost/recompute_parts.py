@@ -25,7 +25,7 @@ def missing_reason(part: str, model: ModelConfig) -> str:
     if part in ("core_attention", "mla_up") and not model.has_softmax_attention:
         return f"all layers of model.attention_pattern={model.attention_pattern!r} have linear attention"
     if part in ("core_attention", "mla_up") and model.selected_keys:
-        return f"the sparse attention of model.index_topk={model.selected_keys} does not have it as a part"
+        return f"the sparse attention of model.attention.indexer.top_k={model.selected_keys} does not have it as a part"
     if part == "mla_up" and not any(part in layer.attention.recompute_parts for layer in model.layers):
         return "model.attention is not 'mla'"
     if part == "dense_mlp" and not has_dense_layers(model):
@@ -33,7 +33,7 @@ def missing_reason(part: str, model: ModelConfig) -> str:
     if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):
         return "no layer of model.layer_pattern is M"
     if part == "shared_experts" and model.experts.shared_width == 0:
-        return "model.shared_expert_ffn_hidden_size=0 means none"
+        return "model.ffn.moe.shared=none means none"
     if part == "norms" and not model.layers[0].residual.norms_input:
-        return f"model.norm_placement={model.layers[0].residual.kind!r} has no norms of inputs"
+        return f"model.residual={model.layers[0].residual.kind!r} has no norms of inputs"
     return ""

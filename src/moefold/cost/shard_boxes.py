@@ -97,7 +97,7 @@ class WeightSharding:
     def bias_names(self) -> tuple[str, ...]:
         """Names of the expert biases, which are buffers that every rank of a stage has whole."""
         routed = self.model.routed
-        numbers = self.model.moe_layer_numbers if routed and routed.expert_bias else ()
+        numbers = self.model.moe_layer_numbers if routed and routed.router.expert_bias else ()
         return tuple(f"layers.{number}.ffn.router.expert_bias" for number in numbers)
 
     @property

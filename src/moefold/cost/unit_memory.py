@@ -181,12 +181,12 @@ def expert_buffer_bytes(model: ModelConfig, moe: MoEConfig) -> int:
     """Return the bytes of an MoE layer's buffers: expert bias and expert counts."""
     counts = 8 * (aux_coefficient(moe) > 0 and chosen_in(moe, BalanceScopePart).keeps_counts)
     routed = model.routed
-    return routed.num_choices * (4 * routed.expert_bias + counts) if routed else 0
+    return routed.num_choices * (4 * routed.router.expert_bias + counts) if routed else 0
 
 
 def rope_buffer_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
     """Return the bytes of the RoPE cosines and sines, which every stage has."""
-    return 2 * (train.seq_len // parallel.cp) * model.rope.rotary_dim * compute_dtype_bytes(run)
+    return 2 * (train.seq_len // parallel.cp) * model.rope_settings.rotary_dim * compute_dtype_bytes(run)
 
 
 def dispatch_buffer_bytes(cfg: Config) -> int:

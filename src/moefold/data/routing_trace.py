@@ -234,9 +234,9 @@ class RoutingTrace:
         """
         keys = {
             "layers": "the MoE layers",
-            "num_routed_experts": "model.num_experts",
-            "zero_experts": "model.zero_experts",
-            "top_k": "model.top_k",
+            "num_routed_experts": "model.ffn.moe.num_experts",
+            "zero_experts": "model.ffn.moe.zero_experts",
+            "top_k": "model.ffn.moe.top_k",
             "global_batch_size": "train.global_batch_size",
             "seq_len": "train.seq_len",
         }

@@ -175,8 +175,8 @@ LAYER = _definitions(
     ("router_entropy", "nats", "mean over tokens of the entropy of the router's scores; ln(choices) if uniform"),
     ("aux_loss", "nats", "load-balancing loss of this layer, coefficient included"),
     ("z_loss", "nats", "router z-loss of this layer, coefficient included"),
-    ("bias_min", "", "smallest expert bias that routed this step; null without `model.expert_bias`"),
-    ("bias_max", "", "largest expert bias that routed this step; null without `model.expert_bias`"),
+    ("bias_min", "", "smallest expert bias that routed this step; null without `model.ffn.moe.router.expert_bias`"),
+    ("bias_max", "", "largest expert bias that routed this step; null without `model.ffn.moe.router.expert_bias`"),
 )
 
 REPLICAS = _definitions(

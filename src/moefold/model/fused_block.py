@@ -58,7 +58,7 @@ def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
     yield "LayerNorm", any(type(norm) is not RMSNorm for norm in (block.attention_norm, block.ffn_norm))
     yield "no RoPE", not block.has_rope
     yield "interleaved RoPE", block.is_rope_interleaved
-    yield "model.residual_multiplier", block.residual_multiplier != 1
+    yield "model.residual.multiplier", block.residual_multiplier != 1
     yield from attention.fused_obstacles()
     yield from _unsupported_ffn(block.ffn, kernel)
     kernels = attention.kernels
@@ -72,7 +72,7 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
         return
     yield "a feed-forward layer of another class", type(ffn) is not MoELayer
     assert isinstance(ffn, MoELayer)
-    yield "a shortcut around attention", ffn.is_shortcut
+    yield "a shortcut around attention", ffn.shortcut
     yield "experts of other ranks", type(ffn.dispatcher) is not LocalDispatcher
     assert isinstance(ffn.dispatcher, LocalDispatcher)
     yield "adapters", type(ffn.experts) is not Experts

@@ -108,12 +108,12 @@ class LightningIndexer(nn.Module):
 
     def __init__(self, part: IndexerPart, query_width: int, hidden: int, window: int) -> None:
         super().__init__()
-        heads, head_dim = part.heads, part.head_dim
+        heads, head_dim = part.num_heads, part.head_dim
         self.wq = nn.Parameter(torch.empty(heads * head_dim, query_width))
         self.wk = nn.Parameter(torch.empty(head_dim, hidden))
         self.weights_proj = nn.Parameter(torch.empty(heads, hidden))
         self.key_norm = LayerNorm(head_dim, INDEX_NORM_EPS)
-        self.top_k = part.topk
+        self.top_k = part.top_k
         self.sliding_window = window
         self.sequence_parallel: SequenceParallel = NoSequenceParallel()
         self.keys: KeyGather = WholeKeys()

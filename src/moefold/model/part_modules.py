@@ -28,8 +28,8 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
         module: TokenMixer = part.build(
             AttentionFrame(
                 hidden_size=layer.hidden_size,
-                norm_eps=model.norm_eps,
-                zero_centered_norms=model.zero_centered_norms,
+                norm_eps=model.norm.eps,
+                zero_centered_norms=model.norm.zero_centered,
                 score_factor=model.rope.scaling.score_factor,
             )
         )

@@ -38,7 +38,7 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64":
 class Block(nn.Module):
     """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `model.norm_placement` says where the norms are; norms that it leaves out are None.
+    `model.residual` says where the norms are; norms that it leaves out are None.
 
     `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
@@ -81,7 +81,7 @@ class Block(nn.Module):
         documents: PackedDocuments | None = None,
         selection: Selection | None = None,
     ) -> LayerOutput:
-        """Compute the layer, [S/(cp*tp), B, H] -> same; with a shortcut (`model.moe_shortcut`), see `LayerOutput`.
+        """Compute the layer, [S/(cp*tp), B, H] -> same; with a shortcut (`model.ffn.moe.shortcut`), see `LayerOutput`.
 
         An MoE layer may need `columns` of the micro-batch, and sparse attention the `selection` that layers share.
         """
@@ -241,7 +241,7 @@ class MTPBlock(Block):
 
 
 class _Shortcut:
-    """Adds the routed output of an MoE layer after the layer that follows it (`model.moe_shortcut`)."""
+    """Adds the routed output of an MoE layer after the layer that follows it (`model.ffn.moe.shortcut`)."""
 
     def __init__(self) -> None:
         self._routed: Tensor | None = None
@@ -335,7 +335,7 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model.rope, self.cfg.train.seq_len).to(positions.device)
+            self._rope_frequencies = rope_frequencies(self.cfg.model.rope_settings, self.cfg.train.seq_len).to(positions.device)
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
@@ -482,7 +482,7 @@ class Transformer(nn.Module):
     def _build_rope(self, positions: Tensor) -> Rope:
         seq_len = self.cfg.train.seq_len
         return build_rope(
-            self.cfg.model.rope, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len
+            self.cfg.model.rope_settings, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len
         )
 
     def moe_layers(self) -> dict[int, MoELayer]:

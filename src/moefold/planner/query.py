@@ -122,7 +122,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         raise ConfigError(
             f"--memory-reserve {reserve:g} must be at least 0 and below {device.memory_gib:g}, the GiB of {device.name}"
         )
-    check_imbalance(options.imbalance, base.model.num_experts)
+    check_imbalance(options.imbalance, base.model.ffn.moe.num_experts)
     factor = base.moe.capacity_factor if options.capacity_factor is None else options.capacity_factor
     base_with_precision, precision = resolve_precision(base, options.precision, device)
     cfg = replace(

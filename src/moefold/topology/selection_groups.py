@@ -29,7 +29,7 @@ def selection_sources(model: ModelConfig) -> tuple[int, ...]:
 def stage_starts(model: ModelConfig) -> tuple[int, ...]:
     """Return the layers at which a pipeline stage may begin, which parts no group, and the number of layers.
 
-    With `model.moe_shortcut` a layer with experts and the next layer are a group too.
+    With `model.ffn.moe.shortcut` a layer with experts and the next layer are a group too.
     """
     starts = [model.num_layers]
     earliest = model.num_layers

@@ -1,6 +1,7 @@
 """First and last lines of a run's log: its settings, how it ended, and the next command to type. Torch-free."""
 
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from signal import Signals
 
@@ -21,13 +22,12 @@ from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.outside import origin_of
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part
+from moefold.config.part import parts_in
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.config.suggestions import part_keys
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
@@ -268,8 +268,7 @@ def next_commands(cfg: Config) -> list[str]:
 
 def _part_options(cfg: Config) -> str:
     """Return the options that name the files of parts, without which no command can read the run."""
-    values = (getattr(getattr(cfg, section), key) for section, _, key in (name.partition(".") for name in part_keys()))
-    origins = (origin_of(type(value)) for value in values if isinstance(value, Part))
+    origins = (origin_of(type(part)) for field in fields(cfg) for part in parts_in(getattr(cfg, field.name)))
     files = (f"{origin.file}:{kind.rpartition(':')[2]}" for kind, origin in origins if origin.file)
     return "".join(f" --part {shlex.quote(file)}" for file in dict.fromkeys(files))
 

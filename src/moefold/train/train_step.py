@@ -619,7 +619,7 @@ class TrainingStep:
                 entropy=scalars[i][4],
                 top_k=part.top_k,
                 losses=(scalars[i][0], scalars[i][1]),
-                bias=biases[i][: part.num_experts] if part.expert_bias else (),
+                bias=biases[i][: part.num_experts] if part.router.expert_bias else (),
             )
             for i, number in enumerate(self._moe_numbers)
         )

@@ -68,11 +68,11 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the
             degrees fold.
     """
-    words = {name: choices_of(*name.split(".")) for name in part_keys()}
+    words = {name: choices_of(*name.split(".")) for name in part_keys() if name.count(".") == 1}
     raise_all(
         unknown_kind(name, group, kind, words[name])
         for name, group in part_keys().items()
-        if isinstance(kind := read_key(cfg, name), str) and kind not in kinds(group, words[name])
+        if name in words and isinstance(kind := read_key(cfg, name), str) and kind not in kinds(group, words[name])
     )
     raise_all(range_problems(cfg))
     raise_all(validate_layer_pattern(cfg.model))

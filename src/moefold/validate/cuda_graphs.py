@@ -57,7 +57,7 @@ def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Ite
     low = train.precision
     yield f"train.precision={low!r}", low != "dtype", "a replay would not quantise new weights"
     top_k = model.selected_keys
-    yield f"model.index_topk={top_k}", top_k > 0, "the indexer's loss is recorded, and its blocks chosen, by the host"
+    yield f"model.attention.indexer.top_k={top_k}", top_k > 0, "the indexer's loss is recorded, and its blocks chosen, by the host"
     offload = list(train.offload)
     yield f"train.offload={offload}", bool(offload), "what a graph saves for its backward pass stays in its memory"
 
@@ -121,7 +121,7 @@ def _reads_counts(run: RunConfig, model: ModelConfig) -> bool:
         return False
     if run.dtype != "bfloat16":
         return True
-    widths = (model.experts.token_size(model.hidden_size), model.experts.width)
+    widths = (model.experts.token_size(model.hidden_size), model.experts.intermediate_size)
     return run.kernels == "plain" and any(width % GROUPED_MM_ALIGNMENT for width in widths)
 
 

@@ -121,13 +121,13 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
         )
     if model.selected_keys:
         yield (
-            f"model.index_topk={model.selected_keys}: torch computes scores and sums over selected keys, which depend "
+            f"model.attention.indexer.top_k={model.selected_keys}: torch computes scores and sums over selected keys, which depend "
             "on the number of tokens; choose 0"
         )
     core = model.softmax_attention.core(model.hidden_size)
     head_dim = max(core.key_width, core.value_width) if isinstance(core, SoftmaxCore) else 0
     if head_dim > MAX_EXACT_HEAD_DIM:
-        yield f"model.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
+        yield f"model.attention.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if train.seq_len > MAX_EXACT_SEQ_LEN:
         yield (
             f"train.seq_len={train.seq_len}: training attends with the C kernel to samples of at most "
@@ -143,7 +143,7 @@ def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str
     if moe.input_jitter > 0:
         yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
     if chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1):
-        yield "moe.sparsemixer_sampling=true: training samples a token's experts; set false"
+        yield "model.ffn.moe.router.softmax.samples=true: training samples a token's experts; set false"
     if moe.replay:
         yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"
     if moe.router_dtype == "float64" and run.dtype != "float64":

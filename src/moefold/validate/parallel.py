@@ -183,8 +183,8 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     for groups in {weight.tp_heads for layer in model.distinct_kinds for weight in layer.params} - {0}:
         if groups % tp and tp % groups:
             yield (
-                f"parallel.tp={tp} must divide model.num_query_groups={groups}, or be a multiple of it "
-                f"(key and value heads are then replicated); choose model.num_query_groups="
+                f"parallel.tp={tp} must divide model.attention.num_kv_heads={groups}, or be a multiple of it "
+                f"(key and value heads are then replicated); choose model.attention.num_kv_heads="
                 f"{nearest_multiples(groups, tp)}"
             )
     yield from _validate_tp_of_outside(model, tp)
@@ -223,7 +223,7 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
         yield (
             f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
-            f"model.index_topk={cfg.model.selected_keys}, which selects among the keys of the whole sequence; choose "
+            f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole sequence; choose "
             "'allgather'"
         )
     if not context.shards_heads or cp == 1:
@@ -241,16 +241,16 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
 
 def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
     if cfg.model.routed:
-        yield from _validate_divides("ep", ep, "model.num_experts", cfg.model.routed.num_experts)
+        yield from _validate_divides("ep", ep, "model.ffn.moe.num_experts", cfg.model.routed.num_experts)
     elif ep > 1:
         yield _missing_moe_layers_message("ep", ep, cfg.model)
 
 
 def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
     if part := cfg.model.routed:
-        yield from _validate_divides("etp", etp, "model.moe_ffn_hidden_size", part.width)
+        yield from _validate_divides("etp", etp, "model.ffn.moe.intermediate_size", part.intermediate_size)
         if part.has_bias:
-            key = "moe_hidden_size" if part.token_width else "hidden_size"
+            key = "moe_hidden_size" if part.latent_size else "hidden_size"
             yield from _validate_divides("etp", etp, f"model.{key}", part.token_size(cfg.model.hidden_size))
     elif etp > 1:
         yield _missing_moe_layers_message("etp", etp, cfg.model)
@@ -343,7 +343,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
             yield (
                 f"train.seq_len={seq_len} gives segments of {segment} tokens with parallel.cp={cp} and "
                 f"parallel.context={cfg.parallel.context!r}, which must hold the {taps - 1} tokens before one of "
-                f"model.linear_conv_kernel={taps}; choose train.seq_len={enough}"
+                f"model.linear_attention.conv_kernel={taps}; choose train.seq_len={enough}"
             )
         return
     if seq_len % (cp * tp):

@@ -31,5 +31,5 @@ def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exac
 
 def counts_replayed_choices(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> bool:
     """Return whether the expert bias would be updated by counts of choices of older weights."""
-    has_bias = model.routed is not None and model.routed.expert_bias
+    has_bias = model.routed is not None and model.routed.router.expert_bias
     return rl.updates > 1 and has_bias and moe.bias_update_rate > 0

@@ -161,10 +161,10 @@ def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl
             "the noise would differ between sampling and training",
             "set 0.0",
         ),
-        f"model.router_softmax={model.router_softmax!r}": (
+        f"model.ffn.moe.router.softmax={model.ffn.moe.router.softmax!r}": (
             chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1) > 0,
             "training would sample other experts than rollouts have",
-            "set moe.sparsemixer_sampling=false",
+            "set model.ffn.moe.router.softmax.samples=false",
         ),
         f"moe.trace_every={moe.trace_every}": (moe.trace_every > 0, "batches of rollouts vary in size", "set 0"),
         f"moe.replay={moe.replay!r}": (bool(moe.replay), "a trace has the tokens of another run", "leave it out"),

@@ -7,22 +7,22 @@ from moefold.config.parallel import ParallelConfig
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
 from moefold.topology.selection_groups import stage_starts
 
-KEY = "model.moe_shortcut=true"
+KEY = "model.ffn.moe.shortcut=true"
 
 
 def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Check that each MoE layer has a shared expert, and a dense layer after it on its pipeline stage."""
     part = model.routed
-    if part is None or not part.is_shortcut:
+    if part is None or not part.shortcut:
         return
     if model.layers[0].residual.norms_output:
         yield (
-            f"{KEY} does not go with model.norm_placement={model.layers[0].residual.kind!r}: the routed output would "
+            f"{KEY} does not go with model.residual={model.layers[0].residual.kind!r}: the routed output would "
             "be added without a norm; set norm_placement='pre'"
         )
     if not part.shared_width:
         yield (
-            f"{KEY} adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means none; set "
+            f"{KEY} adds the shared expert in the layer, and model.ffn.moe.shared=none means none; set "
             "shared_expert_ffn_hidden_size"
         )
     is_routed = [layer.ffn.is_routed for layer in model.layers]

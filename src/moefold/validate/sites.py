@@ -220,7 +220,7 @@ def validate_expert_rows(
         if rows % sites.count:
             yield (
                 f"sites.count={sites.count} must divide the {rows} experts {where}, so that each rank has experts of "
-                'every site; choose another sites.count, model.num_experts or parallel.ep, or sites.experts="average"'
+                'every site; choose another sites.count, model.ffn.moe.num_experts or parallel.ep, or sites.experts="average"'
             )
             break
 
@@ -232,7 +232,7 @@ def validate_merged_experts(model: ModelConfig, lora: LoraConfig, sites: SitesCo
     if model.experts.num_experts <= NUM_SIMILAR:
         yield (
             f"sites.merge_experts={sites.merge_experts:g} merges each expert with the {NUM_SIMILAR} most similar ones, "
-            f"and model.num_experts={model.experts.num_experts}; set sites.merge_experts=0"
+            f"and model.ffn.moe.num_experts={model.experts.num_experts}; set sites.merge_experts=0"
         )
     if sites.merge_every % sites.every:
         above = -(-sites.merge_every // sites.every) * sites.every

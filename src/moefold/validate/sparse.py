@@ -20,16 +20,16 @@ def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     if indexer is None:
         return
     top_k = indexer.topk
-    rotated = model.rope.rotary_dim
+    rotated = model.rope_settings.rotary_dim
     if model.has_rope and indexer.head_dim < rotated:
         yield (
-            f"model.index_head_dim={indexer.head_dim} must be at least {rotated}, the dims of a head that have "
+            f"model.attention.indexer.head_dim={indexer.head_dim} must be at least {rotated}, the dims of a head that have "
             f"RoPE; choose {rotated} or more"
         )
     window = max(layer.window for layer in model.layers)
     if 0 < window <= top_k:
         yield (
-            f"model.index_topk={top_k} selects all keys of model.sliding_window={window}; choose less "
+            f"model.attention.indexer.top_k={top_k} selects all keys of model.sliding_window={window}; choose less "
             f"than {window}, or a model.attention_pattern without W"
         )
 
@@ -100,7 +100,7 @@ def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterato
     top_k = model.selected_keys
     if top_k > train.seq_len:
         yield (
-            f"model.index_topk={top_k} must be at most train.seq_len={train.seq_len}, as no token sees more keys; "
+            f"model.attention.indexer.top_k={top_k} must be at most train.seq_len={train.seq_len}, as no token sees more keys; "
             f"choose {train.seq_len} or less, or 0 for dense attention"
         )
 
@@ -136,7 +136,7 @@ UNUSED_SPARSE_KEYS = (
         "choose train.indexer_stage='sparse'",
     ),
     UnusedKeyRule(
-        "model.index_topk",
+        "model.attention.indexer.top_k",
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without keys to select",
         "choose a pattern with F",

@@ -168,10 +168,10 @@ def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iter
             f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
             "leave one of them out"
         )
-    if dense and model.routed and model.routed.num_groups > 1:
+    if dense and model.routed and model.routed.router.num_groups > 1:
         yield (
-            f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.num_groups="
-            f"{model.routed.num_groups} would choose between their members; set model.num_groups=1"
+            f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.ffn.moe.router.num_groups="
+            f"{model.routed.router.num_groups} would choose between their members; set model.ffn.moe.router.num_groups=1"
         )
 
 

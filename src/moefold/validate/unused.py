@@ -4,13 +4,12 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from dataclasses import fields
 from typing import Any
 
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, chosen_parts, layer_readers, read_key, readers
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.part import Part
+from moefold.config.part import Part, default_of_field
 from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
@@ -33,18 +32,18 @@ UNUSED_KEY_RULES = (
     *UNUSED_SPARSE_KEYS,
     *UNUSED_SITES_KEYS,
     UnusedKeyRule(
-        "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
-        "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
+        "model.ffn.moe.num_experts model.ffn.moe.top_k model.ffn.moe.intermediate_size model.ffn.moe.latent_size model.ffn.moe.router.softmax "
+        "model.ffn.moe.shared.intermediate_size model.ffn.moe.shared.gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
         "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
-        "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
-        "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
-        "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
+        "model.ffn.moe.router model.ffn.moe.router.normalize model.ffn.moe.router.scaling_factor model.ffn.moe.router.num_groups model.ffn.moe.router.top_groups "
+        "model.ffn.moe.bias model.ffn.moe.activation model.ffn.moe.activation.alpha model.ffn.moe.activation.limit model.ffn.moe.router.bias "
+        "model.ffn.moe.probs_on_input model.ffn.moe.router.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
         "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
         "rollout.experts "
-        "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch "
-        "model.sparsemixer_jitter moe.sparsemixer_sampling",
+        "model.ffn.moe.zero_experts model.ffn.moe.active_experts model.ffn.moe.shortcut metrics.per_layer faults.check_dispatch "
+        "model.ffn.moe.router.softmax.jitter model.ffn.moe.router.softmax.samples",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -95,8 +94,8 @@ UNUSED_KEY_RULES = (
     UnusedKeyRule(
         "rollout.cache",
         lambda cfg: not any(caches_latents(layer) for layer in cfg.model.layers),
-        "only model.attention='mla' has latents, which sparse attention (model.index_topk) always caches",
-        "choose model.attention='mla' without model.index_topk",
+        "only model.attention='mla' has latents, which sparse attention (model.attention.indexer.top_k) always caches",
+        "choose model.attention='mla' without model.attention.indexer.top_k",
     ),
     UnusedKeyRule(
         "rl.objective.clip_low rl.objective.clip_high",
@@ -234,12 +233,11 @@ def _has_layers(model: ModelConfig) -> bool:
 
 def _is_set(cfg: Config, name: str) -> bool:
     """Return whether a key differs from its default."""
-    section, key, *setting = name.split(".")
-    default = default_of(section, key)
-    if setting:
-        part = read_key(cfg, f"{section}.{key}")
-        default = next(field.default for field in fields(part) if field.name == setting[0])
-    return bool(read_key(cfg, name) != default)
+    owner, _, setting = name.rpartition(".")
+    value = read_key(cfg, name)
+    if owner.count("."):
+        return bool(value != default_of_field(type(read_key(cfg, owner)), setting))
+    return bool(value != default_of(owner, setting))
 
 
 def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:

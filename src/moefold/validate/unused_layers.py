@@ -18,19 +18,19 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 LAYER_RULES = (
     UnusedKeyRule(
-        "model.qk_norm model.attention_gate",
+        "model.attention.qk_norm model.attention.gate",
         lambda cfg: not isinstance(cfg.model.softmax_attention, SoftmaxAttentionPart),
         "model.attention is of another package, which has keys of its own",
         "choose model.attention='gqa'",
     ),
     UnusedKeyRule(
-        "model.qk_norm_nope",
-        lambda cfg: not cfg.model.qk_norm or not has_nope(cfg.model),
-        "there is no norm of queries and keys (model.qk_norm), or no layer of model.rope_pattern is N",
-        "set model.qk_norm=true, and choose a pattern with N",
+        "model.attention.qk_norm.in_nope",
+        lambda cfg: not cfg.model.attention.qk_norm or not has_nope(cfg.model),
+        "there is no norm of queries and keys (model.attention.qk_norm), or no layer of model.rope_pattern is N",
+        "set model.attention.qk_norm={}, and choose a pattern with N",
     ),
     UnusedKeyRule(
-        "model.nope_temperature_scale",
+        "model.attention.temperature.scale",
         lambda cfg: not has_nope(cfg.model) or not any(part.has_temperature for part in _attentions(cfg.model)),
         "no layer of model.rope_pattern is N, or model.attention='mla' has no temperature",
         "choose a pattern with N and model.attention='gqa'",
@@ -42,14 +42,14 @@ LAYER_RULES = (
         "choose a pattern with L",
     ),
     UnusedKeyRule(
-        "model.attention model.qk_norm model.attention_gate model.rope_theta model.rope_scaling "
-        "model.rope_interleaved model.rope_pattern model.nope_temperature_scale",
+        "model.attention model.attention.qk_norm model.attention.gate model.rope.theta model.rope.scaling "
+        "model.rope.interleaved model.rope_pattern model.attention.temperature.scale",
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without softmax attention",
         "choose a pattern with F",
     ),
     UnusedKeyRule(
-        "model.rope_theta model.rope_fraction model.rope_interleaved model.rope_scaling model.qk_norm_after_rope",
+        "model.rope.theta model.attention.rope_fraction model.rope.interleaved model.rope.scaling model.attention.qk_norm.after_rope",
         lambda cfg: not cfg.model.has_rope,
         "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
         "choose patterns with such a layer",

@@ -54,18 +54,18 @@ def _holds(condition: str, value: Any) -> bool:
     """Return whether the value of the key of a condition meets it."""
     key, words, must_equal = _parse(condition)
     if not words:
-        return bool(value != default_of(*key.split(".")))
+        return bool(value != default_of(*key.split(".", 1)))
     return (shown_value(value).strip("'") in words) is must_equal
 
 
 def _way_out(condition: str) -> str:
     """Return a key with the values that meet a condition; the key alone if it has many."""
     key, words, must_equal = _parse(condition)
-    default = default_of(*key.split("."))
+    default = default_of(*key.split(".", 1))
     if isinstance(default, bool) and not words:
         words = [shown_value(not default)]
     elif not words or not must_equal:
-        others = [choice for choice in choices_of(*key.split(".")) if choice not in (words or [default])]
+        others = [choice for choice in choices_of(*key.split(".", 1)) if choice not in (words or [default])]
         words = others if len(others) <= MOST_CHOICES else []
     values = [repr(word) if isinstance(default, str) else str(word) for word in words]
     return f"{key}={join_with_or(values)}" if values else key

@@ -350,7 +350,7 @@ class Oracle:
             self._round_dispatched,
         )
         shortcut, self._shortcut = self._shortcut, torch.zeros_like(x)
-        if routed_output is not None and self.cfg.model.moe_shortcut:
+        if routed_output is not None and self.cfg.model.ffn.moe.shortcut:
             self._shortcut = stream.added(routed_output, lambda y: y)
         elif routed_output is not None:
             output = routed_output + output
@@ -420,8 +420,8 @@ class Oracle:
 
     def _head_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return an RMSNorm of queries or keys over their last dim."""
-        normed = x / (x.square().mean(-1, keepdim=True) + self.cfg.model.norm_eps).sqrt()
-        return normed if weight is None else normed * (weight + float(self.cfg.model.zero_centered_norms))
+        normed = x / (x.square().mean(-1, keepdim=True) + self.cfg.model.norm.eps).sqrt()
+        return normed if weight is None else normed * (weight + float(self.cfg.model.norm.zero_centered))
 
     def _attention(self, name: str, x: Tensor, documents: Tensor, is_token: Tensor, layer: int) -> Tensor:
         model = self.cfg.model
@@ -444,7 +444,7 @@ class Oracle:
             query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
-        if model.index_topk:
+        if model.attention.indexer.top_k:
             source = x if heads.index_source is None else heads.index_source
             index = self._index(name, x, source, masked, positions, layer)
             masked = index.masked
@@ -475,7 +475,7 @@ class Oracle:
         rows = []
         for sample, numbers in zip(x, documents, strict=True):
             groups = (numbers == number for number in torch.unique_consecutive(numbers))
-            rows.append(torch.cat([formula(weights, sample[group], self.cfg.model.norm_eps) for group in groups]))
+            rows.append(torch.cat([formula(weights, sample[group], self.cfg.model.norm.eps) for group in groups]))
         return torch.stack(rows)
 
     def _index(

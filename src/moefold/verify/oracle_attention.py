@@ -41,8 +41,8 @@ def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Te
 
 def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
     """Return the factor of the queries of layers without RoPE, float64 [B, S], given positions in documents [B, S]."""
-    steps = (positions + 1).double() / model.nope_temperature_tokens
-    return 1 + model.nope_temperature_scale * torch.log(1 + steps.floor())
+    steps = (positions + 1).double() / model.attention.temperature.tokens
+    return 1 + model.attention.temperature.scale * torch.log(1 + steps.floor())
 
 
 def rope_formula(model: ModelConfig) -> RopeFormula:
@@ -56,7 +56,7 @@ def apply_rope(
 ) -> Tensor:
     """Apply RoPE to [B, S, heads, D]: rotate each pair of the first `rotary_dim` dims at position p by p * frequency.
 
-    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope_interleaved.
+    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope.interleaved.
 
     Args:
         model: frequencies and scaling.
@@ -68,10 +68,10 @@ def apply_rope(
     half = rotary_dim // 2
     length = x.shape[1]
     formula = rope_formula(model)
-    frequencies = [formula.frequency(i, model.rope_theta, rotary_dim, length) for i in range(half)]
+    frequencies = [formula.frequency(i, model.rope.theta, rotary_dim, length) for i in range(half)]
     angle = positions.double()[..., None] * torch.tensor(frequencies, dtype=torch.float64)
     rotation = torch.polar(torch.full_like(angle, formula.rotated_factor(length)), angle)[:, :, None, :]
-    if model.rope_interleaved if is_interleaved is None else is_interleaved:
+    if model.rope.interleaved if is_interleaved is None else is_interleaved:
         pairs = torch.view_as_complex(x[..., :rotary_dim].reshape(*x.shape[:-1], half, 2))
         rotated = torch.view_as_real(pairs * rotation).flatten(-2)
         return torch.cat((rotated, x[..., rotary_dim:]), -1)

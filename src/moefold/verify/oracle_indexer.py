@@ -16,7 +16,7 @@ def is_warmup(model: ModelConfig, train: TrainConfig) -> bool:
     """Return whether only the indexers learn, from attention over all keys."""
     match train.indexer_stage:
         case "warmup":
-            return model.index_topk > 0
+            return model.attention.indexer.top_k > 0
         case "sparse":
             return False
         case unknown:
@@ -62,12 +62,12 @@ class OracleIndexer:
         key = centered / (centered.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         key = key * self._weights[f"{self._name}.key_norm.weight"] + self._weights[f"{self._name}.key_norm.bias"]
         key = self._rotate(key)
-        shares = x @ self._weights[f"{self._name}.weights_proj"].T / math.sqrt(model.index_heads)
+        shares = x @ self._weights[f"{self._name}.weights_proj"].T / math.sqrt(model.attention.indexer.num_heads)
         self.scores = torch.zeros(*x.shape[:2], x.shape[1], dtype=x.dtype)
-        for head in range(model.index_heads):
-            rows = slice(head * model.index_head_dim, (head + 1) * model.index_head_dim)
+        for head in range(model.attention.indexer.num_heads):
+            rows = slice(head * model.attention.indexer.head_dim, (head + 1) * model.attention.indexer.head_dim)
             query = self._rotate(source @ self._weights[f"{self._name}.wq"][rows].T)
-            dots = query @ key.mT / math.sqrt(model.index_head_dim)
+            dots = query @ key.mT / math.sqrt(model.attention.indexer.head_dim)
             self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
         self.masked = masked.expand(self.scores.shape).clone()
         if not is_warmup(self._model, self._train):
@@ -97,8 +97,8 @@ class OracleIndexer:
     def _rotate(self, z: Tensor) -> Tensor:
         """Apply RoPE to the first dims of [B, S, D]."""
         model = self._model
-        interleaved = model.index_rope_interleaved
+        interleaved = model.attention.indexer.rope_interleaved
         if self._positions is None:
             return z
-        rotated = model.rope.rotary_dim
+        rotated = model.rope_settings.rotary_dim
         return apply_rope(model, z[:, :, None], rotated, self._positions, is_interleaved=interleaved)[:, :, 0]

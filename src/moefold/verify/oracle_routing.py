@@ -86,7 +86,7 @@ class OracleRouter:
         self._chunks = chunks
         self._layer_numbers = model.moe_layer_numbers
         zeros = torch.zeros(model.num_router_choices, dtype=torch.float32)
-        names = [bias_name(i) for i in self._layer_numbers] if model.expert_bias else []
+        names = [bias_name(i) for i in self._layer_numbers] if model.ffn.moe.router.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
         self._score: ScoreFormula = formula_of(chosen(RoutingSections(model, moe), RouterScorePart))
         self._choice: ChoiceFormula = formula_of(chosen_in(moe, ChoicePart))
@@ -120,11 +120,11 @@ class OracleRouter:
         thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
         if self._choice.has_thresholds and context.is_training and context.is_token.any():
             thresholds = torch.quantile(
-                raw.detach()[context.is_token], 1 - model.top_k / model.num_router_choices, dim=0
+                raw.detach()[context.is_token], 1 - model.ffn.moe.top_k / model.num_router_choices, dim=0
             )
         mixed = None
         if self._score.choose is not None:
-            mixed = self._score.choose(logits, model.top_k, self._choice_noise(layer, logits, context))
+            mixed = self._score.choose(logits, model.ffn.moe.top_k, self._choice_noise(layer, logits, context))
             experts = mixed.experts
         else:
             values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
@@ -134,7 +134,7 @@ class OracleRouter:
         if moe.replay and context.is_training:
             experts = self._replayed_choices(layer, context, len(x))
         combined = self._score.weights(raw.gather(-1, experts)) if mixed is None else mixed.weights
-        weights = combined * model.router_scaling_factor
+        weights = combined * model.ffn.moe.router.scaling_factor
         drops = list(self._dropped_choices(experts, weights, context))
         kept = context.is_token[..., None].expand_as(weights).to(weights.dtype).clone()
         for index in drops:
@@ -205,9 +205,9 @@ class OracleRouter:
             return
         model = self._model
         target = counts.mean()
-        if model.active_experts:
-            target = counts.sum() * (model.active_experts / (model.top_k * model.num_experts))
-        for expert, count in enumerate(counts[: model.num_experts]):
+        if model.ffn.moe.active_experts:
+            target = counts.sum() * (model.ffn.moe.active_experts / (model.ffn.moe.top_k * model.ffn.moe.num_experts))
+        for expert, count in enumerate(counts[: model.ffn.moe.num_experts]):
             if count != target:
                 up = bool(count < target)
                 step = torch.tensor(rate, dtype=torch.float32)
@@ -225,18 +225,18 @@ class OracleRouter:
         """Return the chosen experts of one token, best first."""
         model = self._model
         if self._choice.forced is not None:
-            return self._choice.forced(s * values.shape[0] + b, model.top_k, model.num_router_choices)
+            return self._choice.forced(s * values.shape[0] + b, model.ffn.moe.top_k, model.num_router_choices)
         value = values[b, s].tolist()
-        return sorted(self._allowed_experts(value), key=lambda e: (-value[e], e))[: model.top_k]
+        return sorted(self._allowed_experts(value), key=lambda e: (-value[e], e))[: model.ffn.moe.top_k]
 
     def _allowed_experts(self, value: list[float]) -> list[int]:
         """Return the experts of the best groups, by the scores of one token."""
         model = self._model
         experts = list(range(len(value)))
-        num_chosen = model.top_groups
-        if model.num_groups == 1:
+        num_chosen = model.ffn.moe.router.top_groups
+        if model.ffn.moe.router.num_groups == 1:
             return experts
-        size = len(value) // model.num_groups
+        size = len(value) // model.ffn.moe.router.num_groups
         groups = [experts[i : i + size] for i in range(0, len(value), size)]
         group_scores = [
             sum(sorted((value[e] for e in group), reverse=True)[: self._score.num_summed]) for group in groups
@@ -268,7 +268,7 @@ class OracleRouter:
                         entry = float(weights[b, s, k].detach()), s * batch + b, (b, s, k)
                         queues.setdefault(int(experts[b, s, k]), []).append(entry)
             for expert, queue in queues.items():
-                if expert >= model.num_experts:
+                if expert >= model.ffn.moe.num_experts:
                     continue
                 yield from (choice for *_, choice in self._in_kept_order(queue)[capacity:])
 

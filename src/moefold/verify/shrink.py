@@ -158,8 +158,8 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         ep=parallel.ep,
         etp=parallel.etp,
         shards_heads=chosen_in(parallel, ContextPart).shards_heads,
-        num_groups=model.num_groups,
-        top_groups=model.top_groups,
+        num_groups=model.ffn.moe.router.num_groups,
+        top_groups=model.ffn.moe.router.top_groups,
         large_seq_len=cfg.train.seq_len,
         seq_len=train.seq_len,
         lr=train.lr,
@@ -168,7 +168,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         model,
         preset="",
         hidden_size=lcm(to.head_dim * 4, parallel.etp, parallel.tp),
-        nope_temperature_tokens=min(model.nope_temperature_tokens, to.span),
+        nope_temperature_tokens=min(model.attention.temperature.tokens, to.span),
         # A vocabulary that tp does not divide stays one.
         vocab_size=VOCAB_SHARD_SIZE * parallel.tp - (model.vocab_size % cfg.parallel.tp > 0),
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
@@ -189,13 +189,13 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     )
     for part in _small_parts(cfg.model, to):
         small = with_part(small, part)
-    to = replace(to, rotary_dim=small.model.rope.rotary_dim)
+    to = replace(to, rotary_dim=small.model.rope_settings.rotary_dim)
     for part in chosen_parts(small):
         with names_failure(part, "shrink"):
             small = with_part(small, part.shrink(to))
     small = replace(small, lora=_shrink_adapters(cfg.lora, small.model))
     moe = small.moe
-    max_factor = small.model.num_router_choices / small.model.top_k
+    max_factor = small.model.num_router_choices / small.model.ffn.moe.top_k
     if not moe.pad_to_capacity:
         # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
@@ -228,7 +228,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
     num_layers += stages * -(-max(0, len(set(kinds)) - num_layers) // stages)
-    if model.moe_shortcut or shares_selections(model):
+    if model.ffn.moe.shortcut or shares_selections(model):
         # Each stage keeps a pair of layers.
         num_layers = 2 * stages
     stage_sizes = [2] * stages
@@ -240,7 +240,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     if shares_selections(model):
         is_shared = _shared_selections([attentions[number] for number in kept], stage_sizes)
     # The routed experts of a layer go with the dense layer after it.
-    networks = list(range(num_layers)) if model.moe_shortcut else _spread_kinds(model.layers, num_layers)
+    networks = list(range(num_layers)) if model.ffn.moe.shortcut else _spread_kinds(model.layers, num_layers)
     return with_layers_of(model, kept, networks, is_shared)
 
 

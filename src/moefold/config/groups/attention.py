@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from moefold.config.field import POSITIVE, Most, at_least
 from moefold.config.groups.indexer import IndexerPart
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey, Part
+from moefold.config.part import KindOf, Part, Table
+from moefold.config.small_sizes import SmallSizes
 
 LinearFormula = Callable[[Mapping[str, Any], Any, float], Any]
 """Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
@@ -157,16 +160,22 @@ class SpanPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryKeyNorm:
+class QueryKeyNorm(Table):
     """RMSNorm over the queries and over the keys."""
 
-    chosen_by: ClassVar[str] = "model.qk_norm=true"
-    over_all_heads: Annotated[bool, FlatKey("model.qk_norm_width")]
-    """Whether the root mean square is of all heads of a token together, not of each head."""
-    after_rope: Annotated[bool, FlatKey("model.qk_norm_after_rope")]
-    has_weight: Annotated[bool, FlatKey("model.qk_norm_weight")]
-    in_nope: Annotated[bool, FlatKey("model.qk_norm_nope")]
-    """Whether layers without RoPE have it."""
+    over: Literal["head", "all_heads"] = "head"
+    """Width of the root mean square: each head separately, or all heads of a token together (OLMoE)."""
+    after_rope: bool = False
+    """Apply the norm of each query and key head after RoPE instead of before it (Hunyuan)."""
+    weight: bool = True
+    """Learned weights; false: the norms only divide by the root mean square (Llama 4)."""
+    in_nope: bool = True
+    """Apply the norms in layers without RoPE (model.rope_pattern) as well."""
+
+    @property
+    def over_all_heads(self) -> bool:
+        """Whether the root mean square is of all heads of a token together, not of each head."""
+        return self.over != "head"
 
     def params(self, heads: int, kv_heads: int, head_dim: int) -> Iterator[ParamSpec]:
         """Yield the weights of both norms."""
@@ -177,7 +186,7 @@ class QueryKeyNorm:
         if self.over_all_heads:
             yield replace(query, shape=(heads * head_dim,), tp_dim=0)
             yield replace(key, shape=(kv_heads * head_dim,), tp_dim=0, tp_heads=kv_heads)
-        elif self.has_weight:
+        elif self.weight:
             yield from (query, key)
 
 
@@ -202,10 +211,11 @@ class AttentionPart(Part):
     group: ClassVar[str] = "attention"
     key: ClassVar[str] = "model.attention"
     is_of_layers: ClassVar[bool] = True
+    of_layers: ClassVar[frozenset[str]] = frozenset({"span", "has_rope"})
     has_adapters: ClassVar[bool] = False
     """Whether its module adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
-    """Whether layers without RoPE have an attention temperature (`model.nope_temperature_scale`)."""
+    """Whether layers without RoPE have an attention temperature (`temperature`)."""
     has_score_factor: ClassVar[bool] = False
     """Whether its scores have the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
@@ -307,12 +317,33 @@ class AttentionPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputGate:
+class Temperature(Table):
+    """Attention temperature of layers without RoPE (arXiv:2501.19399; Llama 4).
+
+    Queries at position p of their document are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens)).
+    """
+
+    scale: Annotated[float, POSITIVE] = 0.1
+    """Factor of the logarithm."""
+    tokens: Annotated[int, at_least(1)] = 8192
+    """Positions below this number have temperature 1."""
+
+    def shrink(self, to: SmallSizes) -> "Temperature":
+        """Return it with other temperatures than 1 in short sequences."""
+        return replace(self, tokens=min(self.tokens, to.span))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGate(Table):
     """Gate of the output of each head: the sigmoid of a projection of the layer's input (arXiv:2505.06708)."""
 
-    chosen_by: ClassVar[str] = "model.attention_gate=true"
-    per_head: Annotated[bool, FlatKey("model.attention_gate_width")]
-    """Whether a gate belongs to a whole head, not to one dim of it."""
+    per: Literal["dim", "head"] = "dim"
+    """One gate for each dim of a head, or one for the whole head (Ling 3)."""
+
+    @property
+    def per_head(self) -> bool:
+        """Whether a gate belongs to a whole head, not to one dim of it."""
+        return self.per != "dim"
 
     def rows(self, heads: int, value_width: int) -> int:
         """Return the rows of the projection."""
@@ -328,23 +359,25 @@ class OutputGate:
 class SoftmaxAttentionPart(AttentionPart):
     """Softmax attention with heads that tensor parallelism shards."""
 
-    num_heads: Annotated[int, FlatKey("model.num_attention_heads")]
+    num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Query heads, A."""
     gate: OutputGate | None = None
-    indexer: IndexerPart | None = None
+    """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
+    projection (arXiv:2505.06708)."""
+    indexer: Annotated[IndexerPart | None, KindOf("indexer", ("lightning",))] = None
+    """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556); none: to all."""
 
-    def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "SoftmaxAttentionPart":
-        """Return the part with a resolved width of its heads and norms of queries and keys, if it has these.
+    def with_heads(self, hidden: int) -> "SoftmaxAttentionPart":
+        """Return the part with a resolved width of its heads.
 
         Args:
             hidden: width of the residual stream.
-            qk_norm: norms that the recipe asks for.
         """
         return self
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
         """Return the query heads; see base class."""
-        return "model.num_attention_heads", self.num_heads
+        return "model.attention.num_heads", self.num_heads
 
     @property
     def selector(self) -> IndexerPart | None:

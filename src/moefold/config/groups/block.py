@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
+from moefold.config.field import POSITIVE
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey, Part
+from moefold.config.part import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +28,14 @@ class ResidualPart(Part):
     """Placement of the norms of a layer."""
 
     group: ClassVar[str] = "residual"
-    key: ClassVar[str] = "model.norm_placement"
+    key: ClassVar[str] = "model.residual"
     norms_input: ClassVar[bool] = True
     """Whether the inputs of attention and of the feed-forward network have a norm."""
     norms_output: ClassVar[bool] = False
     """Whether their outputs have one, before they are added."""
-    multiplier: Annotated[float, FlatKey("model.residual_multiplier")]
+    multiplier: Annotated[float, POSITIVE] = 1.0
+    """Factor of the outputs of attention and of the feed-forward network where they are added to the residual stream
+    (Granite)."""
 
     def formula(self) -> ResidualFormula | None:
         """Return the stream in float64; None: it has no formula."""
@@ -48,7 +51,11 @@ class NormPart(Part):
     is_of_layers: ClassVar[bool] = True
     saved_numbers: ClassVar[int] = 1
     """Numbers of a token that are saved for backward, without input and output."""
-    eps: Annotated[float, FlatKey("model.norm_eps")]
+    zero_centered: bool = False
+    """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
+    Qwen3-Next); the norm inside linear attention by its weight."""
+    eps: Annotated[float, POSITIVE] = 1e-6
+    """Epsilon of every norm except the norms of latents (mla), where it is 1e-6."""
 
     def params(self, name: str, width: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the norm of this name."""
@@ -64,7 +71,7 @@ class ActivationPart(Part):
     """Elementwise activation of an expert."""
 
     group: ClassVar[str] = "activation"
-    key: ClassVar[str] = "model.moe_activation"
+    key: ClassVar[str] = "model.ffn.moe.activation"
     is_swiglu: ClassVar[bool] = False
     """Whether the kernels of SwiGLU compute it. Without biases they take one pass over memory."""
 

@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
+from moefold.config.field import SAME_TENSORS, Judged, Most, ReadIf, at_least
 from moefold.config.groups.block import ActivationPart
 from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import FlatKey, KindOf, Part
+from moefold.config.groups.router import RouterScorePart
+from moefold.config.limits import MAX_WIDTH
+from moefold.config.part import KindOf, Part, Table, by_default
 
 
 class ChosenExperts(Protocol):
@@ -28,7 +31,7 @@ Route = Callable[[Any, Any, Any], ChosenExperts]
 """The router of the oracle: x [B, S, H], its weight and its bias or None -> the choices."""
 FeedForwardFormula = Callable[[Mapping[str, Any], Any, Route, Callable[[Any], Any]], tuple[Any, Any]]
 """A network in float64: weights by name, the normalised hidden states [B, S, H], the router, and the rounding of
-dispatched tokens -> output, and output of routed experts or None; both are added, `model.moe_shortcut` says where."""
+dispatched tokens -> output, and output of routed experts or None; both are added, `model.ffn.moe.shortcut` says where."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,40 +99,65 @@ class FeedForwardPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedExpert(Table):
+    """Expert that processes every token, a SwiGLU."""
+
+    intermediate_size: Annotated[int, at_least(1), Most(2**26)] = 512
+    """Inner width of the shared expert."""
+    gate: bool = False
+    """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoutedPart(FeedForwardPart):
     """Experts, of which a router chooses some for each token."""
 
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset(
         {
-            *("top_k", "zero_experts", "active_experts", "expert_bias", "scaling_factor", "num_groups", "top_groups"),
-            "is_shortcut",
+            *("top_k", "zero_experts", "active_experts", "shortcut", "router"),
         }
     )
-    num_experts: Annotated[int, FlatKey("model.num_experts")]
-    top_k: Annotated[int, FlatKey("model.top_k")]
-    zero_experts: Annotated[int, FlatKey("model.zero_experts")]
-    active_experts: Annotated[float, FlatKey("model.active_experts")]
-    width: Annotated[int, FlatKey("model.moe_ffn_hidden_size")]
-    """Inner width of an expert."""
-    token_width: Annotated[int, FlatKey("model.moe_hidden_size")]
-    """Width of the tokens that experts compute; 0: of the residual stream."""
-    shared_width: Annotated[int, FlatKey("model.shared_expert_ffn_hidden_size")]
-    """Inner width of the shared expert; 0: none."""
-    shared_gate: Annotated[bool, FlatKey("model.shared_expert_gate")]
-    has_bias: Annotated[bool, FlatKey("model.moe_bias")]
-    activation: Annotated[ActivationPart, KindOf("activation")]
-    probs_on_input: Annotated[bool, FlatKey("model.router_probs_on_input")]
-    router_bias: Annotated[bool, FlatKey("model.router_bias")]
-    expert_bias: Annotated[bool, FlatKey("model.expert_bias")]
-    scaling_factor: Annotated[float, FlatKey("model.router_scaling_factor")]
-    """Factor of the routing weights."""
-    num_groups: Annotated[int, FlatKey("model.num_groups")]
-    """Groups of neighbouring experts."""
-    top_groups: Annotated[int, FlatKey("model.top_groups")]
-    """Groups from which the experts of a token are chosen."""
-    is_shortcut: Annotated[bool, FlatKey("model.moe_shortcut")]
-    """Whether the output of the routed experts is added after the next layer."""
+    num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
+    """Experts of one MoE layer, E."""
+    top_k: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 2
+    """Experts chosen for each token, K."""
+    intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 512
+    """Inner width of one expert, F."""
+    latent_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
+    """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
+    state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
+    bias: bool = False
+    """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
+    activation: Annotated[ActivationPart, KindOf("activation")] = by_default("activation", "swiglu")
+    """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
+    l)."""
+    router: Annotated[RouterScorePart, KindOf("router_score")] = by_default("router_score", "softmax")
+    """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
+    probs_on_input: bool = False
+    """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
+    shared: SharedExpert | None = None
+    """Expert that processes every token."""
+    zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
+    """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
+    weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
+    active_experts: Annotated[
+        float,
+        at_least(0, "0: as all choices"),
+        SAME_TENSORS,
+        ReadIf("model.ffn.moe.zero_experts"),
+        ReadIf("model.ffn.moe.router.expert_bias"),
+    ] = 0.0
+    """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
+    (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
+    shortcut: bool = False
+    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
+    output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared expert; 0: there is none."""
+        return self.shared.intermediate_size if self.shared else 0
 
     @property
     def num_choices(self) -> int:
@@ -144,7 +172,7 @@ class RoutedPart(FeedForwardPart):
     @property
     def tp_unit(self) -> tuple[str, int]:
         """The width of the shared expert; see base class."""
-        return "model.shared_expert_ffn_hidden_size", self.shared_width
+        return "model.ffn.moe.shared.intermediate_size", self.shared_width
 
     def token_size(self, hidden: int) -> int:
         """Return the width of the tokens that are dispatched, the input and output of an expert.
@@ -152,7 +180,7 @@ class RoutedPart(FeedForwardPart):
         Args:
             hidden: width of the residual stream.
         """
-        return self.token_width or hidden
+        return self.latent_size or hidden
 
 
 def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]:
@@ -160,3 +188,13 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
     yield ParamSpec("w_gate", (ffn, hidden), part, tp_dim=0)
     yield ParamSpec("w_up", (ffn, hidden), part, tp_dim=0)
     yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks(Table):
+    """Feed-forward networks of the layers."""
+
+    dense: Annotated[FeedForwardPart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
+    """Network of layers D of model.layer_pattern."""
+    moe: Annotated[RoutedPart, KindOf("ffn", ("moe",))] = by_default("ffn", "moe")
+    """Network of layers M of model.layer_pattern: a mixture of experts."""

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
+from moefold.config.field import Most, at_least
+from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey, Part
+from moefold.config.part import Part
 from moefold.config.small_sizes import SmallSizes
 
 INDEX_BYTES = 4
@@ -26,19 +28,22 @@ class IndexerPart(Part):
     """Source of the selected keys of a layer, with the sizes of the indexer that selects them."""
 
     group: ClassVar[str] = "indexer"
-    chosen_by: ClassVar[str] = "a model.index_topk above 0"
     is_shared: ClassVar[bool] = False
     """Whether an earlier layer selects the keys."""
-    topk: Annotated[int, FlatKey("model.index_topk")]
-    """Most keys that a query attends to."""
-    heads: Annotated[int, FlatKey("model.index_heads")]
-    head_dim: Annotated[int, FlatKey("model.index_head_dim")]
-    rope_interleaved: Annotated[bool, FlatKey("model.index_rope_interleaved")]
-    """Whether RoPE of its queries and keys rotates neighbouring dims."""
+    top_k: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 2048
+    """Most keys that a query of softmax attention attends to."""
+    num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    """Heads of the indexer, J."""
+    head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
+    rope_interleaved: bool = False
+    """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few heads, and fewer keys than a window has: a selection in a window leaves keys out."""
-        return replace(self, topk=min(self.topk, to.span - 1), heads=min(self.heads, 3), head_dim=to.head_dim + 2)
+        return replace(
+            self, top_k=min(self.top_k, to.span - 1), num_heads=min(self.num_heads, 3), head_dim=to.head_dim + 2
+        )
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the layer's own indexer, which every tp rank has.
@@ -57,7 +62,7 @@ class IndexerPart(Part):
     @property
     def flops(self) -> int:
         """FLOPs of the layer's own indexer for a query and a key: a product for each head, and their weighted sum."""
-        return 0 if self.is_shared else 2 * self.heads * (self.head_dim + 1)
+        return 0 if self.is_shared else 2 * self.num_heads * (self.head_dim + 1)
 
     def saved(self, sizes: Any, key_width: int) -> Counter[str]:
         """Return the bytes of the gathered keys under cp, of the indexer's gradients, and of the layer's own selection.
@@ -74,13 +79,13 @@ class IndexerPart(Part):
 
     def selection_bytes(self, sizes: Any) -> Counter[str]:
         """Return the bytes of the selected keys' numbers, which layers that share a selection have once."""
-        selected = min(self.topk, sizes.cfg.train.seq_len)
+        selected = min(self.top_k, sizes.cfg.train.seq_len)
         return Counter({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
 
     def index_bytes(self, sizes: Any) -> Counter[str]:
         """Return the bytes of the queries, weights and keys of an indexer, or of their gradients."""
-        own = self.heads * self.head_dim * sizes.item_bytes
-        own += self.heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
+        own = self.num_heads * self.head_dim * sizes.item_bytes
+        own += self.num_heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
         keys = sizes.cfg.parallel.cp * sizes.gathered_bytes(self.head_dim)
         return Counter(attention=sizes.tokens * own + keys)
 
@@ -118,7 +123,7 @@ class IndexerPart(Part):
     def _warmup_block_rows(self, sizes: Any, num_heads: int) -> int:
         """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""
         train = sizes.cfg.train
-        elements: int = max(num_heads, self.heads) * train.seq_len * train.micro_batch_size
+        elements: int = max(num_heads, self.num_heads) * train.seq_len * train.micro_batch_size
         num_own: int = train.seq_len // (sizes.cfg.parallel.cp * sizes.cfg.parallel.tp)
         limit: int = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements
         return max(1, min(num_own, limit))
@@ -134,7 +139,7 @@ class IndexerPart(Part):
         """
         copied_width, key_width = widths
         train = sizes.cfg.train
-        selected = min(self.topk, train.seq_len)
+        selected = min(self.top_k, train.seq_len)
         rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, heads))
         rows = max(1, min(train.seq_len // sizes.cfg.parallel.cp, rows_of_block))
         is_low_precision = sizes.item_bytes < sizes.high_precision_bytes

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
+from moefold.config.field import Judged, Most, at_least
 from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
@@ -30,10 +31,14 @@ class LinearAttentionPart(AttentionPart):
     """What the recurrence holds when torch computes it."""
     c_recurrence: ClassVar[Factors]
     """What it holds in C."""
-    num_key_heads: Annotated[int, FlatKey("model.linear_num_key_heads")]
-    num_value_heads: Annotated[int, FlatKey("model.linear_num_value_heads")]
-    key_head_dim: Annotated[int, FlatKey("model.linear_key_head_dim")]
-    value_head_dim: Annotated[int, FlatKey("model.linear_value_head_dim")]
+    num_key_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    """Query and key heads; each serves the same number of value heads."""
+    num_value_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    """Value heads, each with a state of its own; a multiple of num_key_heads."""
+    key_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    """Width of a query and key head."""
+    value_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 32
+    """Width of a value head."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with one narrow key head for each rank."""
@@ -49,9 +54,9 @@ class LinearAttentionPart(AttentionPart):
         """Yield value heads that the key heads do not divide."""
         if self.num_value_heads % self.num_key_heads:
             yield Problem(
-                "model.linear_num_value_heads",
+                "model.linear_attention.num_value_heads",
                 self.num_value_heads,
-                f"must be a multiple of model.linear_num_key_heads={self.num_key_heads}, each of which serves as many",
+                f"must be a multiple of model.linear_attention.num_key_heads={self.num_key_heads}, each of which serves as many",
                 f"choose {nearest_multiples(self.num_value_heads, self.num_key_heads)}",
             )
 
@@ -91,7 +96,7 @@ class LinearAttentionPart(AttentionPart):
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
         """Return the key heads; see base class."""
-        return "model.linear_num_key_heads", self.num_key_heads
+        return "model.linear_attention.num_key_heads", self.num_key_heads
 
     @property
     def low_ranks(self) -> int:
@@ -141,7 +146,8 @@ class LinearAttentionPart(AttentionPart):
 class DeltaRulePart(LinearAttentionPart):
     """Delta rule with decays, after convolutions over queries, keys and values."""
 
-    conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
+    conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4
+    """Tokens that the causal convolution of each channel combines, itself included."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with short convolutions; see base class."""

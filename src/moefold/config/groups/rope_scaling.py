@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.part import FlatKey, Part
+from moefold.config.field import Bound, at_least
+from moefold.config.part import KindOf, Part, Table, by_default
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class RopeScalingPart(Part):
     """
 
     group: ClassVar[str] = "rope_scaling"
-    key: ClassVar[str] = "model.rope_scaling"
+    key: ClassVar[str] = "model.rope.scaling"
     hf_type: ClassVar[str] = ""
     """`rope_type` in config.json of Hugging Face folders; empty: these have no such scaling."""
     hf_names: ClassVar[Mapping[str, str]] = {"original_seq_len": "original_max_position_embeddings"}
@@ -63,6 +64,20 @@ class RopeScalingPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeConfig(Table):
+    """Rotary position embedding (arXiv:2104.09864) of all layers of a model that have it."""
+
+    theta: Annotated[float, Bound("must be greater than 1", lambda base: base > 1)] = 10000.0
+    """Base of the rotary frequencies."""
+    interleaved: bool = False
+    """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
+    scaling: Annotated[RopeScalingPart, KindOf("rope_scaling")] = by_default("rope_scaling", "none")
+    """RoPE scaling for contexts longer than the original one. ntk: theta is multiplied by factor^(R/(R-2)), R rotated
+    dims. longrope: each pair of dims has a divisor of its frequency, and another one in sequences longer than the
+    original context (arXiv:2402.13753)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeSettings:
     """RoPE of all layers of a model that have it, and the attention temperature of the others."""
 
@@ -74,7 +89,7 @@ class RopeSettings:
     """Whether neighbouring dims are a pair; else the dims of the first and second half."""
     scaling: RopeScalingPart
     temperature_scale: float
-    """Of layers without RoPE; 0: none, see `model.nope_temperature_scale`."""
+    """Of layers without RoPE; 0: none, see `Temperature`."""
     temperature_tokens: int
 
 
@@ -82,12 +97,13 @@ class RopeSettings:
 class FactorScaling(RopeScalingPart):
     """Scaling by a factor, which is above 1."""
 
-    factor: Annotated[float, FlatKey("model.rope_scaling_factor")]
+    factor: Annotated[float, at_least(1)] = 1.0
+    """Scaling factor, at least 1."""
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a factor that changes nothing."""
         if self.factor == 1:
-            rule = "changes nothing with model.rope_scaling_factor=1.0"
+            rule = "changes nothing with model.rope.scaling.factor=1.0"
             yield Problem(self.key, self.kind, rule, "give a factor above 1, or choose 'none'")
 
 
@@ -95,7 +111,8 @@ class FactorScaling(RopeScalingPart):
 class ContextScaling(FactorScaling):
     """Scaling of some frequencies, chosen by the original context."""
 
-    original_seq_len: Annotated[int, FlatKey("model.rope_original_seq_len")]
+    original_seq_len: Annotated[int, at_least(1)] = 8192
+    """Context length before RoPE scaling."""
 
     @property
     def context(self) -> int:

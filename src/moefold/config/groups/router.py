@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
+from moefold.config.field import POSITIVE, Most, at_least
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.part import FlatKey, Part, UnusedKeys
 
 if TYPE_CHECKING:
@@ -36,9 +38,20 @@ class RouterScorePart(Part):
     """Score function of a router. Tensors are float32 or float64; T tokens, E experts, K choices."""
 
     group: ClassVar[str] = "router_score"
-    key: ClassVar[str] = "model.router_score"
+    key: ClassVar[str] = "model.ffn.moe.router"
+    framed: ClassVar[frozenset[str]] = frozenset({"scaling_factor", "num_groups", "top_groups", "expert_bias", "bias"})
     sums_top2: ClassVar[bool] = True
     """Whether a group of experts has the score of its two best experts, not of its best one."""
+    scaling_factor: Annotated[float, POSITIVE] = 1.0
+    """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
+    num_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
+    """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
+    top_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
+    """Number of best-scoring groups from which a token's experts are chosen."""
+    expert_bias: bool = False
+    """Add a bias to each expert's score for the choice only, updated to balance the load (arXiv:2408.15664)."""
+    bias: bool = False
+    """Learned bias on the router's logits (gpt-oss)."""
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
         """Return the scores of all experts, [T, E]."""
@@ -79,13 +92,13 @@ class RouterScorePart(Part):
 
     @property
     def weights_sum_to_one(self) -> bool:
-        """Return whether the routing weights of a token sum to 1 before `router_scaling_factor`."""
+        """Return whether the routing weights of a token sum to 1 before `scaling_factor`."""
         raise NotImplementedError
 
     @property
     def sums_to_one_by(self) -> tuple[str, str]:
         """Return the setting by which the weights sum to 1, and the one by which they do not."""
-        return "model.router_normalize=true", "model.router_normalize=false"
+        return "model.ffn.moe.router.normalize=true", "model.ffn.moe.router.normalize=false"
 
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return the weight of a choice where all logits are 0 and no sum divides it; None: it has no fixed value."""
@@ -112,7 +125,8 @@ class RouterScorePart(Part):
 class SeparateScorePart(RouterScorePart):
     """Score of each expert by its logit alone; the weights of a token need not sum to 1."""
 
-    normalize: Annotated[bool, FlatKey("model.router_normalize")]
+    normalize: bool = True
+    """Divide the scores of the chosen experts by their sum."""
 
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
@@ -132,7 +146,7 @@ class RouterSoftmaxPart(Part):
     """Routing weights from softmax scores. Tensors are float32 or float64; T tokens, E experts, K choices."""
 
     group: ClassVar[str] = "router_softmax"
-    key: ClassVar[str] = "model.router_softmax"
+    key: ClassVar[str] = "model.ffn.moe.router.softmax"
     sum_to_one: ClassVar[bool] = False
     """Whether the weights of a token sum to 1."""
     is_post: ClassVar[bool | None] = None
@@ -256,7 +270,7 @@ class ChoicePart(Part):
         """Yield the keys of the losses and biases that balance the experts; see base class."""
         other = "choose moe.choice='topk'"
         if not self.scores_decide:
-            yield UnusedKeys("moe.aux_kind model.active_experts", f"{self.key}={self.kind!r} balances by itself", other)
+            yield UnusedKeys("moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", other)
         if self.sets_bias:
             yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
 

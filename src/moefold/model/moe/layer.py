@@ -39,7 +39,7 @@ from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 
 LayerOutput = Tensor | tuple[Tensor, Tensor]
-"""Output of a layer; of an MoE layer with `model.moe_shortcut` also the routed part, which is added later."""
+"""Output of a layer; of an MoE layer with `model.ffn.moe.shortcut` also the routed part, which is added later."""
 
 
 class MoELayer(nn.Module):
@@ -68,7 +68,6 @@ class MoELayer(nn.Module):
         part: RoutedPart,
         hidden: int,
         moe: MoEConfig,
-        score: RouterScorePart,
         *,
         loss_scale: float,
         micro_batches_per_rank: int = 1,
@@ -76,23 +75,23 @@ class MoELayer(nn.Module):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(part, hidden, moe, score, noise_seed=noise_seed)
+        self.router = Router(part, hidden, moe, noise_seed=noise_seed)
         self.experts = Experts(
             part.num_experts,
             part.token_size(hidden),
-            part.width,
+            part.intermediate_size,
             activation=part.activation.build(),
-            has_bias=part.has_bias,
+            has_bias=part.bias,
             applies_probs=moe.weight_in_expert,
             probs_on_input=part.probs_on_input,
         )
         self.latent_down = self.latent_up = None
-        if part.token_width:
-            self.latent_down = LatentProjection(hidden, part.token_width)
-            self.latent_up = LatentProjection(part.token_width, hidden)
+        if part.latent_size:
+            self.latent_down = LatentProjection(hidden, part.latent_size)
+            self.latent_up = LatentProjection(part.latent_size, hidden)
         self.shared = shared
-        self.is_shortcut = part.is_shortcut
-        has_gate = shared is not None and part.shared_gate
+        self.is_shortcut = part.shortcut
+        has_gate = part.shared is not None and part.shared.gate
         self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(part.num_experts)
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()

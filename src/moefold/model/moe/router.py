@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.export import register_dataclass
 
-from moefold.config.chosen import RoutingSections, chosen, chosen_in, read_key
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterScorePart, RouterSoftmaxPart
 from moefold.config.model import ModelConfig
@@ -171,21 +171,18 @@ class Router(nn.Module):
         part: sizes and groups of experts.
         hidden: width of the residual stream, H.
         moe: load balancing, jitter and precision.
-        score: score function and probabilities.
         noise_seed: 64-bit seed of this layer's noise: input jitter, or the samples of a SparseMixer.
     """
 
     expert_bias: Tensor | None
 
-    def __init__(
-        self, part: RoutedPart, hidden: int, moe: MoEConfig, score: RouterScorePart, *, noise_seed: int = 0
-    ) -> None:
+    def __init__(self, part: RoutedPart, hidden: int, moe: MoEConfig, *, noise_seed: int = 0) -> None:
         super().__init__()
         choices = part.num_choices
         self.weight = nn.Parameter(torch.empty(choices, hidden))
-        self.bias = nn.Parameter(torch.empty(choices)) if part.router_bias else None
+        self.bias = nn.Parameter(torch.empty(choices)) if part.router.bias else None
         # Not zeroed here: the model is built on the meta device, and `init_weights` fills it.
-        bias_E = torch.zeros(choices, dtype=torch.float32) if part.expert_bias else None
+        bias_E = torch.zeros(choices, dtype=torch.float32) if part.router.expert_bias else None
         self.register_buffer("expert_bias", bias_E)
         self.override: RouterOverride | None = None
         self.kernels: Kernels = TORCH_KERNELS
@@ -194,9 +191,9 @@ class Router(nn.Module):
         self._part = part
         self._moe = moe
         self._noise_seed = noise_seed
-        self._score = score
+        self._score = part.router
         self._choice = chosen_in(moe, ChoicePart)
-        self._noise_width = score.noise_width(part.top_k, choices)
+        self._noise_width = part.router.noise_width(part.top_k, choices)
         self._min_dtype = torch.float64 if moe.router_dtype == "float64" else torch.float32
 
     @property
@@ -251,7 +248,7 @@ class Router(nn.Module):
         if override is not None:
             ids_TK = override.apply(ids_TK, token_positions.sample_ids_B)
         probs_TK = self._score.weights(logits_TE, scores_TE, ids_TK, noise_TN, self._softmax)
-        factor = self._part.scaling_factor
+        factor = self._part.router.scaling_factor
         probs_TK = (probs_TK if factor == 1 else probs_TK * factor).to(torch.promote_types(dtype, torch.float32))
         return RoutingDecision(ids_TK, probs_TK, self._score.distribution(scores_TE), logits_TE, thresholds_E)
 
@@ -329,10 +326,10 @@ class Router(nn.Module):
     def softmax_routing(self) -> SoftmaxRouting | None:
         """Return how this router chooses in evaluation, if that is by the largest logits and their softmax alone."""
         is_post = self._score.decoding_is_post()
-        by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.num_groups == 1
+        by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.router.num_groups == 1
         if is_post is None or not by_scores:
             return None
-        return SoftmaxRouting(is_post=is_post, scale=self._part.scaling_factor)
+        return SoftmaxRouting(is_post=is_post, scale=self._part.router.scaling_factor)
 
     def _select_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, thresholds_E: Tensor | None, token_positions: TokenPositions
@@ -359,9 +356,9 @@ class Router(nn.Module):
     def _best_experts(self, values_TE: Tensor) -> Tensor:
         """Choose the experts with the largest values, within the best groups if the recipe has groups."""
         part = self._part
-        if part.num_groups > 1:
+        if part.router.num_groups > 1:
             sums_top2 = self._score.sums_top2
-            values_TE = mask_to_top_groups(values_TE, part.num_groups, part.top_groups, sums_top2=sums_top2)
+            values_TE = mask_to_top_groups(values_TE, part.router.num_groups, part.router.top_groups, sums_top2=sums_top2)
         return topk_experts(values_TE, part.top_k)
 
 
@@ -370,7 +367,6 @@ class FusedRouting:
 
     Args:
         part: sizes and groups of experts.
-        score: score function and probabilities.
     """
 
     def __init__(self, part: RoutedPart, score: RouterScorePart) -> None:
@@ -382,9 +378,9 @@ class FusedRouting:
         self._options = RouterOptions(
             top_k=part.top_k,
             **options,
-            scaling_factor=part.scaling_factor,
-            num_groups=part.num_groups,
-            top_groups=part.top_groups,
+            scaling_factor=part.router.scaling_factor,
+            num_groups=part.router.num_groups,
+            top_groups=part.router.top_groups,
         )
 
     def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> "RouterOutput":
@@ -401,14 +397,13 @@ class FusedRouting:
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     """Return why the fused kernel does not support the router of a recipe; empty if it does."""
-    sections = RoutingSections(model, moe)
-    choice = chosen(sections, ChoicePart)
-    score = chosen(sections, RouterScorePart)
+    choice = chosen_in(moe, ChoicePart)
+    score = model.ffn.moe.router
     if not choice.scores_decide:
         return f"moe.choice={choice.kind!r}"
     if score.fused_options() is None:
         key = RouterSoftmaxPart.key if score.chooses else RouterScorePart.key
-        return f"{key}={read_key(sections, key)!r}"
+        return f"{key}={attrgetter(key.removeprefix('model.'))(model).kind!r}"
     if moe.router_dtype != "float32":
         return f"moe.router_dtype={moe.router_dtype!r}"
     if moe.trace_every or moe.replay:

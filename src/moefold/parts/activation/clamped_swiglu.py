@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from moefold.config.field import POSITIVE
 from moefold.config.groups.block import ActivationPart
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class ClampedSwiGluActivationPart(ActivationPart):
     """Clamp the projections before the activation."""
 
-    alpha: Annotated[float, FlatKey("model.swiglu_alpha")]
-    """Gain of the sigmoid."""
-    limit: Annotated[float, FlatKey("model.swiglu_limit")]
+    alpha: Annotated[float, POSITIVE] = 1.702
+    """Gain a of the sigmoid; the default is gpt-oss's."""
+    limit: Annotated[float, POSITIVE] = 7.0
+    """Limit l of the projections; the default is gpt-oss's."""
 
     def build(self) -> "ClampedSwiGLUActivation":
         """Return the activation with the gain and limit."""

@@ -41,14 +41,14 @@ class Skewed(ChoicePart):
         if part is None or part.top_k < part.num_experts:
             return
         if part.num_experts == 1:
-            rule = "needs more experts than expert 0, and model.num_experts=1"
+            rule = "needs more experts than expert 0, and model.ffn.moe.num_experts=1"
             yield Problem(self.key, self.kind, rule, "choose 2 or more")
             return
         yield Problem(
             self.key,
             self.kind,
-            f"assigns all other experts to the remaining tokens, so model.top_k={part.top_k} must be below "
-            f"model.num_experts={part.num_experts}",
+            f"assigns all other experts to the remaining tokens, so model.ffn.moe.top_k={part.top_k} must be below "
+            f"model.ffn.moe.num_experts={part.num_experts}",
             f"choose top_k of at most {part.num_experts - 1}",
         )
 

@@ -13,8 +13,8 @@ class LightningIndexerPart(IndexerPart):
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `LightningIndexer`; see base class."""
-        yield ParamSpec("wq", (self.heads * self.head_dim, source), "attention")
+        yield ParamSpec("wq", (self.num_heads * self.head_dim, source), "attention")
         yield ParamSpec("wk", (self.head_dim, hidden), "attention")
-        yield ParamSpec("weights_proj", (self.heads, hidden), "attention", never_as_matrix=True)
+        yield ParamSpec("weights_proj", (self.num_heads, hidden), "attention", never_as_matrix=True)
         yield ParamSpec("key_norm.weight", (self.head_dim,), "norms")
         yield ParamSpec("key_norm.bias", (self.head_dim,), "norms")

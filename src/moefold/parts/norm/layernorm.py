@@ -20,12 +20,12 @@ class LayerNormPart(NormPart):
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield weights around zero."""
-        if recipe.model.zero_centered_norms:
+        if self.zero_centered:
             yield Problem(
-                "model.zero_centered_norms",
+                "model.norm.zero_centered",
                 True,
                 f"does not go with model.norm={self.kind!r}, whose weights start at 1",
-                "set zero_centered_norms=false, or norm='rmsnorm'",
+                "set zero_centered=false, or norm='rmsnorm'",
             )
 
     def params(self, name: str, width: int) -> Iterator[ParamSpec]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.config.groups.block import NormPart
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from moefold.model.norm import RMSNorm
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class RmsNormPart(NormPart):
     """Divide by the root mean square."""
-
-    zero_centered: Annotated[bool, FlatKey("model.zero_centered_norms")]
 
     def build(self, width: int) -> "RMSNorm":
         """Return an `RMSNorm`."""

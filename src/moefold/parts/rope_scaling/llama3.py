@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from moefold.config.field import POSITIVE
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -18,15 +18,17 @@ class Llama3Scaling(ContextScaling):
     """Blend by the number of rotations in the original context."""
 
     hf_type: ClassVar[str] = "llama3"
-    low_freq_factor: Annotated[float, FlatKey("model.rope_low_freq_factor")]
-    high_freq_factor: Annotated[float, FlatKey("model.rope_high_freq_factor")]
+    low_freq_factor: Annotated[float, POSITIVE] = 1.0
+    """Wavelengths above original/low are scaled in full."""
+    high_freq_factor: Annotated[float, POSITIVE] = 4.0
+    """Wavelengths below original/high are not scaled."""
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a factor of 1, and a band with exchanged ends."""
         yield from super().check(recipe)
         if self.low_freq_factor > self.high_freq_factor:
-            rule = f"must be at most model.rope_high_freq_factor={self.high_freq_factor}"
-            key = "model.rope_low_freq_factor"
+            rule = f"must be at most model.rope.scaling.high_freq_factor={self.high_freq_factor}"
+            key = "model.rope.scaling.low_freq_factor"
             yield Problem(key, self.low_freq_factor, rule, "the published pair is 1.0 and 4.0")
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":

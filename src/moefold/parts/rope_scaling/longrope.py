@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from moefold.config.field import at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
@@ -19,19 +19,25 @@ class LongRope(ContextScaling):
     """Divide each frequency by a factor of its own, which sequences beyond the original context have another one of."""
 
     hf_type: ClassVar[str] = "longrope"
-    short_factors: Annotated[tuple[float, ...], FlatKey("model.rope_short_factors")]
-    long_factors: Annotated[tuple[float, ...], FlatKey("model.rope_long_factors")]
-    short_mscale: Annotated[float, FlatKey("model.rope_short_mscale")]
-    long_mscale: Annotated[float, FlatKey("model.rope_long_mscale")]
+    short_factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, one for each pair of rotated dims, where train.seq_len is at most original_seq_len.
+    Commands that only use a model compare the longest sequence instead."""
+    long_factors: tuple[float, ...] = ()
+    """The same where it is longer."""
+    short_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
+    """Factor on the rotated parts of queries and keys together with short_factors; 0: sqrt(1 + ln(factor) /
+    ln(original_seq_len))."""
+    long_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
+    """The same together with long_factors."""
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
-        pairs = recipe.model.rope.rotary_dim // 2
+        pairs = recipe.model.rope_settings.rotary_dim // 2
         for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
-            key = f"model.rope_{key}_factors"
+            key = f"{self.key}.{key}_factors"
             if len(factors) != pairs:
                 rule = (
-                    f"has {len(factors)} numbers, and model.rope_scaling='longrope' needs one for each of the {pairs} "
+                    f"has {len(factors)} numbers, and model.rope.scaling='longrope' needs one for each of the {pairs} "
                     "pairs of dims that RoPE rotates"
                 )
                 yield Problem(key, None, rule, f"give {pairs}")
@@ -40,10 +46,10 @@ class LongRope(ContextScaling):
                 yield Problem(key, None, rule, "give finite numbers above 0")
         if self.original_seq_len == 1 and not (self.short_mscale > 0 and self.long_mscale > 0):
             yield Problem(
-                "model.rope_original_seq_len",
+                "model.rope.scaling.original_seq_len",
                 1,
                 "has the logarithm 0, by which the attention factor of longrope divides",
-                "give the context length of the first training, or rope_short_mscale and rope_long_mscale",
+                "give the context length of the first training, or short_mscale and long_mscale",
             )
 
     def is_long(self, seq_len: int) -> bool:

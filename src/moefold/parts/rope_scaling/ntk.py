@@ -21,7 +21,7 @@ class NtkScaling(FactorScaling):
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a factor of 1, and heads of which one pair of dims is rotated."""
         yield from super().check(recipe)
-        rotary_dim = recipe.model.rope.rotary_dim
+        rotary_dim = recipe.model.rope_settings.rotary_dim
         if rotary_dim <= 2:
             rule = f"needs more than the {rotary_dim} dimensions that RoPE rotates"
             yield Problem(self.key, self.kind, rule, "choose 'linear', or more dimensions")

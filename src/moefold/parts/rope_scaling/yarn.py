@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from moefold.config.field import POSITIVE, at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -21,40 +21,45 @@ class Yarn(ContextScaling):
     hf_optional: ClassVar[frozenset[str]] = frozenset(
         {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
     )
-    beta_fast: Annotated[float, FlatKey("model.rope_beta_fast")]
-    beta_slow: Annotated[float, FlatKey("model.rope_beta_slow")]
-    truncate: Annotated[bool, FlatKey("model.rope_truncate")]
-    """Whether the bounds of the blended range are whole pairs."""
-    attention_factor: Annotated[float, FlatKey("model.rope_attention_factor")]
-    """Factor of the rotated parts; 0: derived from the other two, or from `factor` alone."""
-    mscale: Annotated[float, FlatKey("model.rope_mscale")]
-    mscale_all_dim: Annotated[float, FlatKey("model.rope_mscale_all_dim")]
+    beta_fast: Annotated[float, POSITIVE] = 32.0
+    """Pairs that rotate more often than this in the original context are not scaled."""
+    beta_slow: Annotated[float, POSITIVE] = 1.0
+    """Pairs that rotate less often than this in the original context are scaled in full."""
+    truncate: bool = True
+    """Round the bounds of the blended range outwards to whole pairs (gpt-oss does not)."""
+    attention_factor: Annotated[float, at_least(0, "0: not given")] = 0.0
+    """Factor on the rotated parts of queries and keys; 0: m(mscale) / m(mscale_all_dim) where both are given, else
+    m(1), with m(x) = 0.1 * x * ln(factor) + 1."""
+    mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
+    """See attention_factor; 0: not given."""
+    mscale_all_dim: Annotated[float, at_least(0, "0: not given")] = 0.0
+    """See attention_factor; 0: not given. With mla, m(mscale_all_dim) squared scales the scores."""
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a factor of 1, a blend outside of the head, and factors that contradict each other."""
         yield from super().check(recipe)
         if self.beta_slow > self.beta_fast:
-            rule = f"must be at most model.rope_beta_fast={self.beta_fast}"
-            yield Problem("model.rope_beta_slow", self.beta_slow, rule, "the published pair is 1.0 and 32.0")
+            rule = f"must be at most model.rope.scaling.beta_fast={self.beta_fast}"
+            yield Problem("model.rope.scaling.beta_slow", self.beta_slow, rule, "the published pair is 1.0 and 32.0")
             return
         minimum = math.floor(2 * math.pi * self.beta_slow) + 1
         maximum = math.ceil(2 * math.pi * self.beta_fast * recipe.model.rope.theta) - 1
         if not minimum <= self.original_seq_len <= maximum:
             rule = (
-                "must be above 2*pi*rope_beta_slow and below 2*pi*rope_beta_fast*rope_theta, so that some frequencies "
+                "must be above 2*pi*beta_slow and below 2*pi*beta_fast*theta, so that some frequencies "
                 "are scaled and some are not"
             )
-            yield Problem("model.rope_original_seq_len", self.original_seq_len, rule, f"choose {minimum} to {maximum}")
+            yield Problem("model.rope.scaling.original_seq_len", self.original_seq_len, rule, f"choose {minimum} to {maximum}")
         if self.attention_factor and self.mscale:
-            rule = f"has no effect with model.rope_attention_factor={self.attention_factor}, which it would only derive"
-            yield Problem("model.rope_mscale", self.mscale, rule, "leave one of them out")
+            rule = f"has no effect with model.rope.scaling.attention_factor={self.attention_factor}, which it would only derive"
+            yield Problem("model.rope.scaling.mscale", self.mscale, rule, "leave one of them out")
         if self.mscale and not self.mscale_all_dim:
-            rule = "is divided by the factor of model.rope_mscale_all_dim, not given"
-            yield Problem("model.rope_mscale", self.mscale, rule, "give both or neither")
+            rule = "is divided by the factor of model.rope.scaling.mscale_all_dim, not given"
+            yield Problem("model.rope.scaling.mscale", self.mscale, rule, "give both or neither")
         scales_scores = any(layer.attention.has_score_factor for layer in recipe.model.layers)
         if self.mscale_all_dim and not self.mscale and not scales_scores:
-            rule = "divides the factor of model.rope_mscale, which is not given"
-            yield Problem("model.rope_mscale_all_dim", self.mscale_all_dim, rule, "give both or neither")
+            rule = "divides the factor of model.rope.scaling.mscale, which is not given"
+            yield Problem("model.rope.scaling.mscale_all_dim", self.mscale_all_dim, rule, "give both or neither")
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
         """Return the blended frequencies of sec. 3.2; see base class."""

@@ -1,10 +1,10 @@
-"""Softmax over the experts; `model.router_softmax` says how the chosen ones are weighted."""
+"""Softmax over the experts; its `softmax` says how the chosen ones are weighted."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.router import RouterScorePart, RouterSoftmaxPart, ScoreFormula, Softmax
-from moefold.config.part import KindOf
+from moefold.config.part import KindOf, by_default
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 class SoftmaxScore(RouterScorePart):
     """Softmax of the logits over all experts."""
 
-    weighting: Annotated[RouterSoftmaxPart, KindOf("router_softmax")]
+    softmax: Annotated[RouterSoftmaxPart, KindOf("router_softmax")] = by_default("router_softmax", "post")
+    """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
+    sparsemixer: each choice has a softmax of its own, over the experts that are not chosen yet and close to the best
+    one; training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
     sums_top2: ClassVar[bool] = False
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
@@ -32,51 +35,51 @@ class SoftmaxScore(RouterScorePart):
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
     ) -> "Tensor":
-        """Return the weights by `weighting`."""
-        return self.weighting.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
+        """Return the weights by `softmax`."""
+        return self.softmax.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices by `weighting`, if it chooses."""
-        return self.weighting.choose(logits_TE, top_k, noise_TN)
+        """Return the choices by `softmax`, if it chooses."""
+        return self.softmax.choose(logits_TE, top_k, noise_TN)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers by `weighting`."""
-        return self.weighting.noise_width(top_k, num_choices)
+        """Return the uniform numbers by `softmax`."""
+        return self.softmax.noise_width(top_k, num_choices)
 
     @property
     def chooses(self) -> bool:
-        """Return whether `weighting` chooses."""
-        return self.weighting.chooses
+        """Return whether `softmax` chooses."""
+        return self.softmax.chooses
 
     @property
     def weights_sum_to_one(self) -> bool:
-        """Return whether the weights of `weighting` do."""
-        return self.weighting.sum_to_one
+        """Return whether the weights of `softmax` do."""
+        return self.softmax.sum_to_one
 
     @property
     def sums_to_one_by(self) -> tuple[str, str]:
-        """Return the kinds of `model.router_softmax`."""
-        return 'model.router_softmax="post"', 'model.router_softmax="pre"'
+        """Return the kinds of `softmax`."""
+        return 'model.ffn.moe.router.softmax="post"', 'model.ffn.moe.router.softmax="pre"'
 
     def uniform_weight(self, num_experts: int) -> float | None:
         """Return an equal share of 1, if the weights are scores."""
-        return self.weighting.uniform_weight(num_experts)
+        return self.softmax.uniform_weight(num_experts)
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes of `weighting`."""
-        return self.weighting.saved_bytes(top_k, num_choices, value_bytes)
+        """Return the bytes of `softmax`."""
+        return self.softmax.saved_bytes(top_k, num_choices, value_bytes)
 
     def decoding_is_post(self) -> bool | None:
-        """Return whether `weighting` takes the softmax of the chosen logits."""
-        return self.weighting.is_post
+        """Return whether `softmax` takes the softmax of the chosen logits."""
+        return self.softmax.is_post
 
     def fused_options(self) -> dict[str, bool] | None:
         """Return the options of both softmaxes."""
-        if self.weighting.is_post is None:
+        if self.softmax.is_post is None:
             return None
-        return {"is_softmax": True, "is_post_softmax": self.weighting.is_post, "normalizes_probs": False}
+        return {"is_softmax": True, "is_post_softmax": self.softmax.is_post, "normalizes_probs": False}
 
     def formula(self) -> ScoreFormula | None:
-        """Return the softmax with the formula of `weighting`."""
-        weighted = self.weighting.formula()
+        """Return the softmax with the formula of `softmax`."""
+        weighted = self.softmax.formula()
         return None if weighted is None else weighted(lambda logits: logits.softmax(-1))

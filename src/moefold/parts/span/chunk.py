@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, Self
 
 from moefold.config.groups.attention import SpanPart
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
@@ -14,8 +13,7 @@ from moefold.config.small_sizes import SmallSizes
 class ChunkSpan(SpanPart):
     """Attend within a chunk of the document."""
 
-    chosen_by: ClassVar[str] = "a model.attention_pattern with C"
-    tokens: Annotated[int, FlatKey("model.attention_chunk_size")]
+    tokens: int = 0
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few tokens."""
@@ -32,8 +30,8 @@ class ChunkSpan(SpanPart):
                 "set model.attention_chunk_size, or choose 'F'",
             )
         if topk:
-            rule = f"has layers of kind C, and model.index_topk={topk} selects keys of the whole document"
-            yield Problem(key, pattern, rule, "choose 'F' or 'W', or index_topk=0")
+            rule = f"has layers of kind C, and model.attention.indexer.top_k={topk} selects keys of the whole document"
+            yield Problem(key, pattern, rule, "choose 'F' or 'W', or indexer='none'")
 
     @property
     def chunk(self) -> int:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, Self
 
 from moefold.config.groups.attention import SpanPart
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
@@ -14,8 +13,7 @@ from moefold.config.small_sizes import SmallSizes
 class WindowSpan(SpanPart):
     """Attend to the nearest tokens."""
 
-    chosen_by: ClassVar[str] = "a model.attention_pattern with W"
-    tokens: Annotated[int, FlatKey("model.sliding_window")]
+    tokens: int = 0
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few tokens."""

@@ -566,7 +566,7 @@ class _MoECost:
             gemm,
             routed_tokens,
             self.expert_hidden_size,
-            max(1, part.width // self.etp),
+            max(1, part.intermediate_size // self.etp),
             self.num_matrices,
             local_experts,
             self._activation_passes,
@@ -586,12 +586,12 @@ class _MoECost:
         backward = [CostItem("permute", permute), *comm, CostItem("experts", experts_back + weights), *reversed(comm)]
         backward += [CostItem("permute", permute), CostItem("router", 2 * router + 1.6 * passes)]
         forward_kernels, backward_kernels = self._kernel_counts()
-        inner = self.num_matrices * max(1, part.width // self.etp)
+        inner = self.num_matrices * max(1, part.intermediate_size // self.etp)
         recompute = [("norms", gemm.memory_bound_s(2 * self.local_tokens * hidden * gemm.value_bytes))]
         activation = gemm.memory_bound_s(routed_tokens * inner * gemm.value_bytes)
         if not costs.workload.is_megatron:
             # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
-            width = (self.num_matrices - 1) * max(1, part.width // self.etp)
+            width = (self.num_matrices - 1) * max(1, part.intermediate_size // self.etp)
             activation += gemm.matmul_s(routed_tokens, width, self.expert_hidden_size, groups=local_experts)
         recompute.append(("expert_activation", activation))
         if part.shared_width:
@@ -702,7 +702,7 @@ class _MoECost:
         if transfer.gathers:
             seconds = all_gather_s(costs.device, group, transfer.num_bytes)
         else:
-            routing = GroupLimitedRouting(self.top_k, self.part.num_groups, self.part.top_groups)
+            routing = GroupLimitedRouting(self.top_k, self.part.router.num_groups, self.part.router.top_groups)
             once = routing if transfer.sends_once else None
             seconds = all_to_all_s(costs.device, group, transfer.num_bytes, routing=once)
         return CostItem(f"{transfer.axis}_comm", seconds * imbalance, transfer.axis)

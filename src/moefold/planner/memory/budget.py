@@ -135,7 +135,7 @@ class MemoryModel:
         working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
         for layer in self.model_spec.kinds:
             dense, experts = layer_parameters(layer)
-            width = layer.ffn.width if isinstance(layer.ffn, RoutedPart) else 0
+            width = layer.ffn.intermediate_size if isinstance(layer.ffn, RoutedPart) else 0
             hidden_values = tokens * routed_tokens_per_token(layer.ffn, w) * width
             for size, work in (
                 (dense / mapping.tp, 0.0),

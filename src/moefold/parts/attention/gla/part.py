@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
+from moefold.config.field import Judged, Most, at_least
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 class GlaPart(LinearAttentionPart):
     """Decay each key channel by a projection through a low rank."""
 
-    chosen_by: ClassVar[str] = "model.linear_attention='gla' with L in model.attention_pattern"
     torch_recurrence: ClassVar[Factors] = ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0))
-    gate_rank: Annotated[int, FlatKey("model.linear_gate_rank")]
+    gate_rank: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 16
+    """Width between the two projections that lead to the decays."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with a low rank of decays; see base class."""

@@ -212,6 +212,6 @@ def _head_norm(part: GqaPart, frame: AttentionFrame, num_heads: int) -> nn.Modul
         return None
     if norm.over_all_heads:
         return FullWidthQKNorm(num_heads * part.head_dim, frame.norm_eps, num_heads)
-    if not norm.has_weight:
+    if not norm.weight:
         return HeadL2Norm(frame.norm_eps)
     return RMSNorm(part.head_dim, frame.norm_eps, zero_centered=frame.zero_centered_norms)

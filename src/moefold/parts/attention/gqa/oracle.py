@@ -28,9 +28,9 @@ def heads(part: Any, given: SoftmaxInput) -> SoftmaxHeads:
     def normalize(y: Tensor, name: str) -> Tensor:
         if not part.qk_norm or not (part.has_rope or part.qk_norm.in_nope):
             return y
-        if part.qk_norm.over_all_heads:
+        if part.qk_norm.over == "all_heads":
             return given.norm(y.flatten(2), weights[f"{name}.weight"]).view(y.shape)
-        return given.norm(y, weights[f"{name}.weight"]) if part.qk_norm.has_weight else given.norm(y)
+        return given.norm(y, weights[f"{name}.weight"]) if part.qk_norm.weight else given.norm(y)
 
     def position(y: Tensor, name: str) -> Tensor:
         if part.qk_norm and part.qk_norm.after_rope:
@@ -58,4 +58,4 @@ def gates(part: Any, given: SoftmaxInput) -> Tensor | None:
     if part.gate is None:
         return None
     opened = 1 / (1 + torch.exp(-given.x @ given.weights["wg"].T))
-    return opened[..., None] if part.gate.per_head else opened.unflatten(-1, (part.num_heads, -1))
+    return opened[..., None] if part.gate.per == "head" else opened.unflatten(-1, (part.num_heads, -1))

@@ -5,18 +5,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from moefold.config.field import SHARE, Most, at_least
 from moefold.config.groups.attention import (
     AttentionFrame,
     QueryKeyNorm,
     SoftmaxAttentionPart,
     SoftmaxCore,
     SoftmaxFormula,
+    Temperature,
     gate_bytes,
     prefixed,
 )
 from moefold.config.groups.indexer import SELECTION_COPIES
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
@@ -33,20 +35,26 @@ if TYPE_CHECKING:
 class GqaPart(SoftmaxAttentionPart):
     """Attend with heads projected from the layer's input."""
 
-    chosen_by: ClassVar[str] = "model.attention='gqa' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
     has_temperature: ClassVar[bool] = True
-    num_kv_heads: Annotated[int, FlatKey("model.num_query_groups")]
-    head_dim: Annotated[int, FlatKey("model.head_dim")]
-    """Width of a head, D."""
-    qkv_bias: Annotated[bool, FlatKey("model.qkv_bias")]
-    output_bias: Annotated[bool, FlatKey("model.attention_output_bias")]
-    sinks: Annotated[bool, FlatKey("model.attention_sinks")]
-    scale: Annotated[float, FlatKey("model.attention_scale")]
-    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
-    rope_fraction: Annotated[float, FlatKey("model.rope_fraction")]
-    """Share of the dims of a head to which RoPE is applied."""
+    num_kv_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    """Key/value heads; equal to num_heads for plain multi-head attention."""
+    head_dim: Annotated[int, at_least(0, "0: hidden_size/num_heads"), Most(MAX_WIDTH)] = 0
+    """Width of one head, D; 0: hidden_size / num_heads."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    output_bias: bool = False
+    """Bias on the output projection (gpt-oss)."""
+    sinks: bool = False
+    """Learned sink logit per head that takes part in the softmax and contributes no value (gpt-oss)."""
+    scale: Annotated[float, at_least(0, "0: 1/sqrt(head_dim)")] = 0.0
+    """Factor of the attention scores (Granite's attention_multiplier); 0: 1 / sqrt(head_dim)."""
+    rope_fraction: Annotated[float, SHARE] = 1.0
+    """Fraction of each head's dims to which RoPE is applied, in (0, 1]."""
     qk_norm: QueryKeyNorm | None = None
+    """RMSNorm over the queries and over the keys before RoPE (Qwen3)."""
+    temperature: Temperature | None = None
+    """Temperature of the layers without RoPE; none: 1."""
 
     @property
     def value_width(self) -> int:
@@ -63,9 +71,9 @@ class GqaPart(SoftmaxAttentionPart):
         """See base class."""
         return self.sinks
 
-    def with_heads(self, hidden: int, qk_norm: QueryKeyNorm | None) -> "GqaPart":
+    def with_heads(self, hidden: int) -> "GqaPart":
         """See base class."""
-        return replace(self, head_dim=self.head_dim or hidden // self.num_heads, qk_norm=qk_norm)
+        return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow heads, grouped as before."""
@@ -74,88 +82,91 @@ class GqaPart(SoftmaxAttentionPart):
             num_heads=to.query_heads(self.num_heads, self.num_kv_heads),
             num_kv_heads=to.key_value_heads(self.num_kv_heads),
             head_dim=to.head_dim,
+            indexer=self.indexer.shrink(to) if self.indexer else None,
+            temperature=self.temperature.shrink(to) if self.temperature else None,
         )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""
         model: ModelConfig = recipe.model
         heads, groups, hidden = self.num_heads, self.num_kv_heads, model.hidden_size
-        if not model.head_dim and hidden % heads:
+        is_given = getattr(model.attention, "head_dim", 0) > 0
+        if not is_given and hidden % heads:
             yield Problem(
-                "model.num_attention_heads",
+                "model.attention.num_heads",
                 heads,
-                f"must divide model.hidden_size={hidden} when model.head_dim is 0",
+                f"must divide model.hidden_size={hidden} when model.attention.head_dim is 0",
                 f"choose {nearest_numbers(heads, divisors(hidden))} heads, model.hidden_size="
-                f"{nearest_multiples(hidden, heads)}, or set model.head_dim",
+                f"{nearest_multiples(hidden, heads)}, or set model.attention.head_dim",
             )
         if heads % groups:
-            rule = f"must divide model.num_attention_heads={heads}"
-            yield Problem("model.num_query_groups", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}")
-        if self.has_rope and (model.head_dim or hidden % heads == 0):
-            yield from self._check_rope(model)
+            rule = f"must divide model.attention.num_heads={heads}"
+            yield Problem("model.attention.num_kv_heads", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}")
+        if self.has_rope and (is_given or hidden % heads == 0):
+            yield from self._check_rope(is_given)
         if self.qk_norm:
             yield from self._check_norm(self.qk_norm, recipe)
 
-    def _check_rope(self, model: "ModelConfig") -> Iterator[Problem]:
+    def _check_rope(self, is_given: bool) -> Iterator[Problem]:
         """Yield an odd number of rotated dims: RoPE rotates pairs."""
         size = self.head_dim
         rotated = size * self.rope_fraction
-        if size % 2 and model.head_dim:
+        if size % 2 and is_given:
             way_out = f"choose {nearest_multiples(size, 2)}"
-            yield Problem("model.head_dim", size, "must be even, because RoPE rotates pairs", way_out)
+            yield Problem("model.attention.head_dim", size, "must be even, because RoPE rotates pairs", way_out)
         elif size % 2:
             yield Problem(
-                "model.num_attention_heads",
+                "model.attention.num_heads",
                 self.num_heads,
-                f"makes heads of hidden_size/num_attention_heads={size} dims, which must be even, because RoPE rotates "
+                f"makes heads of hidden_size/num_heads={size} dims, which must be even, because RoPE rotates "
                 "pairs",
-                f"set model.head_dim to {nearest_multiples(size, 2)}",
+                f"set model.attention.head_dim to {nearest_multiples(size, 2)}",
             )
         elif abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:
             even = sorted(sorted(range(2, size + 1, 2), key=lambda dims: abs(dims - rotated))[:2])
             yield Problem(
-                "model.rope_fraction",
+                "model.attention.rope_fraction",
                 self.rope_fraction,
                 f"of a head of {size} is {rotated:g} dimensions, which must be a positive even number",
                 f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in even])}",
             )
 
     def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:
-        if norm.after_rope and norm.has_weight and recipe.model.rope.interleaved:
+        if norm.after_rope and norm.weight and recipe.model.rope.interleaved:
             yield Problem(
-                "model.qk_norm_after_rope",
+                "model.attention.qk_norm.after_rope",
                 True,
-                "does not go with model.rope_interleaved=true, whose rotation reorders the dims",
-                "choose rope_interleaved=false",
+                "does not go with model.rope.interleaved=true, whose rotation reorders the dims",
+                "choose interleaved=false",
             )
-        if norm.over_all_heads and not norm.has_weight:
+        if norm.over_all_heads and not norm.weight:
             yield Problem(
-                "model.qk_norm_weight",
+                "model.attention.qk_norm.weight",
                 False,
-                "does not go with model.qk_norm_width='all_heads', whose norm has weights",
-                "set qk_norm_width='head'",
+                "does not go with model.attention.qk_norm.over='all_heads', whose norm has weights",
+                "set over='head'",
             )
-        if norm.has_weight and not norm.in_nope:
+        if norm.weight and not norm.in_nope:
             yield Problem(
-                "model.qk_norm_nope",
+                "model.attention.qk_norm.in_nope",
                 False,
-                "does not go with model.qk_norm_weight=true: layers without RoPE would have other parameters than "
+                "does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other parameters than "
                 "those with it",
-                "set qk_norm_weight=false, or qk_norm_nope=true",
+                "set weight=false, or in_nope=true",
             )
-        if norm.over_all_heads and recipe.model.zero_centered_norms:
+        if norm.over_all_heads and recipe.model.norm.zero_centered:
             yield Problem(
-                "model.zero_centered_norms",
+                "model.norm.zero_centered",
                 True,
-                "does not go with model.qk_norm_width='all_heads', a norm of another kind",
-                "set zero_centered_norms=false, or qk_norm_width='head'",
+                "does not go with model.attention.qk_norm.over='all_heads', a norm of another kind",
+                "set zero_centered=false, or over='head'",
             )
 
     @property
     def fuses_head_norms(self) -> bool:
         """See base class."""
         norm = self.qk_norm
-        has_norm = norm is not None and norm.has_weight and not norm.over_all_heads and not norm.after_rope
+        has_norm = norm is not None and norm.weight and not norm.over_all_heads and not norm.after_rope
         return has_norm and self.has_rope
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -191,7 +202,7 @@ class GqaPart(SoftmaxAttentionPart):
             value_width=self.head_dim,
             cached_heads=self.num_kv_heads,
             cached_whole=self.indexer.key_width if self.indexer else 0,
-            selected=self.indexer.topk if self.indexer else 0,
+            selected=self.indexer.top_k if self.indexer else 0,
             index_width=self.indexer.key_width if self.indexer else 0,
             index_flops=self.indexer.flops if self.indexer else 0,
         )

@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.groups.attention import AttentionFrame, LinearFormula, norm_param
+from moefold.config.field import Bound
 from moefold.config.groups.linear_attention import DeltaRulePart, Factors
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from moefold.parts.attention.kda.module import KimiDeltaAttention
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 class KdaPart(DeltaRulePart):
     """Decay each key channel, with decays and gate projected through low ranks or directly."""
 
-    chosen_by: ClassVar[str] = "model.linear_attention='kda' with L in model.attention_pattern"
     torch_recurrence: ClassVar[Factors] = ((1.7, 3.2, 34.4, 2.5, 0.0), (1.7, 0.1, 34.5, 2.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((2.0, 10.7, 3.5, 4.3, 1.0), (2.0, 7.6, 3.5, 3.3, 1.0))
-    full_rank_gates: Annotated[bool, FlatKey("model.linear_full_rank_gates")]
-    decay_bound: Annotated[float, FlatKey("model.linear_decay_bound")]
+    full_rank_gates: bool = False
+    """Project the hidden state to decays and output gate directly (Ling 3), not through value_head_dim dimensions."""
+    decay_bound: Annotated[float, Bound("must be at most 0 (0: none)", lambda bound: bound <= 0)] = 0.0
+    """Lower bound of the logarithm of a decay (Ling 3: -5), bound * sigmoid(exp(a_log) * (a + dt_bias)); 0: none, and
+    the logarithm is -exp(a_log) * softplus(a + dt_bias)."""
 
     @property
     def low_ranks(self) -> int:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
+from moefold.config.field import Most, at_least
 from moefold.config.groups.attention import (
     AttentionFrame,
     SoftmaxAttentionPart,
@@ -17,8 +18,8 @@ from moefold.config.groups.attention import (
 )
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
@@ -34,19 +35,21 @@ if TYPE_CHECKING:
 class MlaPart(SoftmaxAttentionPart):
     """Attend with heads projected from latents; with an indexer, in the space of the latents."""
 
-    chosen_by: ClassVar[str] = "model.attention='mla' with layers other than L in model.attention_pattern"
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
-    refuses: ClassVar[frozenset[str]] = frozenset(
-        {"model.qkv_bias", "model.attention_output_bias", "model.attention_sinks"}
-    )
-    q_lora_rank: Annotated[int, FlatKey("model.q_lora_rank")]
-    """Width of the query latent; 0: queries are projected from the hidden state."""
-    kv_lora_rank: Annotated[int, FlatKey("model.kv_lora_rank")]
-    qk_nope_head_dim: Annotated[int, FlatKey("model.qk_nope_head_dim")]
-    qk_rope_head_dim: Annotated[int, FlatKey("model.qk_rope_head_dim")]
-    v_head_dim: Annotated[int, FlatKey("model.v_head_dim")]
-    scale_latents: Annotated[bool, FlatKey("model.mla_scale_latents")]
+    q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
+    """Width of the query latent; 0: queries are projected from the hidden state directly."""
+    kv_lora_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 64
+    """Width of the key-value latent."""
+    qk_nope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    """Width of the part of a query and key head without RoPE."""
+    qk_rope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 16
+    """Width of the part of a query and key head with RoPE, whose key all heads share."""
+    v_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    """Width of a value head."""
+    scale_latents: bool = False
+    """Multiply the normalised latents by sqrt(hidden_size / rank): rank is q_lora_rank for the query latent and
+    kv_lora_rank for the key-value latent (LongCat-Flash)."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few heads, and widths that differ from each other."""
@@ -58,28 +61,22 @@ class MlaPart(SoftmaxAttentionPart):
             qk_nope_head_dim=to.head_dim - 2,
             qk_rope_head_dim=to.head_dim // 2,
             v_head_dim=to.head_dim,
+            indexer=self.indexer.shrink(to) if self.indexer else None,
         )
 
     def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield norms, biases, sinks and chunks, which MLA does not have, and an odd number of rotated dims."""
+        """Yield norms and chunks that MLA does not have, and an odd number of rotated dims."""
         model: ModelConfig = recipe.model
-        for key, why in (
-            ("qk_norm", "which normalises its latents"),
-            ("qkv_bias", "which has no biases"),
-            ("attention_output_bias", "which has no biases"),
-            ("attention_sinks", "which has no sinks"),
-            ("zero_centered_norms", "whose latents have other norms"),
-        ):
-            if getattr(model, key) is True:
-                rule = f"does not go with model.attention={self.kind!r}, {why}"
-                yield Problem(f"model.{key}", True, rule, f"set {key}=false, or attention='gqa'")
+        if model.norm.zero_centered:
+            rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
+            yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")
         if self.span and self.span.chunk:
             rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
             yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
         dims = self.qk_rope_head_dim
         if self.has_rope and dims % 2:
             way_out = f"choose {nearest_multiples(dims, 2)}"
-            yield Problem("model.qk_rope_head_dim", dims, "must be even, because RoPE rotates pairs", way_out)
+            yield Problem("model.attention.qk_rope_head_dim", dims, "must be even, because RoPE rotates pairs", way_out)
 
     @property
     def rotary_dim(self) -> int:
@@ -139,7 +136,7 @@ class MlaPart(SoftmaxAttentionPart):
                 value_width=self.kv_lora_rank,
                 cached_whole=self.key_width + self.indexer.key_width,
                 cached_expanded=self._expanded_width,
-                selected=self.indexer.topk,
+                selected=self.indexer.top_k,
                 values_in_keys=True,
                 index_width=self.indexer.key_width,
                 index_flops=self.indexer.flops,

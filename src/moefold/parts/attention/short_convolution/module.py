@@ -33,7 +33,7 @@ class ShortConvolution(LinearAttention):
         self.wv = nn.Parameter(torch.empty(hidden, hidden))
         self.conv = nn.Parameter(torch.empty(hidden, part.conv_kernel))
         self.wo = nn.Parameter(torch.empty(hidden, hidden))
-        has_bias = part.has_bias
+        has_bias = part.bias
         self.bb = nn.Parameter(torch.empty(hidden)) if has_bias else None
         self.bc = nn.Parameter(torch.empty(hidden)) if has_bias else None
         self.bv = nn.Parameter(torch.empty(hidden)) if has_bias else None

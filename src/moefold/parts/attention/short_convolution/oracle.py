@@ -18,7 +18,7 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
         eps: read by no norm of this layer.
     """
     before, after, values = (x @ weights[f"w{letter}"].T for letter in "bcv")
-    if not part.has_bias:
+    if not part.bias:
         return (after * convolve(before * values, weights["conv"])) @ weights["wo"].T
     before, after, values = (
         projected + weights[f"b{letter}"] for projected, letter in zip((before, after, values), "bcv", strict=True)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
+from moefold.config.field import Judged, Most, at_least
 from moefold.config.groups.attention import AttentionFrame, AttentionPart, LinearFormula, RecurrentCore
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 class ShortConvolutionPart(AttentionPart):
     """Mix the last tokens of each channel."""
 
-    chosen_by: ClassVar[str] = "model.linear_attention='short_convolution' with L in model.attention_pattern"
     is_recurrent: ClassVar[bool] = True
-    conv_kernel: Annotated[int, FlatKey("model.linear_conv_kernel")]
-    has_bias: Annotated[bool, FlatKey("model.linear_conv_bias")]
+    conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4
+    """Tokens that the causal convolution of each channel combines, itself included."""
+    bias: bool = False
+    """Biases on the convolution and on the projections (LFM2)."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with a short kernel."""
@@ -35,7 +37,7 @@ class ShortConvolutionPart(AttentionPart):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
         yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
         yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
-        if self.has_bias:
+        if self.bias:
             for name in ("bb", "bc", "bv", "conv_bias"):
                 yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
             yield ParamSpec("bo", (hidden,), "attention")

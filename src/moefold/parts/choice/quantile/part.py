@@ -37,19 +37,19 @@ class Quantile(ChoicePart):
         part = model.routed
         if part is None:
             return
-        if not part.expert_bias:
+        if not part.router.expert_bias:
             yield Problem(
                 self.key,
                 self.kind,
                 "stores its thresholds in the expert bias, with which evaluation and generation route, and "
-                "model.expert_bias=false",
-                "set model.expert_bias=true",
+                "model.ffn.moe.router.expert_bias=false",
+                "set model.ffn.moe.router.expert_bias=true",
             )
         if part.top_k == part.num_choices:
             yield Problem(
                 self.key,
                 self.kind,
-                f"has nothing to balance: model.top_k={part.top_k} is every expert",
+                f"has nothing to balance: model.ffn.moe.top_k={part.top_k} is every expert",
                 f"choose top_k of at most {part.num_experts - 1}, or choice='topk'",
             )
 

@@ -21,16 +21,16 @@ def output(
         route: chooses the experts.
         round_dispatched: rounds the input of the experts to the number format in which it is sent.
     """
-    chosen = route(x, weights["router.weight"], weights["router.bias"] if part.router_bias else None)
+    chosen = route(x, weights["router.weight"], weights["router.bias"] if part.router.bias else None)
     return shared_expert(part, weights, x), routed_experts(part, weights, x, chosen, round_dispatched)
 
 
 def shared_expert(part: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Return the output of the shared expert."""
-    if not part.shared_width:
+    if not part.shared:
         return x.new_zeros(x.shape)
     y = swiglu(weights, x, "shared.")
-    return y * (x @ weights["shared_gate"].T).sigmoid() if part.shared_gate else y
+    return y * (x @ weights["shared_gate"].T).sigmoid() if part.shared.gate else y
 
 
 def routed_experts(
@@ -38,24 +38,24 @@ def routed_experts(
 ) -> Tensor:
     """Return the output of the routed experts, and of the zero-computation experts, which return their input."""
     activate = part.activation.formula()
-    tokens = round_dispatched(x @ weights["latent_down.weight"].T if part.token_width else x)
+    tokens = round_dispatched(x @ weights["latent_down.weight"].T if part.latent_size else x)
     y = tokens.new_zeros(tokens.shape)
     for expert in range(part.num_experts):
         gate, up, down = (weights[f"experts.{name}"][expert] for name in ("w_gate", "w_up", "w_down"))
         weight = (chosen.weights * (chosen.experts == expert)).sum(-1, keepdim=True)
         expert_input = weight * tokens if part.probs_on_input else tokens
         gated, raised = expert_input @ gate, expert_input @ up
-        if part.has_bias:
+        if part.bias:
             gated = gated + weights["experts.b_gate"][expert]
             raised = raised + weights["experts.b_up"][expert]
         result = activate(gated, raised) @ down
-        if part.has_bias:
+        if part.bias:
             result = result + weights["experts.b_down"][expert]
         if part.probs_on_input:
             # An expert that a token has not chosen computes 0 of 0, unless it has biases.
             weight = (weight != 0).to(weight)
         y = y + weight * result
-    if part.token_width:
+    if part.latent_size:
         y = y @ weights["latent_up.weight"].T
     is_zero = chosen.experts >= part.num_experts
     return y + (chosen.weights * is_zero).sum(-1, keepdim=True) * x

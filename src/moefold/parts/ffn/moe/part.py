@@ -4,14 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
-from moefold.config.chosen import chosen
 from moefold.config.groups.attention import prefixed
 from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_params
-from moefold.config.groups.router import RouterScorePart
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import UnusedKeys
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 class MoePart(RoutedPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
 
-    chosen_by: ClassVar[str] = "a model.layer_pattern with M"
-
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow experts."""
         num_experts = to.experts(self.num_experts, self.top_k)
@@ -34,35 +29,31 @@ class MoePart(RoutedPart):
             self,
             num_experts=num_experts,
             zero_experts=min(self.zero_experts, num_experts),
-            width=to.shard_width * to.etp,
-            token_width=lcm(to.head_dim, to.etp) if self.token_width else 0,
-            shared_width=to.shard_width * to.tp if self.shared_width else 0,
+            intermediate_size=to.shard_width * to.etp,
+            latent_size=lcm(to.head_dim, to.etp) if self.latent_size else 0,
+            shared=replace(self.shared, intermediate_size=to.shard_width * to.tp) if self.shared else None,
+            router=self.router.shrink(to),
+            activation=self.activation.shrink(to),
         )
-
-    def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield the gate of the shared expert if there is none."""
-        if not self.shared_width:
-            reason = "model.shared_expert_ffn_hidden_size=0 means no shared expert"
-            yield UnusedKeys("model.shared_expert_gate", reason, "set model.shared_expert_ffn_hidden_size")
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `MoELayer`; see base class."""
-        ffn = self.width
+        ffn = self.intermediate_size
         experts = self.num_experts
-        width = self.token_width or hidden
-        if self.shared_width and self.shared_gate:
+        width = self.latent_size or hidden
+        if self.shared and self.shared.gate:
             yield ParamSpec("shared_gate", (1, hidden), "shared_experts", never_as_matrix=True)
         yield ParamSpec("router.weight", (self.num_choices, hidden), "router")
-        if self.router_bias:
+        if self.router.bias:
             yield ParamSpec("router.bias", (self.num_choices,), "router")
         yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
         yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
         yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
-        if self.has_bias:
+        if self.bias:
             yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
             yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
             yield ParamSpec("experts.b_down", (experts, width), "experts", etp_dim=1)
-        if self.token_width:
+        if self.latent_size:
             yield ParamSpec("latent_down.weight", (width, hidden), "shared_experts")
             yield ParamSpec("latent_up.weight", (hidden, width), "shared_experts")
         if self.shared_width:
@@ -79,15 +70,15 @@ class MoePart(RoutedPart):
         if has_shared and "shared_experts" not in sizes.recompute:
             saved["shared experts"] += sizes.swiglu(self.shared_width)
             saved["shared experts"] += sizes.gathered_bytes(sizes.cfg.model.hidden_size) if p.tp > 1 else 0
-        if self.token_width:
+        if self.latent_size:
             # The input of the projection back.
-            saved["shared experts"] += sizes.tokens * self.token_width * sizes.item_bytes
+            saved["shared experts"] += sizes.tokens * self.latent_size * sizes.item_bytes
         routing_bytes = 2 * self.num_choices * sizes.high_precision_bytes + self.top_k * (
             sizes.high_precision_bytes + INT_BYTES
         )
         saved["router"] += sizes.tokens * routing_bytes
-        score = chosen(sizes.cfg, RouterScorePart)
-        saved["router"] += sizes.tokens * score.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
+        kept = self.router.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
+        saved["router"] += sizes.tokens * kept
         if sizes.cfg.moe.input_jitter:
             # The noise and the product with it, in the type of the logits.
             saved["router"] += 2 * sizes.tokens * sizes.cfg.model.hidden_size * sizes.high_precision_bytes
@@ -97,12 +88,12 @@ class MoePart(RoutedPart):
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = 2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.width // sizes.cfg.parallel.etp
+            width = 2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.intermediate_size // sizes.cfg.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
-        if self.token_width:
-            widths = 2 * (sizes.cfg.model.hidden_size + self.token_width)
+        if self.latent_size:
+            widths = 2 * (sizes.cfg.model.hidden_size + self.latent_size)
             delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
         return delayed
 
@@ -114,7 +105,7 @@ class MoePart(RoutedPart):
         if sizes.kernels.grouped_experts or sizes.experts.dispatcher.moves_experts:
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
-        inner = 3 * self.width // sizes.cfg.parallel.etp
+        inner = 3 * self.intermediate_size // sizes.cfg.parallel.etp
         width = inner + self.token_size(sizes.cfg.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
@@ -151,7 +142,6 @@ class MoePart(RoutedPart):
             self,
             hidden,
             recipe.moe,
-            chosen(recipe, RouterScorePart),
             loss_scale=1.0 / (recipe.train.global_batch_size // recipe.train.micro_batch_size),
             micro_batches_per_rank=recipe.num_micro_batches,
             noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),

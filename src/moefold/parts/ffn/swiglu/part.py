@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
+from moefold.config.field import Judged, Most, at_least
 from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import FlatKey
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 class SwiGluPart(FeedForwardPart):
     """Multiply an up projection by the SiLU of a gate projection, and project back."""
 
-    chosen_by: ClassVar[str] = "a model.layer_pattern with D, or set model.moe_ffn_hidden_size, the width of an expert"
-    width: Annotated[int, FlatKey("model.ffn_hidden_size")]
-    """Inner width."""
+    intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 1024
+    """Inner width of the SwiGLU of dense layers."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with a narrow inner width on each rank."""
-        return replace(self, width=to.shard_width * to.tp)
+        return replace(self, intermediate_size=to.shard_width * to.tp)
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `SwiGLU`; see base class."""
-        return swiglu_params("dense_mlp", hidden, self.width)
+        return swiglu_params("dense_mlp", hidden, self.intermediate_size)
 
     @property
     def tp_unit(self) -> tuple[str, int]:
         """The inner width; see base class."""
-        return "model.ffn_hidden_size", self.width
+        return "model.ffn.dense.intermediate_size", self.intermediate_size
 
     @property
     def recompute_parts(self) -> frozenset[str]:
@@ -47,18 +46,18 @@ class SwiGluPart(FeedForwardPart):
         if "dense_mlp" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True)
         saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="dense MLP")
-        saved["dense MLP"] += sizes.swiglu(self.width)
+        saved["dense MLP"] += sizes.swiglu(self.intermediate_size)
         return saved
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
-        return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.width)})
+        return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.intermediate_size)})
 
     def build(self, recipe: "Config", number: int) -> "SwiGLU":
         """Return the module; see base class."""
         from moefold.model.mlp import SwiGLU
 
-        return SwiGLU(recipe.model.hidden_size, self.width)
+        return SwiGLU(recipe.model.hidden_size, self.intermediate_size)
 
     def formula(self) -> FeedForwardFormula:
         """Return SwiGLU; see base class."""

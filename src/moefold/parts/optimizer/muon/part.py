@@ -111,8 +111,8 @@ def _lacking_groups(model: "ModelConfig") -> dict[str, str]:
         lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
     if not has_moe_layers(model):
         lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
-    elif not model.experts.shared_width and not model.experts.token_width:
-        lacking["shared_experts"] = "model.shared_expert_ffn_hidden_size=0"
+    elif not model.experts.shared_width and not model.experts.latent_size:
+        lacking["shared_experts"] = "model.ffn.moe.shared=none"
     if not model.mtp_layers:
         lacking["mtp"] = "model.mtp_layers=0"
     return lacking

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from moefold.config.chosen import RoutingSections, chosen, chosen_in
-from moefold.config.groups.router import ChoicePart, RouterScorePart, RouterSoftmaxPart, ScoreFormula, Softmax
-from moefold.config.part import FlatKey
+from moefold.config.chosen import chosen_in
+from moefold.config.field import POSITIVE, SAME_TENSORS
+from moefold.config.groups.router import ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 class SparseMixer(RouterSoftmaxPart):
     """Each choice has a softmax of its own, over the experts that are not chosen yet and close to the best one."""
 
-    jitter: Annotated[float, FlatKey("model.sparsemixer_jitter")]
-    samples: Annotated[bool, FlatKey("moe.sparsemixer_sampling")]
+    jitter: Annotated[float, POSITIVE] = 0.01
+    """Half the relative distance to the best logit up to which an expert takes part in a choice."""
+    samples: Annotated[bool, SAME_TENSORS] = True
+    """Sample the choices in training; false: take the best ones."""
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor":
         """Return the choices: sampled where there is noise, else the best ones."""
@@ -58,12 +60,12 @@ class SparseMixer(RouterSoftmaxPart):
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield what else would decide over the choices than the logits."""
         part = model.routed
-        if part is None or not chosen(RoutingSections(model, moe), RouterScorePart).chooses:
+        if part is None or not part.router.chooses:
             return
         others = {
             f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
-            "model.expert_bias=true": (part.expert_bias, "expert_bias=false"),
-            f"model.num_groups={part.num_groups}": (part.num_groups > 1, "num_groups=1"),
+            "model.ffn.moe.router.expert_bias=true": (part.router.expert_bias, "expert_bias=false"),
+            f"model.ffn.moe.router.num_groups={part.router.num_groups}": (part.router.num_groups > 1, "num_groups=1"),
             f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
         }
         for name, (is_set, way_out) in others.items():
@@ -73,7 +75,7 @@ class SparseMixer(RouterSoftmaxPart):
                     self.kind,
                     f"does not go with {name}: it chooses by the logits alone, and the weights of a token have no "
                     "fixed sum",
-                    f"choose {way_out}, or router_softmax='pre'",
+                    f"choose {way_out}, or softmax='pre'",
                 )
 
     def shrink(self, to: SmallSizes) -> Self:
