@@ -1,8 +1,9 @@
 """Shapes of `moefold bench`: model, part of it, tokens. Torch-free."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from moefold.config.chosen import with_key
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import load_preset
@@ -128,10 +129,13 @@ def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: flo
     while count_weights(model, shape.part) * per_weight > memory_bytes * 2 / 3:
         part = model.experts
         fewer = part.num_experts // 2
-        if fewer < part.top_k * max(1, part.router.num_groups // part.router.top_groups) or fewer % part.router.num_groups:
+        if (
+            fewer < part.top_k * max(1, part.router.num_groups // part.router.top_groups)
+            or fewer % part.router.num_groups
+        ):
             raise ConfigError(
                 f"--shape {shape.name} needs {count_weights(model, shape.part) * per_weight / 1e9:.0f} GB for weights "
                 f"and gradients even with {part.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"
             )
-        model = replace(model, num_experts=fewer)
+        model = with_key(model, "ffn.moe.num_experts", fewer)
     return model.experts.num_experts

@@ -20,16 +20,17 @@ from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
-from moefold.config.find import built_in_kinds
 from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart
-from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.part import keys_of, without_source, words_of
+from moefold.config.load import config_from_dict
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.part import keys_of, without_source
+from moefold.config.part_table import known_parts
 from moefold.config.patterns import LAYER_KINDS, PATTERNS, expand_layer_pattern, spell
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_numbers, part_keys
-from moefold.config.upgrade import FORMAT, upgraded_keys
+from moefold.config.suggestions import nearest_numbers
+from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
@@ -149,8 +150,9 @@ def step_of(path: Path) -> int:
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
     """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
-    sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in keys_of(model).items()}
-    sizes = {key: without_source(value, "file") for key, value in sizes.items()}
+    sizes: dict[str, Any] = json.loads(
+        json.dumps({key: without_source(value, "file") for key, value in keys_of(model).items()})
+    )
     return sizes | {"layer_kinds": spell(model.layer_pattern, LAYER_KINDS, model.num_layers)}
 
 
@@ -470,6 +472,8 @@ def _of_format(fields: Any) -> dict[str, Any]:
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
+    if isinstance(model := fields.get("model"), dict):
+        fields = fields | {"model": upgraded({"model": model})[0]["model"]}
     if fields.get("format", 1) != 1:
         return fields
     schedule = fields.get("schedule", {})
@@ -507,12 +511,10 @@ def _check_meta(meta: CheckpointMeta) -> None:
             raise TypeError(f"{name} is no object")
     check_schedule_settings(meta.schedule)
     sizes = meta.model
-    for name, default in model_sizes(ModelConfig()).items():
-        kinds = (int, float) if isinstance(default, float) else type(default)
-        if f"model.{name}" in part_keys() and isinstance(sizes.get(name), dict):
-            continue
-        if name in sizes and (not isinstance(sizes[name], kinds) or isinstance(sizes[name], bool) != (kinds is bool)):
-            raise TypeError(f"model.{name} is {sizes[name]!r}")
+    try:
+        _model_of(sizes)
+    except ConfigError as error:
+        raise TypeError(f"model is {error}") from None
     # Lists of num_layers entries are built from the number: layer_kinds, which is as long, bounds it.
     if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
@@ -629,40 +631,52 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         model: the model that it is compared with.
         reader: the model whose layers read the weights, if it has other layers than `model`; its keys count too.
     """
+    there = _model_of(stored)
+    theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = {key: without_source(value) for key, value in (model_sizes(ModelConfig()) | stored).items()}
-    ours = {key: without_source(value) for key, value in model_sizes(model).items()}
-    there = _model_of(theirs)
-    unused = keys_with("model", SAME_TENSORS) | _unread_keys(there) & _unread_keys(reader or model)
+    theirs = _settings_of_layers(model_sizes(there)) | theirs
+    unread = _unread_tables(there) & _unread_tables(reader or model)
+    free = keys_with("model", SAME_TENSORS)
     for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
-        sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+        heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
+        if "attention.head_dim" in sizes and heads:
+            sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
         parts = [layer.attention for layer in layers]
         sizes["linear_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent]
         sizes["shared_selections"] = [i for i, part in enumerate(parts) if part.shares_selection]
         sizes["rope_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent or part.has_rope]
-    return _differences({k: v for k, v in theirs.items() if k not in unused}, ours)
+    named = [key for key in (*theirs, *ours) if key not in free and not any(key.startswith(table) for table in unread)]
+    return _differences({key: theirs.get(key) for key in named}, ours)
+
+
+def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a stored model by their paths in [model]."""
+    plain = {f"model.{key}": without_source(value) for key, value in sizes.items()}
+    return {name.removeprefix("model."): value for name, value in flat_settings(plain).items() if value is not None}
 
 
 def _model_of(sizes: Mapping[str, Any]) -> ModelConfig:
-    """Return a stored model with its layers; parts that are not of this package are as in a recipe without them."""
-    values: dict[str, Any] = {}
-    for name, default in words_of(ModelConfig()).items():
-        value = sizes[name]
-        group = part_keys().get(f"model.{name}")
-        is_known = group is None or (isinstance(value, str) and value in built_in_kinds(group))
-        values[name] = (tuple(value) if isinstance(value, list) else value) if is_known else default
-    return ModelConfig(**(values | {"mtp_layers": 0}))
+    """Return a stored model with its layers; parts that are not of this package are as in a recipe without them.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
+    return config_from_dict({"model": known_parts("model", known) | {"preset": "", "mtp_layers": 0}}).model
 
 
-def _unread_keys(model: ModelConfig) -> set[str]:
-    """Return the keys that choose no part and that nothing in the layers of a model reads."""
-    from moefold.validate.unused import keys_of_absent_parts
-
-    unread = {name.removeprefix("model.") for name in keys_of_absent_parts(model)}
-    unread |= set() if has_moe_layers(model) else {"router_softmax", "sparsemixer_jitter"}
-    return unread | (set() if model.has_linear_attention else {"linear_attention"})
+def _unread_tables(model: ModelConfig) -> set[str]:
+    """Return the keys, and the beginnings of keys, that nothing in the layers of a model reads."""
+    absent = {
+        "attention.": model.has_softmax_attention,
+        "linear_attention": model.has_linear_attention,
+        "rope.": model.has_rope,
+        "ffn.dense": has_dense_layers(model),
+        "ffn.moe": has_moe_layers(model),
+    }
+    return {name for name, is_there in absent.items() if not is_there}
 
 
 def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> None:

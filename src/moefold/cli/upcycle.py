@@ -8,11 +8,10 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
-from moefold.config.load import config_from_dict
+from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of
 from moefold.convert.preflight import (
-    MOE_KEYS,
     check_out,
     dense_unsupported_reason,
     preserves_outputs,
@@ -23,10 +22,10 @@ from moefold.convert.preflight import (
 )
 from moefold.errors import ConfigError
 from moefold.host.rank_env import read_rank_env
-from moefold.recipe import load_config
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
+from moefold.validate.unused import check_unused_keys
 
 
 def run(argv: list[str]) -> int:
@@ -78,17 +77,19 @@ def upcycled_model(
     slices = 1 if granularity is None else granularity
     if reason := dense_unsupported_reason(dense_model):
         raise ConfigError(f"{str(dense)!r}: {reason}")
-    if slices < 1 or dense_model.ffn_hidden_size % slices:
+    if slices < 1 or dense_model.ffn.dense.intermediate_size % slices:
         raise ConfigError(
-            f"--granularity {slices} must divide the width {dense_model.ffn_hidden_size} of {str(dense)!r}"
+            f"--granularity {slices} must divide the width {dense_model.ffn.dense.intermediate_size} of {str(dense)!r}"
         )
-    copied = {key: value for key, value in keys_of(dense_model).items() if key not in MOE_KEYS}
-    copied |= {"moe_ffn_hidden_size": dense_model.ffn_hidden_size // slices, "upcycle_from": str(dense)}
+    width = dense_model.ffn.dense.intermediate_size // slices
+    copied = {**keys_of(dense_model), "layer_pattern": ModelConfig.layer_pattern, "upcycle_from": str(dense)}
+    copied["ffn"] = {"dense": copied["ffn"]["dense"], "moe": {"intermediate_size": width}}
     # Precedence: given overrides, then the dense model's keys, then the defaults.
-    overridden = keys_of(load_config(None, [*overrides, f"model.upcycle_from={dense}"]).model)
-    cfg = config_from_dict({"model": {**copied, **{key: overridden[key] for key in given}}})
+    tree = {"model": copied}
+    apply_overrides(tree, overrides)
+    cfg = config_from_dict(tree)
+    check_unused_keys(frozenset(f"model.{key}" for key in given), cfg)
     model = cfg.model
-    width = dense_model.ffn_hidden_size // slices
     if granularity is not None and model.ffn.moe.intermediate_size != width:
         raise ConfigError(
             f"model.ffn.moe.intermediate_size={model.ffn.moe.intermediate_size} is not the width {width} that --granularity "

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from moefold.config.find import built_in_kinds, find_part, groups
-from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, settings_of
+from moefold.config.part import Part, build_part, flat_keys, key_name, settings_of
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -54,17 +53,18 @@ def with_part(recipe: Config, part: Part) -> Config:
     """Return a recipe with other settings of a part: in the key that holds it, or in its flat keys."""
     key = getattr(part, "key", "")
     if key and isinstance(read_key(recipe, key), Part):
-        return _with_key(recipe, key, part)
+        changed: Config = with_key(recipe, key, part)
+        return changed
     for field, key in flat_keys(part.group, part.kind):
         value = getattr(part, field)
-        recipe = with_part(recipe, value) if isinstance(key, type) else _with_key(recipe, key, value)
+        recipe = with_part(recipe, value) if isinstance(key, type) else with_key(recipe, key, value)
     return recipe
 
 
-def _with_key(recipe: Any, name: str, value: Any) -> Any:
+def with_key(recipe: Any, name: str, value: Any) -> Any:
     """Return a recipe, a section, a table or a part with another value of a key, given its path."""
     key, dot, inner = name.partition(".")
-    return replace(recipe, **{key: _with_key(getattr(recipe, key), inner, value) if dot else value})
+    return replace(recipe, **{key: with_key(getattr(recipe, key), inner, value) if dot else value})
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
@@ -105,15 +105,19 @@ def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
 
 
 def chosen_parts(recipe: Config) -> Iterator[Part]:
-    """Yield the part of each group that a recipe chooses."""
+    """Yield the part of each group that a recipe chooses; a kind of another part may lack it."""
     for group in groups():
-        part: Part = chosen(recipe, group)
-        yield part
+        if read_key(recipe, group.key) is not None:
+            part: Part = chosen(recipe, group)
+            yield part
 
 
 def read_key(recipe: "Config | Sections", name: str) -> Any:
-    """Return the value of a recipe key, named as "section.key", or of a setting of a part, "section.key.setting"."""
-    return reduce(getattr, name.split("."), recipe)
+    """Return the value of a recipe key, named as "section.key", or of a setting by its path; None: no table has it."""
+    value: Any = recipe
+    for key in name.split("."):
+        value = getattr(value, key, None)
+    return value
 
 
 @cache
@@ -128,23 +132,4 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
             for _, key in flat_keys(group.group, kind):
                 name = key_name(key)
                 found[name] = (*found.get(name, ()), (group, kind))
-    return found
-
-
-LAYER_GROUPS = ("attention", "ffn", "indexer", "span")
-"""Groups of the parts of layers, which `layers_of` chooses by patterns."""
-
-
-@cache
-def layer_readers() -> dict[str, tuple[Any, ...]]:
-    """Return the classes of parts of layers that read each recipe key, by "section.key".
-
-    Norms are left out: rules say what their keys do not go with.
-    """
-    owners = [find_part(group, kind) for group in LAYER_GROUPS for kind in built_in_kinds(group)]
-    found: dict[str, tuple[Any, ...]] = {}
-    for owner in (*owners, OutputGate, QueryKeyNorm):
-        for _, key in flat_keys_of(owner):
-            name = key_name(key)
-            found[name] = (*found.get(name, ()), owner)
     return found

@@ -331,7 +331,9 @@ def _known_keys(tree: Mapping[str, Any], problems: dict[str, str], method: Part 
     # A key with an error is left out: other checks might fail on it.
     known = {
         section: {
-            key: value for key, value in keys.items() if key in key_types(section) and f"{section}.{key}" not in problems
+            key: value
+            for key, value in keys.items()
+            if key in key_types(section) and f"{section}.{key}" not in problems
         }
         for section, keys in tree.items()
         if section in sections() and isinstance(keys, dict)

@@ -9,7 +9,7 @@ from moefold.config.groups.attention import RecurrentCore, SoftmaxAttentionPart
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
 from moefold.config.layers import Layer, layers_of
-from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
+from moefold.config.limits import MAX_WIDTH
 from moefold.config.part import KindOf, Section
 from moefold.config.patterns import MAX_LAYERS
 
@@ -44,9 +44,9 @@ class ModelConfig(Section):
     attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
-    linear_attention: Annotated[
-        Any, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))
-    ] = "gated_deltanet"
+    linear_attention: Annotated[Any, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))] = (
+        "gated_deltanet"
+    )
     """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of

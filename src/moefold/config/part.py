@@ -211,10 +211,12 @@ def without_source(value: Any, *names: str) -> Any:
         value: a value of `keys_of`.
         names: facts to leave out; none: all.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("from"), dict):
+    if not isinstance(value, dict):
         return value
-    kept = {name: fact for name, fact in value["from"].items() if names and name not in names}
-    return {key: entry for key, entry in value.items() if key != "from"} | ({"from": kept} if kept else {})
+    source: Any = value["from"] if isinstance(value.get("from"), dict) else {}
+    kept = {name: fact for name, fact in source.items() if names and name not in names}
+    plain = {key: without_source(entry, *names) for key, entry in value.items() if key != "from" or not source}
+    return plain | ({"from": kept} if kept else {})
 
 
 @cache

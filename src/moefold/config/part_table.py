@@ -141,6 +141,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
         return build_part(name, {"kind": kind, **value} if isinstance(value, dict) else value)
+    assert isinstance(value, dict)
     if is_oversized(value):
         raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
     return mark(**checked_settings(name, "", mark, value))
@@ -212,11 +213,24 @@ def settings_of_other_kind(name: str, table: Mapping[str, Any], kind: str) -> tu
     return kept, {key: value for key, value in settings.items() if key not in known}
 
 
+def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table without the parts that are not of this package, given its path; its other values stay."""
+    found = {}
+    for key, value in table.items():
+        group = part_keys().get(f"{path}.{key}")
+        kind = value.get("kind") if isinstance(value, dict) else value
+        if group is None or not isinstance(kind, str) or kind in (*built_in_kinds(group), NONE):
+            found[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
+    return found
+
+
 def toml_value(value: Any) -> str:
     """Return a value as a file has it: strings, numbers, truth values and lists are written as in JSON."""
     match value:
         case Part() | Table():
             return toml_value(shortest(value))
+        case None:
+            return toml_value(NONE)
         case dict():
             return toml_table(without_source(value))
         case tuple():
@@ -225,18 +239,25 @@ def toml_value(value: Any) -> str:
             return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def shortest(value: Any) -> Any:
+def shortest(value: Any, base: Any = None) -> Any:
     """Return a part or a table as a person writes it in a recipe: without defaults, and a part alone as a word.
 
     A part from outside keeps all its keys, whose defaults another version may change.
+
+    Args:
+        value: a value of a key.
+        base: the value that the key has if it is left out, as from a preset; None: the default.
     """
     owner: Any = type(value)
     if isinstance(value, Part) and not is_built_in(owner):
         return value.as_table()
     if not isinstance(value, Part | Table):
-        return value
-    found = {key: getattr(value, key) for key in settings_of(owner)}
-    table = {key: shortest(entry) for key, entry in found.items() if entry != default_of_field(owner, key)}
+        return NONE if value is None else value
+    table = {}
+    for key in settings_of(owner):
+        before = getattr(base, key, default_of_field(owner, key))
+        if (entry := getattr(value, key)) != before:
+            table[key] = shortest(entry, before)
     if isinstance(value, Table):
         return table
     return {"kind": value.kind, **table} if table else value.kind
@@ -247,7 +268,7 @@ def toml_table(table: Mapping[str, Any]) -> str:
     keys = without_source(table)
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
-    return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in keys.items() if value is not None)} }}"
+    return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in keys.items())} }}"
 
 
 def shown_value(value: Any) -> str:
@@ -345,7 +366,9 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
             way_out = f"did you mean {name}.{guess}?" if guess else ""
             way_out = f"it is a key of {join_with_or(list(map(repr, owners)))}" if owners else way_out
             keys = f"whose keys are {', '.join(hints)}" if hints else "which has none"
-            problems[key] = Problem(f"{name}.{key}", None, f"is not a key of {repr(kind) if kind else name}, {keys}", way_out)
+            problems[key] = Problem(
+                f"{name}.{key}", None, f"is not a key of {repr(kind) if kind else name}, {keys}", way_out
+            )
         elif key in tables_of(part):
             try:
                 values[key] = build_table(f"{name}.{key}", value, default_of_field(part, key))

@@ -5,25 +5,26 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import pairwise
-from typing import get_type_hints
+from typing import Any
 
 from moefold.config.aliases import key_hint
-from moefold.config.find import find_part
 from moefold.config.method_defaults import LR_KEY, rates_text
+from moefold.config.part import Table
+from moefold.config.part_table import NONE
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import (
     closest_match,
     default_of,
     describe_key,
-    describe_type,
     join_with_or,
     key_types,
     kind_settings,
-    part_keys,
+    last_name,
+    owner_of,
     sections,
 )
 from moefold.errors import ConfigError
@@ -47,7 +48,7 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
     keys: list[RecipeKey] = []
     for key in key_types(section):
         name = f"{section}.{key}"
-        default = json.dumps(default_of(section, key), default=str)
+        default = _shown_default(default_of(section, key))
         help_text = help_texts[key]
         if name == LR_KEY:
             default, help_text = "by method", f"{help_text} {rates_text()}"
@@ -56,15 +57,24 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
 
 
 def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
-    """Yield the settings of the built-in kinds of the part that a key chooses; of one that takes no table, none."""
+    """Yield the settings of the table of a key, and of its own tables; of one that takes no table, none."""
     for path, owners in kind_settings().items():
-        key, _, setting = path.rpartition(".")
-        if key == name:
-            part = find_part(part_keys()[key], owners[0])
-            hint = get_type_hints(part)[setting]
-            default = next(field.default for field in fields(part) if field.name == setting)
-            help_text = _help_of_setting(part, setting)
-            yield RecipeKey(path, describe_type(hint), json.dumps(default), help_text, owners)
+        if path.startswith(f"{name}."):
+            section, _, key = path.partition(".")
+            default = _shown_default(default_of(section, key))
+            help_text = _help_of_setting(owner_of(path), last_name(path))
+            yield RecipeKey(path, describe_key(section, key), default, help_text, owners)
+
+
+def _shown_default(value: Any) -> str:
+    """Return a default as TOML; a table by its name alone, as its keys have their own."""
+    match value:
+        case None:
+            return json.dumps(NONE)
+        case Table():
+            return "{}"
+        case _:
+            return json.dumps(value, default=str)
 
 
 def _help_of_setting(part: type, setting: str) -> str:

@@ -161,8 +161,13 @@ def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
     if mark := part_marks().get(f"{section}.{key}"):
         return mark.words or built_in_kinds(mark.group)
-    plain = key_types(section)[key] if "." not in key else get_type_hints(owner_of(f"{section}.{key}"))[last_name(key)]
+    plain = type_of(section, key)
     return get_args(plain) if get_origin(plain) is Literal else ()
+
+
+def type_of(section: str, key: str) -> Any:
+    """Return the type of a key of a section, or of a setting of its tables: "ffn.moe.top_k"."""
+    return get_type_hints(owner_of(f"{section}.{key}"))[last_name(key)] if "." in key else key_types(section)[key]
 
 
 def last_name(path: str) -> str:
@@ -175,7 +180,7 @@ def describe_key(section: str, key: str) -> str:
     if f"{section}.{key}" in tables() and f"{section}.{key}" not in part_marks():
         return "a table"
     choices = choices_of(section, key)
-    return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(key_types(section)[key])
+    return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(type_of(section, key))
 
 
 @cache

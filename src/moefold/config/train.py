@@ -97,7 +97,9 @@ class TrainConfig(Section):
     indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.attention.indexer.top_k")] = "sparse"
     """Stage of sparse attention (model.attention.indexer.top_k). warmup: attention is dense, and only the indexers learn, from the
     attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
-    indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.attention.indexer.top_k")] = 1.0
+    indexer_loss: Annotated[
+        float, at_least(0, "0: the indexers do not learn"), ReadIf("model.attention.indexer.top_k")
+    ] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
     mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
     do not learn."""

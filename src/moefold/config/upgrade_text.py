@@ -65,7 +65,9 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     spelled = {str(MOVED[found.name]): found.value for found in statements if found.name in MOVED}
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
     entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items() if value is not None}
-    blocks = {owner: _block(owner, found_tables[owner], spelled) for owner, entry in entries.items() if not _fits(entry)}
+    blocks = {
+        owner: _block(owner, found_tables[owner], spelled) for owner, entry in entries.items() if not _fits(entry)
+    }
     short = {owner: entry for owner, entry in entries.items() if owner not in blocks}
     lines = _with_tables(statements, {*old, *blocks}, short)
     lines = _with_blocks(lines, blocks)

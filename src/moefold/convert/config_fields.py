@@ -5,18 +5,36 @@ Each converter reads some keys of a config.json into keys of [model], and writes
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from moefold.config.model import ModelConfig
+from moefold.config.part import Part
+from moefold.config.part_table import NONE
 from moefold.config.patterns import MAX_LAYERS
+from moefold.config.suggestions import default_of, tables
 from moefold.convert.key_reader import Json, mark_read, plain
 from moefold.errors import ConfigError
 
 REQUIRED = object()
 _MAX_NUMBER = 2**53
 """Numbers of a config.json stay below 2**53, so that int and float represent them exactly."""
-_TYPES: dict[str, Any] = {field.name: type(field.default) for field in fields(ModelConfig)}
+
+
+def setting_of(model: ModelConfig, key: str) -> Any:
+    """Return the value of a key of a model by its path; of a setting of another kind, or of an absent table, 0."""
+    value: Any = model
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    if value is None and f"model.{key}" not in tables():
+        default = default_of("model", key)
+        return default.kind if isinstance(default, Part) else type(default)()
+    return value
+
+
+def may_be_absent(key: str) -> bool:
+    """Return whether a table of [model] may be absent, given its path."""
+    return bool(key) and default_of("model", key) is None
 
 
 class ConfigField(Protocol):
@@ -66,7 +84,7 @@ class Renamed:
             if self.default is REQUIRED:
                 raise ConfigError(f"config.json lacks {self.hf_key}")
             value = self.default
-        kind = _TYPES[self.key]
+        kind: Any = bool if self._is_table else type(default_of("model", self.key))
         is_number = isinstance(value, int | float) and isinstance(value, bool) == (kind is bool)
         # nan and inf both fail the comparison with the limit.
         if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
@@ -74,12 +92,24 @@ class Renamed:
         if not self.least <= value <= self.most:
             bounds = f"{self.least} or more" if self.most == math.inf else f"{self.least} to {self.most}"
             raise ConfigError(f"config.json has {name}={kind(value)}, which should be {bounds}")
+        if self._is_table:
+            return {self.key: {} if value else NONE}
+        owner = self.key.rpartition(".")[0]
+        if not value and kind is not bool and may_be_absent(owner):
+            return {owner: NONE}
         return dict.fromkeys((self.key, *self.copies), kind(value))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Copy the value."""
-        value = getattr(model, self.key)
+        value = setting_of(model, self.key)
+        if self._is_table:
+            return {self.hf_key: value is not None}
         return {self.hf_key: (value or None) if self.writes_null else value}
+
+    @property
+    def _is_table(self) -> bool:
+        """Whether the switch stands for a table that is there."""
+        return f"model.{self.key}" in tables()
 
     def _given(self, hf_config: Json) -> tuple[str, Any]:
         """Return the spelling that is present, and its value."""
@@ -98,9 +128,10 @@ def renamed(**keys: str | tuple[str, Any]) -> tuple[Renamed, ...]:
     return tuple(Renamed(hf_key, *((to,) if isinstance(to, str) else to)) for hf_key, to in keys.items())
 
 
-def same(*names: str, **defaults: Any) -> tuple[Renamed, ...]:
-    """Return fields of keys that [model] has under the same names, with the defaults of some."""
-    return (*(Renamed(name, name) for name in names), *(Renamed(name, name, value) for name, value in defaults.items()))
+def same(*names: str, under: str = "", **defaults: Any) -> tuple[Renamed, ...]:
+    """Return fields of keys that [model], or a table of it, has under the same names, with the defaults of some."""
+    keys = dict.fromkeys(names, REQUIRED) | defaults
+    return tuple(Renamed(name, f"{under}.{name}".removeprefix("."), value) for name, value in keys.items())
 
 
 @dataclass(frozen=True)
@@ -146,11 +177,6 @@ class Constants:
         return {}
 
 
-def constants(**values: Any) -> Constants:
-    """Return constants by name."""
-    return Constants(values)
-
-
 @dataclass(frozen=True)
 class HeadSize:
     """head_dim; absent, `default`, where 0 means hidden_size / num_attention_heads."""
@@ -159,7 +185,7 @@ class HeadSize:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read head_dim."""
-        return Renamed("head_dim", "head_dim", self.default).read(hf_config)
+        return Renamed("head_dim", "attention.head_dim", self.default).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the resolved size."""
@@ -181,11 +207,11 @@ class SharedExperts:
         width = hf_config.get("moe_intermediate_size")
         if not is_int(count) or not is_int(width) or count < (0 if self.allows_none else 1):
             raise ConfigError(f"config.json has {self.hf_key}={count!r} of moe_intermediate_size={width!r}")
-        return {"shared_expert_ffn_hidden_size": count * width}
+        return {"ffn.moe.shared.intermediate_size": count * width} if count else {"ffn.moe.shared": NONE}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of experts; a width that does not divide reads back as another width."""
-        return {self.hf_key: model.ffn.moe.shared.intermediate_size // model.ffn.moe.intermediate_size}
+        return {self.hf_key: model.ffn.moe.shared_width // model.ffn.moe.intermediate_size}
 
 
 @dataclass(frozen=True)
@@ -194,21 +220,21 @@ class AttentionMultiplier:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the factor; 1/sqrt(head_dim) is the default of moefold."""
-        found = Renamed("attention_multiplier", "attention_scale", 1.0).read(hf_config)
-        if found["attention_scale"] <= 0:
+        found = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
+        if found["attention.scale"] <= 0:
             raise ConfigError(
-                f"config.json has attention_multiplier={found['attention_scale']}, which should be above 0"
+                f"config.json has attention_multiplier={found['attention.scale']}, which should be above 0"
             )
         hidden = hf_config.get("hidden_size")
         heads = hf_config.get("num_attention_heads")
         if is_int(hidden) and is_int(heads) and heads > 0:
             head_size = hf_config.get("head_dim") or hidden // heads
-            return {} if found["attention_scale"] == head_size**-0.5 else found
+            return {} if found["attention.scale"] == head_size**-0.5 else found
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the factor."""
-        return {"attention_multiplier": model.attention.scale or model.softmax_attention.head_dim**-0.5}
+        return {"attention_multiplier": setting_of(model, "attention.scale") or model.softmax_attention.head_dim**-0.5}
 
 
 @dataclass(frozen=True)
@@ -256,8 +282,8 @@ class HunyuanSharedExpert:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the width; reject folders whose experts have other widths or whose shared experts are several."""
-        found = Renamed("intermediate_size", "shared_expert_ffn_hidden_size").read(hf_config)
-        width = found["shared_expert_ffn_hidden_size"]
+        found = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
+        width = found.get("ffn.moe.shared.intermediate_size", 0)
         for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
             value = hf_config.get(key, legal)
             values = value if isinstance(value, list) else [value]
@@ -276,18 +302,18 @@ class GatedSharedExpert:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the width. For width 0, transformers creates empty tensors, which moefold does not read."""
-        found = Renamed("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size").read(hf_config)
-        width = found["shared_expert_ffn_hidden_size"]
+        found = Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
+        width = found.get("ffn.moe.shared.intermediate_size", 0)
         if width < 1:
             raise ConfigError(
                 f"config.json has shared_expert_intermediate_size={width}, whose empty tensors moefold does not read; "
                 "it reads folders with a shared expert of width 1 or more"
             )
-        return found | {"shared_expert_gate": True}
+        return found | {"ffn.moe.shared.gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the width; a model without a gate reads back with one."""
-        return {"shared_expert_intermediate_size": model.ffn.moe.shared.intermediate_size}
+        return {"shared_expert_intermediate_size": model.ffn.moe.shared_width}
 
 
 @dataclass(frozen=True)
@@ -307,15 +333,18 @@ class RouterGroups:
         if (self.has_method and method == "greedy") or (hf_config.get(self.hf_key) or 1) == 1:
             return {}
         groups = {
-            **Renamed(self.hf_key, "num_groups").read(hf_config),
-            **Renamed("topk_group", "top_groups").read(hf_config),
+            **Renamed(self.hf_key, "ffn.moe.router.num_groups").read(hf_config),
+            **Renamed("topk_group", "ffn.moe.router.top_groups").read(hf_config),
         }
         # Choosing from all groups is no restriction.
-        return {} if groups["num_groups"] == groups["top_groups"] else groups
+        return {} if groups["ffn.moe.router.num_groups"] == groups["ffn.moe.router.top_groups"] else groups
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the groups, and the method if the family has one."""
-        keys: dict[str, Any] = {self.hf_key: model.ffn.moe.router.num_groups, "topk_group": model.ffn.moe.router.top_groups}
+        keys: dict[str, Any] = {
+            self.hf_key: model.ffn.moe.router.num_groups,
+            "topk_group": model.ffn.moe.router.top_groups,
+        }
         if self.has_method:
             keys["topk_method"] = "group_limited_greedy" if model.ffn.moe.router.num_groups > 1 else "greedy"
         return keys
@@ -355,7 +384,7 @@ class LatentHeadSizes:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write head_dim if the family needs it."""
-        return {"head_dim": model.attention.qk_rope_head_dim} if self.writes_head_dim else {}
+        return {"head_dim": setting_of(model, "attention.qk_rope_head_dim")} if self.writes_head_dim else {}
 
 
 @dataclass(frozen=True)
@@ -369,21 +398,21 @@ class NormTopKProb:
         is_normalised = hf_config.get("norm_topk_prob", self.default)
         if not isinstance(is_normalised, bool | None):
             raise ConfigError(f"config.json has norm_topk_prob={is_normalised!r}, which should be true or false")
-        return {"router_softmax": "post" if is_normalised else "pre"}
+        return {"ffn.moe.router.softmax": "post" if is_normalised else "pre"}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the switch."""
-        return {"norm_topk_prob": model.ffn.moe.router.softmax == "post"}
+        return {"norm_topk_prob": getattr(setting_of(model, "ffn.moe.router.softmax"), "kind", "post") == "post"}
 
 
 def num_experts(hf_key: str) -> Renamed:
     """Return the field of the number of experts, which transformers 5 spells in two ways; `hf_key` is written."""
-    return Renamed(hf_key, "num_experts", also=tuple({"num_experts", "num_local_experts"} - {hf_key}))
+    return Renamed(hf_key, "ffn.moe.num_experts", also=tuple({"num_experts", "num_local_experts"} - {hf_key}))
 
 
 def attention_bias(*, has_output: bool) -> Renamed:
     """Return the field of biases on the query, key and value projections, and on the output's if `has_output`."""
-    return Renamed("attention_bias", "qkv_bias", False, copies=("attention_output_bias",) * has_output)
+    return Renamed("attention_bias", "attention.qkv_bias", False, copies=("attention.output_bias",) * has_output)
 
 
 MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)

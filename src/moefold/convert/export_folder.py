@@ -23,8 +23,6 @@ from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
 from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
@@ -154,7 +152,7 @@ def write_config(
 
 def max_positions(model: ModelConfig, meta: CheckpointMeta) -> int:
     """Return max_position_embeddings: the trained sequence length, or the scaled RoPE context length if larger."""
-    return max(int(meta.order.get("seq_len", 0)), chosen_in(model, RopeScalingPart).context) or 2048
+    return max(int(meta.order.get("seq_len", 0)), model.rope.scaling.context) or 2048
 
 
 def _folder_dtype(dtypes: Mapping[str, str]) -> str:

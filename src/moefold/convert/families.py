@@ -3,6 +3,7 @@
 from moefold.convert.config_fields import (
     MTP_LAYERS,
     ConfigField,
+    Constants,
     GatedSharedExpert,
     NormTopKProb,
     Renamed,
@@ -10,7 +11,6 @@ from moefold.convert.config_fields import (
     SharedExperts,
     allowed,
     attention_bias,
-    constants,
     num_experts,
     renamed,
 )
@@ -62,26 +62,28 @@ _GPT_OSS = {
 _NO_WINDOW: tuple[ConfigField, ...] = (*allowed(use_sliding_window=(False, None)), NoSlidingWindow())
 _QWEN_DENSE: tuple[ConfigField, ...] = (
     *_NO_WINDOW,
-    constants(layer_pattern="D"),
-    *renamed(intermediate_size="ffn_hidden_size"),
+    Constants({"layer_pattern": "D"}),
+    *renamed(intermediate_size="ffn.dense.intermediate_size"),
 )
 _QWEN_EXPERTS: tuple[ConfigField, ...] = (
     *_NO_WINDOW,
     SparseLayers(),
     *renamed(
-        intermediate_size="ffn_hidden_size", num_experts_per_tok="top_k", moe_intermediate_size="moe_ffn_hidden_size"
+        intermediate_size="ffn.dense.intermediate_size",
+        num_experts_per_tok="ffn.moe.top_k",
+        moe_intermediate_size="ffn.moe.intermediate_size",
     ),
     NormTopKProb(default=False),
     num_experts("num_experts"),
 )
 _LATENT: tuple[ConfigField, ...] = (
     *latent_fields(),
-    constants(attention="mla"),
+    Constants({"attention": "mla"}),
     *renamed(
-        intermediate_size="ffn_hidden_size",
-        n_routed_experts="num_experts",
-        num_experts_per_tok="top_k",
-        moe_intermediate_size="moe_ffn_hidden_size",
+        intermediate_size="ffn.dense.intermediate_size",
+        n_routed_experts="ffn.moe.num_experts",
+        num_experts_per_tok="ffn.moe.top_k",
+        moe_intermediate_size="ffn.moe.intermediate_size",
     ),
     SharedExperts(),
 )
@@ -93,8 +95,8 @@ _DEEPSEEK: tuple[ConfigField, ...] = (
 )
 _DEEPSEEK_V3_ROUTER: tuple[ConfigField, ...] = (
     RouterGroups(),
-    *renamed(norm_topk_prob=("router_normalize", True)),
-    constants(router_score="sigmoid", expert_bias=True),
+    *renamed(norm_topk_prob=("ffn.moe.router.normalize", True)),
+    Constants({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}),
     *allowed(scoring_func=("sigmoid",), topk_method=("noaux_tc",)),
     MTP_LAYERS,
 )
@@ -121,16 +123,16 @@ def _sparse_attention(index_heads: int, *, is_interleaved: bool) -> tuple[Config
     """Return the fields of families with a lightning indexer, given the default of its heads and its RoPE."""
     return (
         *_LATENT,
-        Renamed("q_lora_rank", "q_lora_rank", least=1),
+        Renamed("q_lora_rank", "attention.q_lora_rank", least=1),
         MlpLayerTypes(default=3),
         *allowed(moe_layer_freq=(1,), rope_interleave=(True, None), mlp_bias=(False, None)),
-        *renamed(routed_scaling_factor=("router_scaling_factor", 2.5)),
-        constants(rope_interleaved=True, index_rope_interleaved=is_interleaved),
+        *renamed(routed_scaling_factor=("ffn.moe.router.scaling_factor", 2.5)),
+        Constants({"rope.interleaved": True, "attention.indexer.rope_interleaved": is_interleaved}),
         *_DEEPSEEK_V3_ROUTER,
         IndexedAttention(),
-        Renamed("index_topk", "index_topk", 2048, least=1),
-        Renamed("index_n_heads", "index_heads", index_heads, least=1),
-        Renamed("index_head_dim", "index_head_dim", 128, least=1),
+        Renamed("index_topk", "attention.indexer.top_k", 2048, least=1),
+        Renamed("index_n_heads", "attention.indexer.num_heads", index_heads, least=1),
+        Renamed("index_head_dim", "attention.indexer.head_dim", 128, least=1),
     )
 
 
@@ -142,8 +144,8 @@ FAMILIES = {
             "LlamaForCausalLM",
             (
                 *attention_fields(1e-6, 1e4),
-                constants(layer_pattern="D"),
-                *renamed(intermediate_size="ffn_hidden_size"),
+                Constants({"layer_pattern": "D"}),
+                *renamed(intermediate_size="ffn.dense.intermediate_size"),
                 attention_bias(has_output=True),
                 *allowed(mlp_bias=(False,)),
             ),
@@ -152,7 +154,7 @@ FAMILIES = {
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
-            (*attention_fields(1e-6, 1e4), *_QWEN_DENSE, constants(qkv_bias=True)),
+            (*attention_fields(1e-6, 1e4), *_QWEN_DENSE, Constants({"attention.qkv_bias": True})),
             layouts(experts=({},)),
             default_keys={"num_key_value_heads": 32},
         ),
@@ -163,7 +165,7 @@ FAMILIES = {
                 *attention_fields(1e-6, 1e4, head_size=128),
                 *_QWEN_DENSE,
                 attention_bias(has_output=True),
-                constants(qk_norm=True),
+                Constants({"attention.qk_norm": {}}),
             ),
             layouts(experts=({},)),
             default_keys={"num_key_value_heads": 32},
@@ -173,9 +175,9 @@ FAMILIES = {
             "MixtralForCausalLM",
             (
                 *attention_fields(1e-5, 1e6),
-                constants(layer_pattern="M", router_softmax="post"),
+                Constants({"layer_pattern": "M", "ffn.moe.router.softmax": "post"}),
                 num_experts("num_local_experts"),
-                *renamed(num_experts_per_tok=("top_k", 2), intermediate_size="moe_ffn_hidden_size"),
+                *renamed(num_experts_per_tok=("ffn.moe.top_k", 2), intermediate_size="ffn.moe.intermediate_size"),
                 UniformWindow(),
             ),
             mixtral_layouts({"ffn.router.weight": "block_sparse_moe.gate.weight"}, {}),
@@ -188,7 +190,7 @@ FAMILIES = {
                 *attention_fields(1e-6, 1e4),
                 *_QWEN_EXPERTS,
                 GatedSharedExpert(),
-                *renamed(qkv_bias=("qkv_bias", True)),
+                *renamed(qkv_bias=("attention.qkv_bias", True)),
             ),
             layouts(GATED_SHARED_EXPERT),
             default_keys={"num_key_value_heads": 16},
@@ -200,7 +202,7 @@ FAMILIES = {
                 *attention_fields(1e-6, 1e4),
                 *_QWEN_EXPERTS,
                 attention_bias(has_output=True),
-                constants(qk_norm=True),
+                Constants({"attention.qk_norm": {}}),
             ),
             layouts(),
             default_keys={"num_key_value_heads": 4},
@@ -210,9 +212,9 @@ FAMILIES = {
             "OlmoeForCausalLM",
             (
                 *attention_fields(1e-5, 1e4),
-                constants(layer_pattern="M", qk_norm=True, qk_norm_width="all_heads"),
+                Constants({"layer_pattern": "M", "attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}),
                 num_experts("num_experts"),
-                *renamed(num_experts_per_tok="top_k", intermediate_size="moe_ffn_hidden_size"),
+                *renamed(num_experts_per_tok="ffn.moe.top_k", intermediate_size="ffn.moe.intermediate_size"),
                 NormTopKProb(default=False),
                 attention_bias(has_output=True),
                 *allowed(clip_qkv=(None,)),
@@ -226,20 +228,24 @@ FAMILIES = {
                 *attention_fields(1e-5, RopeParameters(1.5e5, is_required=True), head_size=64),
                 SlidingWindowLayers(),
                 num_experts("num_local_experts"),
-                Renamed("num_experts_per_tok", "top_k", also=("experts_per_token",)),
-                *renamed(intermediate_size="moe_ffn_hidden_size"),
+                Renamed("num_experts_per_tok", "ffn.moe.top_k", also=("experts_per_token",)),
+                *renamed(intermediate_size="ffn.moe.intermediate_size"),
                 *allowed(attention_bias=(True,)),
-                constants(
-                    layer_pattern="M",
-                    router_softmax="post",
-                    qkv_bias=True,
-                    attention_output_bias=True,
-                    attention_sinks=True,
-                    moe_bias=True,
-                    router_bias=True,
-                    moe_activation="clamped_swiglu",
+                Constants(
+                    {
+                        "layer_pattern": "M",
+                        "ffn.moe.router.softmax": "post",
+                        "attention.qkv_bias": True,
+                        "attention.output_bias": True,
+                        "attention.sinks": True,
+                        "ffn.moe.bias": True,
+                        "ffn.moe.router.bias": True,
+                        "ffn.moe.activation": "clamped_swiglu",
+                    }
                 ),
-                *renamed(swiglu_alpha=("swiglu_alpha", 1.702), swiglu_limit=("swiglu_limit", 7.0)),
+                *renamed(
+                    swiglu_alpha=("ffn.moe.activation.alpha", 1.702), swiglu_limit=("ffn.moe.activation.limit", 7.0)
+                ),
             ),
             layouts(_GPT_OSS, experts=({},)),
             default_keys={"num_key_value_heads": 8},
@@ -249,9 +255,9 @@ FAMILIES = {
             "DeepseekV2ForCausalLM",
             (
                 *_DEEPSEEK,
-                *renamed(routed_scaling_factor=("router_scaling_factor", 1.0)),
+                *renamed(routed_scaling_factor=("ffn.moe.router.scaling_factor", 1.0)),
                 RouterGroups(has_method=True),
-                constants(rope_interleaved=True, router_softmax="pre"),
+                Constants({"rope.interleaved": True, "ffn.moe.router.softmax": "pre"}),
                 *allowed(norm_topk_prob=(False, None), scoring_func=("softmax",)),
             ),
             layouts(MLA),
@@ -263,7 +269,8 @@ FAMILIES = {
             (
                 *_DEEPSEEK,
                 *renamed(
-                    routed_scaling_factor=("router_scaling_factor", 2.5), rope_interleave=("rope_interleaved", True)
+                    routed_scaling_factor=("ffn.moe.router.scaling_factor", 2.5),
+                    rope_interleave=("rope.interleaved", True),
                 ),
                 *_DEEPSEEK_V3_ROUTER,
             ),
@@ -284,7 +291,8 @@ FAMILIES = {
                 *_LATENT,
                 MlpLayerTypes(default=1),
                 *renamed(
-                    routed_scaling_factor=("router_scaling_factor", 1.8), rope_interleave=("rope_interleaved", True)
+                    routed_scaling_factor=("ffn.moe.router.scaling_factor", 1.8),
+                    rope_interleave=("rope.interleaved", True),
                 ),
                 *_DEEPSEEK_V3_ROUTER,
             ),

@@ -288,9 +288,10 @@ def backbone_fields(
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (
         layers or Renamed("num_hidden_layers", "num_layers"),
-        *same("hidden_size", "num_attention_heads", "vocab_size"),
+        *same("hidden_size", "vocab_size"),
+        Renamed("num_attention_heads", "attention.num_heads"),
         *renamed(
-            rms_norm_eps=("norm_eps", norm_eps),
+            rms_norm_eps=("norm.eps", norm_eps),
             tie_word_embeddings=("tie_embeddings", tie_embeddings),
             initializer_range=("init_std", 0.02),
         ),
@@ -322,11 +323,11 @@ def latent_fields(
     return (
         MultiHeadKeyValue(),
         LatentHeadSizes(has_head_dim, writes_head_dim),
-        Renamed("q_lora_rank", "q_lora_rank", 0, writes_null=True),
-        *same(*(size for size in sizes if size not in defaults), **defaults),
+        Renamed("q_lora_rank", "attention.q_lora_rank", 0, writes_null=True),
+        *same(*(size for size in sizes if size not in defaults), under="attention", **defaults),
         AllowedValues("attention_bias", (False,)),
     )
 
 
-KEY_VALUE_HEADS = Renamed("num_key_value_heads", "num_query_groups", default_key="num_attention_heads")
+KEY_VALUE_HEADS = Renamed("num_key_value_heads", "attention.num_kv_heads", default_key="num_attention_heads")
 """Number of key-value heads; absent, the number of query heads."""

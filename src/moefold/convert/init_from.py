@@ -121,7 +121,7 @@ def load_initial_weights(
 
 def _indexer_messages(model: ModelConfig, source: WeightSource) -> list[str]:
     """Return notes on indexers that the weights lack, and on those that the recipe has no use for."""
-    if not model.attention.indexer.top_k:
+    if not model.attention.selector:
         return []
     ours = {name for name in parameter_shapes(model) if INDEXER in name}
     theirs = {name for name in source.shapes if INDEXER in name}

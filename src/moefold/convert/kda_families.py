@@ -7,15 +7,16 @@ from typing import Any
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import (
     ConfigField,
+    Constants,
     Renamed,
     RouterGroups,
     SharedExperts,
     allowed,
-    constants,
     is_int,
     num_experts,
     num_layers_of,
     renamed,
+    setting_of,
 )
 from moefold.convert.family import (
     MIXTRAL_EXPERTS,
@@ -37,9 +38,9 @@ from moefold.convert.tensor_mapping import TensorBlock, TensorRule
 from moefold.errors import ConfigError
 
 _SIZES = (
-    Renamed("linear_conv_kernel_dim", "linear_conv_kernel"),
-    Renamed("linear_head_dim", "linear_key_head_dim", copies=("linear_value_head_dim",)),
-    Renamed("linear_num_heads", "linear_num_value_heads", copies=("linear_num_key_heads",)),
+    Renamed("linear_conv_kernel_dim", "linear_attention.conv_kernel"),
+    Renamed("linear_head_dim", "linear_attention.key_head_dim", copies=("linear_attention.value_head_dim",)),
+    Renamed("linear_num_heads", "linear_attention.num_value_heads", copies=("linear_attention.num_key_heads",)),
 )
 
 
@@ -122,41 +123,41 @@ class DecayBound:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the bound; 0 means none."""
         is_bounded = hf_config.get("kda_safe_gate", True)
-        found = Renamed("kda_lower_bound", "linear_decay_bound", -5.0).read(hf_config)
-        if not isinstance(is_bounded, bool) or found["linear_decay_bound"] >= 0:
+        found = Renamed("kda_lower_bound", "linear_attention.decay_bound", -5.0).read(hf_config)
+        if not isinstance(is_bounded, bool) or found["linear_attention.decay_bound"] >= 0:
             raise ConfigError(
-                f"config.json has kda_safe_gate={is_bounded!r} and kda_lower_bound={found['linear_decay_bound']}, "
+                f"config.json has kda_safe_gate={is_bounded!r} and kda_lower_bound={found['linear_attention.decay_bound']}, "
                 "which should be true or false, and below 0"
             )
         return found if is_bounded else {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write switch and bound."""
-        is_bounded = model.linear_attention.decay_bound < 0
-        return {"kda_safe_gate": is_bounded} | ({"kda_lower_bound": model.linear_attention.decay_bound} if is_bounded else {})
+        bound = setting_of(model, "linear_attention.decay_bound")
+        return {"kda_safe_gate": bound < 0} | ({"kda_lower_bound": bound} if bound < 0 else {})
 
 
 _EXPERTS: tuple[ConfigField, ...] = (
     *renamed(
-        intermediate_size="ffn_hidden_size",
-        moe_intermediate_size="moe_ffn_hidden_size",
-        moe_renormalize=("router_normalize", True),
+        intermediate_size="ffn.dense.intermediate_size",
+        moe_intermediate_size="ffn.moe.intermediate_size",
+        moe_renormalize=("ffn.moe.router.normalize", True),
     ),
     SharedExperts("num_shared_experts", default=1),
-    constants(router_score="sigmoid", expert_bias=True, linear_attention="kda"),
+    Constants({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "linear_attention": "kda"}),
     RouterGroups(hf_key="num_expert_group"),
 )
 _KIMI_LINEAR: tuple[ConfigField, ...] = (
     *backbone_fields(1e-5, None),
     *latent_fields(has_head_dim=False),
-    constants(attention="mla", rope_pattern="N"),
+    Constants({"attention": "mla", "rope_pattern": "N"}),
     *allowed(mla_use_nope=(True,)),
     KimiLinearSizes(),
     MlpLayerTypes(default=1),
     *renamed(
-        num_experts="num_experts",
-        num_experts_per_token="top_k",
-        routed_scaling_factor=("router_scaling_factor", 2.446),
+        num_experts="ffn.moe.num_experts",
+        num_experts_per_token="ffn.moe.top_k",
+        routed_scaling_factor=("ffn.moe.router.scaling_factor", 2.446),
     ),
     *_EXPERTS,
     *allowed(moe_router_activation_func=("sigmoid",), moe_layer_freq=(1,), num_nextn_predict_layers=(0,)),
@@ -165,18 +166,20 @@ _BAILING: tuple[ConfigField, ...] = (
     *backbone_fields(1e-6, RopeParameters(6e6, scales_scores=True)),
     *allowed(tie_word_embeddings=(False,)),
     *latent_fields(has_head_dim=False, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    constants(
-        attention="mla",
-        rope_interleaved=True,
-        attention_gate=True,
-        attention_gate_width="head",
-        linear_full_rank_gates=True,
+    Constants(
+        {
+            "attention": "mla",
+            "rope.interleaved": True,
+            "attention.gate": {},
+            "attention.gate.per": "head",
+            "linear_attention.full_rank_gates": True,
+        }
     ),
     LingLayers(),
     DecayBound(),
     MlpLayerTypes(default=2),
     num_experts("num_experts"),
-    *renamed(num_experts_per_token=("top_k", 8), routed_scaling_factor=("router_scaling_factor", 2.5)),
+    *renamed(num_experts_per_token=("ffn.moe.top_k", 8), routed_scaling_factor=("ffn.moe.router.scaling_factor", 2.5)),
     *_EXPERTS,
 )
 

@@ -2,9 +2,9 @@
 
 from moefold.convert.config_fields import (
     ConfigField,
+    Constants,
     HeadSize,
     Renamed,
-    constants,
     num_experts,
     renamed,
     same,
@@ -26,25 +26,27 @@ from moefold.convert.tensor_mapping import TensorBlock, TensorRule
 
 _LFM2: tuple[ConfigField, ...] = (
     *renamed(num_hidden_layers="num_layers"),
-    *same("hidden_size", "num_attention_heads", "vocab_size", norm_eps=1e-5),
+    *same("hidden_size", "vocab_size"),
+    Renamed("num_attention_heads", "attention.num_heads"),
+    Renamed("norm_eps", "norm.eps", 1e-5),
     Renamed("tie_word_embeddings", "tie_embeddings", True, also=("tie_embedding",)),
     RopeParameters(1e6),
     KEY_VALUE_HEADS,
     HeadSize(),
-    constants(qk_norm=True, linear_attention="short_convolution", router_score="sigmoid"),
+    Constants({"attention.qk_norm": {}, "linear_attention": "short_convolution", "ffn.moe.router": "sigmoid"}),
     LayerTypes({"conv": "L", "full_attention": "F"}),
     FirstKDense("num_dense_layers", default=2),
     num_experts("num_experts"),
     *renamed(
         initializer_range=("init_std", 0.02),
-        conv_L_cache=("linear_conv_kernel", 3),
-        conv_bias=("linear_conv_bias", False),
-        intermediate_size="ffn_hidden_size",
-        num_experts_per_tok=("top_k", 4),
-        moe_intermediate_size="moe_ffn_hidden_size",
-        use_expert_bias=("expert_bias", True),
-        norm_topk_prob=("router_normalize", True),
-        routed_scaling_factor=("router_scaling_factor", 1.0),
+        conv_L_cache=("linear_attention.conv_kernel", 3),
+        conv_bias=("linear_attention.bias", False),
+        intermediate_size="ffn.dense.intermediate_size",
+        num_experts_per_tok=("ffn.moe.top_k", 4),
+        moe_intermediate_size="ffn.moe.intermediate_size",
+        use_expert_bias=("ffn.moe.router.expert_bias", True),
+        norm_topk_prob=("ffn.moe.router.normalize", True),
+        routed_scaling_factor=("ffn.moe.router.scaling_factor", 1.0),
     ),
 )
 _CONVOLUTION: dict[str, TensorRule] = {

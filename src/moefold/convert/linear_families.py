@@ -7,14 +7,13 @@ from typing import Any
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import (
     ConfigField,
+    Constants,
     GatedSharedExpert,
     NormTopKProb,
     Renamed,
     allowed,
-    constants,
     num_experts,
     renamed,
-    same,
 )
 from moefold.convert.family import (
     GATED_SHARED_EXPERT,
@@ -149,10 +148,13 @@ _QWEN_HYBRID: tuple[ConfigField, ...] = (
     *attention_fields(1e-6, RopeParameters(1e4, fraction=0.25), head_size=256),
     *allowed(attention_bias=(False,)),
     LINEAR_LAYERS,
-    constants(attention_gate=True, qk_norm=True, zero_centered_norms=True),
-    *renamed(linear_conv_kernel_dim=("linear_conv_kernel", 4)),
-    *same(linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32),
-    *renamed(num_experts_per_tok="top_k", moe_intermediate_size="moe_ffn_hidden_size"),
+    Constants({"attention.gate": {}, "attention.qk_norm": {}, "norm.zero_centered": True}),
+    *renamed(linear_conv_kernel_dim=("linear_attention.conv_kernel", 4)),
+    Renamed("linear_key_head_dim", "linear_attention.key_head_dim", 128),
+    Renamed("linear_value_head_dim", "linear_attention.value_head_dim", 128),
+    Renamed("linear_num_key_heads", "linear_attention.num_key_heads", 16),
+    Renamed("linear_num_value_heads", "linear_attention.num_value_heads", 32),
+    *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
     num_experts("num_experts"),
     GatedSharedExpert(),
 )
@@ -174,7 +176,7 @@ QWEN_HYBRID_FAMILIES = (
         (
             *_QWEN_HYBRID,
             SparseLayers(),
-            *renamed(intermediate_size="ffn_hidden_size"),
+            *renamed(intermediate_size="ffn.dense.intermediate_size"),
             NormTopKProb(default=True),
             QwenMTPLayers("num_nextn_predict_layers"),
         ),
@@ -189,7 +191,7 @@ QWEN_HYBRID_FAMILIES = (
         "Qwen3_5MoeForCausalLM",
         (
             *_QWEN_HYBRID,
-            constants(layer_pattern="M"),
+            Constants({"layer_pattern": "M"}),
             *allowed(attn_output_gate=(True,), mtp_use_dedicated_embeddings=(False,)),
             QwenMTPLayers("mtp_num_hidden_layers"),
         ),

@@ -6,14 +6,15 @@ from typing import Any
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import ATTENTION_KINDS, ROPE_KINDS
 from moefold.convert.config_fields import (
+    Constants,
     Renamed,
     attention_bias,
-    constants,
     interval_of,
     is_int,
     num_experts,
     num_layers_of,
     renamed,
+    setting_of,
 )
 from moefold.convert.family import (
     Family,
@@ -53,26 +54,26 @@ class ChunkedLayers:
         if "C" in letters:
             found |= Renamed("attention_chunk_size", "attention_chunk_size").read(hf_config)
         if _switch(hf_config, "use_qk_norm") and "R" in rope_letters:
-            found |= {"qk_norm": True, "qk_norm_weight": False, "qk_norm_after_rope": True}
-            found |= {"qk_norm_nope": False} if "N" in rope_letters else {}
+            found |= {"attention.qk_norm.weight": False, "attention.qk_norm.after_rope": True}
+            found |= {"attention.qk_norm.in_nope": False} if "N" in rope_letters else {}
         if _switch(hf_config, "attn_temperature_tuning") and "N" in rope_letters:
-            scale = Renamed("attn_scale", "nope_temperature_scale", 0.1).read(hf_config)
-            tokens = Renamed("floor_scale", "nope_temperature_tokens", 8192).read(hf_config)
-            found |= scale | tokens if scale["nope_temperature_scale"] else {}
+            scale = Renamed("attn_scale", "attention.temperature.scale", 0.1).read(hf_config)
+            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192).read(hf_config)
+            found |= scale | tokens if "attention.temperature.scale" in scale else {}
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer; other options of norms and windows read back as another model."""
-        has_temperature = model.attention.temperature.scale > 0
+        scale = setting_of(model, "attention.temperature.scale")
         keys: dict[str, Any] = {
             "no_rope_layers": [int(layer.attention.has_rope) for layer in model.layers],
             "layer_types": attention_types(model, _CHUNKS),
             "attention_chunk_size": model.attention_chunk_size or None,
-            "use_qk_norm": model.attention.qk_norm,
-            "attn_temperature_tuning": has_temperature,
+            "use_qk_norm": setting_of(model, "attention.qk_norm") is not None,
+            "attn_temperature_tuning": scale > 0,
         }
-        if has_temperature:
-            keys |= {"attn_scale": model.attention.temperature.scale, "floor_scale": model.attention.temperature.tokens}
+        if scale:
+            keys |= {"attn_scale": scale, "floor_scale": setting_of(model, "attention.temperature.tokens")}
         return keys
 
 
@@ -146,10 +147,19 @@ LLAMA4_FAMILIES = (
             ChunkedLayers(),
             InterleavedExperts(),
             num_experts("num_local_experts"),
-            *renamed(intermediate_size_mlp=("ffn_hidden_size", 16384), num_experts_per_tok=("top_k", 1)),
-            Renamed("intermediate_size", "moe_ffn_hidden_size", 8192, copies=("shared_expert_ffn_hidden_size",)),
-            constants(
-                rope_interleaved=True, router_score="sigmoid", router_normalize=False, router_probs_on_input=True
+            *renamed(
+                intermediate_size_mlp=("ffn.dense.intermediate_size", 16384), num_experts_per_tok=("ffn.moe.top_k", 1)
+            ),
+            Renamed(
+                "intermediate_size", "ffn.moe.intermediate_size", 8192, copies=("ffn.moe.shared.intermediate_size",)
+            ),
+            Constants(
+                {
+                    "rope.interleaved": True,
+                    "ffn.moe.router": "sigmoid",
+                    "ffn.moe.router.normalize": False,
+                    "ffn.moe.probs_on_input": True,
+                }
             ),
         ),
         layouts(_TENSORS, experts=({},)),

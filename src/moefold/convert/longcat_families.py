@@ -9,7 +9,7 @@ from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.config.patterns import MAX_LAYERS
-from moefold.convert.config_fields import AllowedValues, Renamed, allowed, constants, is_int, renamed
+from moefold.convert.config_fields import AllowedValues, Constants, Renamed, allowed, is_int, renamed
 from moefold.convert.family import (
     Family,
     TensorRules,
@@ -35,7 +35,7 @@ class LayerPairs:
         count = hf_config.get("num_layers", 28)
         if not is_int(count) or not 1 <= count <= MAX_LAYERS // 2:
             raise ConfigError(f"config.json has num_layers={count!r}, which should be 1 to {MAX_LAYERS // 2}")
-        return {"num_layers": 2 * count, "layer_pattern": "MD", "moe_shortcut": True}
+        return {"num_layers": 2 * count, "layer_pattern": "MD", "ffn.moe.shortcut": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of pairs; other patterns read back as another model."""
@@ -51,7 +51,7 @@ class ZeroExperts:
         AllowedValues("zero_expert_type", ("identity", None)).read(hf_config)
         if hf_config.get("zero_expert_num", 256) is None:
             return {}
-        return Renamed("zero_expert_num", "zero_experts", 256).read(hf_config)
+        return Renamed("zero_expert_num", "ffn.moe.zero_experts", 256).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number."""
@@ -84,13 +84,15 @@ LONGCAT_FAMILIES = (
             *latent_fields(
                 writes_head_dim=True, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
             ),
-            Renamed("q_lora_rank", "q_lora_rank", 1536),
-            constants(
-                attention="mla",
-                rope_interleaved=True,
-                mla_scale_latents=True,
-                router_softmax="pre",
-                expert_bias=True,
+            Renamed("q_lora_rank", "attention.q_lora_rank", 1536),
+            Constants(
+                {
+                    "attention": "mla",
+                    "rope.interleaved": True,
+                    "attention.scale_latents": True,
+                    "ffn.moe.router.softmax": "pre",
+                    "ffn.moe.router.expert_bias": True,
+                }
             ),
             *allowed(
                 mla_scale_q_lora=(True, None),
@@ -99,13 +101,15 @@ LONGCAT_FAMILIES = (
                 norm_topk_prob=(False, None),
             ),
             # Width of both dense networks of a layer, the first of which is a shared expert here.
-            Renamed("ffn_hidden_size", "ffn_hidden_size", 12288, copies=("shared_expert_ffn_hidden_size",)),
+            Renamed(
+                "ffn_hidden_size", "ffn.dense.intermediate_size", 12288, copies=("ffn.moe.shared.intermediate_size",)
+            ),
             ZeroExperts(),
             *renamed(
-                n_routed_experts=("num_experts", 512),
-                moe_topk=("top_k", 12),
-                expert_ffn_hidden_size=("moe_ffn_hidden_size", 2048),
-                routed_scaling_factor=("router_scaling_factor", 6.0),
+                n_routed_experts=("ffn.moe.num_experts", 512),
+                moe_topk=("ffn.moe.top_k", 12),
+                expert_ffn_hidden_size=("ffn.moe.intermediate_size", 2048),
+                routed_scaling_factor=("ffn.moe.router.scaling_factor", 6.0),
             ),
         ),
         layouts(_TENSORS, experts=expert_layouts("mlp.experts", layer=_LAYER)[:1]),

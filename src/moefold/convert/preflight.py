@@ -18,12 +18,11 @@ from moefold.checkpoint.checkpoint_dir import (
     read_meta,
 )
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.chosen import RoutingSections, chosen
+from moefold.config.edit import edit_model
 from moefold.config.groups.router import RouterScorePart
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
-from moefold.config.moe import MoEConfig
 from moefold.config.outside import MissingPartError
 from moefold.config.part_table import shown_value
 from moefold.config.suggestions import download_advice
@@ -57,26 +56,6 @@ def new_folder_unsupported_reason(final: Path) -> str:
     except (OSError, ValueError) as error:
         return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
     return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
-
-
-MOE_KEYS = (
-    "layer_pattern",
-    "num_experts",
-    "top_k",
-    "moe_ffn_hidden_size",
-    "router_softmax",
-    "router_score",
-    "router_normalize",
-    "router_scaling_factor",
-    "num_groups",
-    "top_groups",
-    "expert_bias",
-    "moe_bias",
-    "router_bias",
-    "shared_expert_ffn_hidden_size",
-    "shared_expert_gate",
-)
-"""Keys of [model] that a dense model leaves open. moe_activation is not among them: experts keep the activation."""
 
 
 def granularity(dense_width: int, model: ModelConfig) -> int:
@@ -116,7 +95,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     """Return why a dense model cannot become a model with experts; empty if it can."""
     if reason := dense_unsupported_reason(dense):
         return reason
-    width = dense.ffn_hidden_size
+    width = dense.ffn.dense.intermediate_size
     inner = model.ffn.moe.intermediate_size
     if width % inner:
         return f"model.ffn.moe.intermediate_size={inner} must divide its feed-forward width {width}"
@@ -128,17 +107,19 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
         )
     if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
         return (
-            f"model.ffn.moe.router.softmax={model.ffn.moe.router.softmax!r} weighs the experts of a token without a fixed sum, so that "
-            "they do not add up to the dense layer; choose 'pre' or 'post'"
+            "model.ffn.moe.router.softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that they "
+            " do not add up to the dense layer; choose 'pre' or 'post'"
         )
     if model.ffn.moe.latent_size:
         return (
             f"its feed-forward width has no counterpart of model.ffn.moe.latent_size={model.ffn.moe.latent_size}, the width of "
-            "latent experts; leave moe_hidden_size out"
+            "latent experts; leave latent_size out"
         )
-    comparable = replace(model, **{key: getattr(dense, key) for key in MOE_KEYS})
-    if not has_dense_layers(model):
-        comparable = replace(comparable, ffn_hidden_size=width)
+    # Experts keep the activation.
+    experts = replace(dense.ffn.moe, activation=model.ffn.moe.activation)
+    networks = model.ffn if has_dense_layers(model) else replace(model.ffn, dense=dense.ffn.dense)
+    comparable = replace(model, layer_pattern=dense.layer_pattern, ffn=replace(networks, moe=experts))
+    comparable = without_upcycling(comparable)
     different = model_differences(model_sizes(dense), comparable, model)
     return f"it is of another shape: {different}" if different else ""
 
@@ -148,8 +129,8 @@ def _sums_to_one(model: ModelConfig) -> bool:
 
 
 def _score(model: ModelConfig) -> RouterScorePart:
-    """Return the score function of a model; the settings of [moe] do not matter here."""
-    return chosen(RoutingSections(model, MoEConfig()), RouterScorePart)
+    """Return the score function of a model."""
+    return model.ffn.moe.router
 
 
 def without_upcycling(model: ModelConfig) -> ModelConfig:
@@ -167,7 +148,7 @@ def export_message(model: ModelConfig) -> str:
         return ""
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
     for change in _candidate_changes(plain):
-        if supported := families_for(replace(plain, **change)):
+        if supported := families_for(edit_model(plain, change)):
             settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")
             return f"{lacks}; with {settings} it is {supported[0].name}"
     reasons = {family.name: family_unsupported_reason(family, plain) for family in FAMILIES.values()}
@@ -177,11 +158,11 @@ def export_message(model: ModelConfig) -> str:
 
 def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
     """Return settings of the experts that an upcycled model may adopt."""
-    width = model.ffn.moe.shared.intermediate_size or model.ffn.moe.intermediate_size
+    width = model.ffn.moe.shared_width or model.ffn.moe.intermediate_size
     # A single choice with normalised weights has weight 1, so its router would get no gradient.
     return [
-        *([{"router_softmax": "post"}] if model.ffn.moe.top_k > 1 else []),
-        {"shared_expert_ffn_hidden_size": width, "shared_expert_gate": True},
+        *([{"ffn.moe.router.softmax": "post"}] if model.ffn.moe.top_k > 1 else []),
+        {"ffn.moe.shared.intermediate_size": width, "ffn.moe.shared.gate": True},
     ]
 
 
@@ -258,13 +239,15 @@ def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfi
     weights_model = read_model(path, checkpoint.ignore_keys)
     if model.upcycle_from:
         return upcycle_unsupported_reason(weights_model, model)
-    if model.attention.indexer.top_k and weights_model.index_topk:
+    if model.attention.selector and weights_model.attention.selector:
         # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and
         # indexers that the weights lack start at random.
-        weights_model = replace(weights_model, index_topk=model.attention.indexer.top_k, index_pattern=model.index_pattern)
-    elif model.attention.indexer.top_k:
+        indexer = replace(weights_model.attention.indexer, top_k=model.attention.indexer.top_k)
+        attention = replace(weights_model.attention, indexer=indexer)
+        weights_model = replace(weights_model, attention=attention, index_pattern=model.index_pattern)
+    elif model.attention.selector:
         # Weights of a dense model: all indexers start at random.
-        model = replace(model, index_topk=0)
+        model = replace(model, attention=replace(model.attention, indexer=None))
     different = model_differences(model_sizes(without_unused_mtp(weights_model, model)), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moefold.config.chosen import chosen_in
 from moefold.config.find import built_in_kinds, find_part
-from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
-from moefold.config.part import describe_part, flat_keys
-from moefold.config.suggestions import default_of
-from moefold.convert.config_fields import REQUIRED, Renamed, is_int
+from moefold.config.part import default_of_field, describe_part, settings_of
+from moefold.convert.config_fields import REQUIRED, Renamed, is_int, setting_of
 from moefold.convert.key_reader import Json, mark_read
 from moefold.errors import ConfigError
 
@@ -48,7 +45,7 @@ class RopeParameters:
         found |= {"rope_type": given["type"]} if "type" in given else {}
         found |= {key: given[key] for key in _ROPE_KEYS if key in given}
         kind = found["rope_type"]
-        keys = Renamed("rope_theta", "rope_theta").read(found) | self._read_fraction(found, hf_config)
+        keys = Renamed("rope_theta", "rope.theta").read(found) | self._read_fraction(found, hf_config)
         if kind == "default":
             return keys
         if kind == "dynamic" and given.get("alpha"):
@@ -65,7 +62,7 @@ class RopeParameters:
             found["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
         found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
         if kind == LONGROPE:
-            return {**keys, "rope_scaling": _kinds()[kind], **self._read_longrope(found, hf_config)}
+            return {**keys, "rope.scaling": _kinds()[kind], **self._read_longrope(found, hf_config)}
         if self.scales_scores and kind != "yarn" and found.get("mscale_all_dim"):
             raise ConfigError(
                 f"config.json has mscale_all_dim={found['mscale_all_dim']!r} of rope_type={kind!r}, with which moefold "
@@ -77,38 +74,38 @@ class RopeParameters:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write `rope_parameters` as transformers 5 does."""
-        part = chosen_in(model, RopeScalingPart)
+        part = model.rope.scaling
         if _kinds().get(part.hf_type) != part.kind:
             raise ConfigError(f"transformers has no rope_type for {describe_part(part)}")
-        fraction = {"partial_rotary_factor": model.attention.rope_fraction} if self.fraction else {}
+        fraction = {"partial_rotary_factor": setting_of(model, "attention.rope_fraction")} if self.fraction else {}
         if part.hf_type == "default":
             return {"rope_parameters": {"rope_theta": model.rope.theta, "rope_type": "default"} | fraction}
         values: dict[str, Any] = {"rope_type": part.hf_type, "rope_theta": model.rope.theta} | fraction
         if part.hf_type == LONGROPE:
-            return {"rope_parameters": values | self._write_longrope(model)}
+            return {"rope_parameters": values | self._write_longrope(part)}
         if part.hf_type == "dynamic":
             values["factor"] = 1.0
         for entry in _entries(part.kind):
-            if entry.default is REQUIRED or getattr(model, entry.key) != entry.default:
+            if entry.default is REQUIRED or setting_of(model, entry.key) != entry.default:
                 values |= entry.write(model)
         return {"rope_parameters": values}
 
     def _read_longrope(self, found: Json, hf_config: Json) -> dict[str, Any]:
         """Read the factors of each pair and the attention factors of LongRoPE."""
         keys = _ORIGINAL_SEQ_LEN.read(found)
-        keys |= Renamed("factor", "rope_scaling_factor", 1.0).read({"factor": _factor_of(found, hf_config)})
+        keys |= Renamed("factor", "rope.scaling.factor", 1.0).read({"factor": _factor_of(found, hf_config)})
         for name in ("short", "long"):
             factors = found.get(f"{name}_factor")
             if not isinstance(factors, list):
                 raise ConfigError(f"config.json has {name}_factor={factors!r}, which should be a list of numbers")
             pair = f"{name}_factor"
-            keys[f"rope_{name}_factors"] = tuple(
-                Renamed(pair, "rope_scaling_factor").read({pair: value})["rope_scaling_factor"] for value in factors
+            keys[f"rope.scaling.{name}_factors"] = tuple(
+                Renamed(pair, "rope.scaling.factor").read({pair: value})["rope.scaling.factor"] for value in factors
             )
             mscale = f"{name}_mscale" if self.has_mscale else "attention_factor"
             default = REQUIRED if self.has_mscale else 0.0
-            keys |= Renamed(mscale, f"rope_{name}_mscale", default).read(found)
-            if found.get(mscale) is not None and keys[f"rope_{name}_mscale"] <= 0:
+            keys |= Renamed(mscale, f"rope.scaling.{name}_mscale", default).read(found)
+            if found.get(mscale) is not None and keys[f"rope.scaling.{name}_mscale"] <= 0:
                 raise ConfigError(f"config.json has {mscale}={found[mscale]!r}, which should be above 0")
         return keys
 
@@ -122,17 +119,17 @@ class RopeParameters:
         for key in ("beta_fast", "beta_slow"):
             found[key] = found.get(key) or None
 
-    def _write_longrope(self, model: ModelConfig) -> dict[str, Any]:
+    def _write_longrope(self, part: Any) -> dict[str, Any]:
         """Write the parameters of LongRoPE; what the family has no key for reads back as another model."""
         values: dict[str, Any] = {
-            "original_max_position_embeddings": model.rope.scaling.original_seq_len,
-            "factor": model.rope.scaling.factor,
-            "short_factor": list(model.rope.scaling.short_factors),
-            "long_factor": list(model.rope.scaling.long_factors),
+            "original_max_position_embeddings": part.original_seq_len,
+            "factor": part.factor,
+            "short_factor": list(part.short_factors),
+            "long_factor": list(part.long_factors),
         }
         if self.has_mscale:
-            return values | {"short_mscale": model.rope.scaling.short_mscale, "long_mscale": model.rope.scaling.long_mscale}
-        return values | ({"attention_factor": model.rope.scaling.short_mscale} if model.rope.scaling.short_mscale else {})
+            return values | {"short_mscale": part.short_mscale, "long_mscale": part.long_mscale}
+        return values | ({"attention_factor": part.short_mscale} if part.short_mscale else {})
 
     def _read_fraction(self, found: Json, hf_config: Json) -> dict[str, Any]:
         """Read the share of the head dims that RoPE rotates."""
@@ -148,8 +145,8 @@ class RopeParameters:
         if fraction is None and rotary_dim is not None:
             if not is_int(rotary_dim) or not is_int(head_dim) or not 0 < rotary_dim <= head_dim:
                 raise ConfigError(f"config.json has {self.rotary_dim_key}={rotary_dim!r} of head_dim={head_dim!r}")
-            return {"rope_fraction": rotary_dim / head_dim}
-        return Renamed("partial_rotary_factor", "rope_fraction", self.fraction).read(
+            return {"attention.rope_fraction": rotary_dim / head_dim}
+        return Renamed("partial_rotary_factor", "attention.rope_fraction", self.fraction).read(
             {"partial_rotary_factor": fraction}
         )
 
@@ -163,20 +160,21 @@ def _kinds() -> dict[str, str]:
 @cache
 def _entries(kind: str) -> tuple[Renamed, ...]:
     """Return the parameters of a kind of RoPE scaling in `rope_parameters`, besides theta."""
-    part: type[RopeScalingPart] = find_part("rope_scaling", kind)
-    keys = [(field, str(key).partition(".")[2]) for field, key in flat_keys("rope_scaling", kind)]
+    part: Any = find_part("rope_scaling", kind)
     return tuple(
         Renamed(
-            part.hf_names.get(field, field), key, default_of("model", key) if field in part.hf_optional else REQUIRED
+            part.hf_names.get(setting, setting),
+            f"rope.scaling.{setting}",
+            default_of_field(part, setting) if setting in part.hf_optional else REQUIRED,
         )
-        for field, key in keys
+        for setting in settings_of(part)
     )
 
 
 def _read(rope_type: str, found: Json) -> dict[str, Any]:
     """Read the kind of a RoPE scaling and its parameters."""
     kind = _kinds()[rope_type]
-    return {"rope_scaling": kind} | {key: value for entry in _entries(kind) for key, value in entry.read(found).items()}
+    return {"rope.scaling": kind} | {key: value for entry in _entries(kind) for key, value in entry.read(found).items()}
 
 
 def _factor_of(found: Json, hf_config: Json) -> Any:
@@ -214,4 +212,4 @@ _ROPE_KEYS = (
     "mrope_interleaved",
 )
 """Keys of all scalings, of which each uses some; the keys of Qwen's multimodal RoPE are void for text."""
-_ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")
+_ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope.scaling.original_seq_len")

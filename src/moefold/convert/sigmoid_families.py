@@ -3,12 +3,12 @@
 from moefold.convert.config_fields import (
     MTP_LAYERS,
     ConfigField,
+    Constants,
     InputScaling,
     RouterGroups,
     SharedExperts,
     allowed,
     attention_bias,
-    constants,
     num_experts,
     renamed,
 )
@@ -23,21 +23,21 @@ from moefold.convert.layer_fields import (
 from moefold.convert.rope_fields import RopeParameters
 
 _SIGMOID_ROUTER: tuple[ConfigField, ...] = (
-    constants(router_score="sigmoid", expert_bias=True),
+    Constants({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}),
     *allowed(scoring_func=("sigmoid", None)),
-    *renamed(num_experts_per_tok="top_k"),
+    *renamed(num_experts_per_tok="ffn.moe.top_k"),
 )
 _EXPERTS: tuple[ConfigField, ...] = (
     *_SIGMOID_ROUTER,
     num_experts("num_experts"),
-    *renamed(intermediate_size="ffn_hidden_size", moe_intermediate_size="moe_ffn_hidden_size"),
+    *renamed(intermediate_size="ffn.dense.intermediate_size", moe_intermediate_size="ffn.moe.intermediate_size"),
 )
 _GLM_EXPERTS: tuple[ConfigField, ...] = (
     *_SIGMOID_ROUTER,
     *renamed(
-        n_routed_experts="num_experts",
-        moe_intermediate_size="moe_ffn_hidden_size",
-        routed_scaling_factor=("router_scaling_factor", 1.0),
+        n_routed_experts="ffn.moe.num_experts",
+        moe_intermediate_size="ffn.moe.intermediate_size",
+        routed_scaling_factor=("ffn.moe.router.scaling_factor", 1.0),
     ),
     RouterGroups(),
     *allowed(topk_method=("noaux_tc", None)),
@@ -50,11 +50,13 @@ SIGMOID_FAMILIES = (
         (
             *attention_fields(1e-6, 1e4),
             attention_bias(has_output=True),
-            constants(qk_norm=True),
+            Constants({"attention.qk_norm": {}}),
             SlidingWindowLayers(4096, last_layers_slide),
             FirstKDense(),
             *_GLM_EXPERTS,
-            *renamed(intermediate_size="ffn_hidden_size", norm_topk_prob=("router_normalize", False)),
+            *renamed(
+                intermediate_size="ffn.dense.intermediate_size", norm_topk_prob=("ffn.moe.router.normalize", False)
+            ),
             SharedExperts(),
         ),
         layouts(),
@@ -67,9 +69,9 @@ SIGMOID_FAMILIES = (
             *attention_fields(1e-5, 1e6, head_size=128),
             attention_bias(has_output=False),
             *allowed(use_qk_norm=(False, None), first_k_dense_replace=(0, None)),
-            constants(layer_pattern="M"),
+            Constants({"layer_pattern": "M"}),
             *_GLM_EXPERTS,
-            *renamed(norm_topk_prob=("router_normalize", True)),
+            *renamed(norm_topk_prob=("ffn.moe.router.normalize", True)),
             SharedExperts(default=1),
         ),
         layouts(),
@@ -84,9 +86,9 @@ SIGMOID_FAMILIES = (
             FirstKDense(default=1),
             *_GLM_EXPERTS,
             *renamed(
-                use_qk_norm=("qk_norm", False),
-                intermediate_size="ffn_hidden_size",
-                norm_topk_prob=("router_normalize", True),
+                use_qk_norm=("attention.qk_norm", False),
+                intermediate_size="ffn.dense.intermediate_size",
+                norm_topk_prob=("ffn.moe.router.normalize", True),
             ),
             SharedExperts(default=1),
             MTP_LAYERS,
@@ -103,10 +105,12 @@ SIGMOID_FAMILIES = (
             *attention_fields(1e-5, 11_158_840.0, head_size=128),
             attention_bias(has_output=True),
             *allowed(mlp_bias=(False, None)),
-            constants(qk_norm=True),
+            Constants({"attention.qk_norm": {}}),
             MlpLayerTypes(default=1),
             *_EXPERTS,
-            *renamed(initializer_range=("init_std", 0.006), router_scaling_factor=("router_scaling_factor", 2.826)),
+            *renamed(
+                initializer_range=("init_std", 0.006), router_scaling_factor=("ffn.moe.router.scaling_factor", 2.826)
+            ),
             SharedExperts("num_shared_experts", default=1),
         ),
         layouts(
@@ -121,10 +125,10 @@ SIGMOID_FAMILIES = (
         "MiniMaxM2ForCausalLM",
         (
             *attention_fields(1e-6, RopeParameters(5e6, fraction=1.0, rotary_dim_key="rotary_dim"), head_size=128),
-            constants(qk_norm=True, qk_norm_width="all_heads", layer_pattern="M"),
+            Constants({"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads", "layer_pattern": "M"}),
             *allowed(use_qk_norm=(True, None), qk_norm_type=("per_layer", None)),
             num_experts("num_local_experts"),
-            *renamed(intermediate_size="moe_ffn_hidden_size"),
+            *renamed(intermediate_size="ffn.moe.intermediate_size"),
             *_SIGMOID_ROUTER,
             *allowed(use_routing_bias=(True, None), shared_intermediate_size=(0, None)),
         ),
@@ -142,11 +146,14 @@ SIGMOID_FAMILIES = (
         "ExaoneMoeForCausalLM",
         (
             *attention_fields(1e-5, 1e4),
-            constants(qk_norm=True),
+            Constants({"attention.qk_norm": {}}),
             SlidingWindowLayers(4096, EveryNthFull("sliding_window_pattern", 4), "nope with a window"),
             MlpLayerTypes(default=1),
             *_EXPERTS,
-            *renamed(routed_scaling_factor=("router_scaling_factor", 2.5), norm_topk_prob=("router_normalize", True)),
+            *renamed(
+                routed_scaling_factor=("ffn.moe.router.scaling_factor", 2.5),
+                norm_topk_prob=("ffn.moe.router.normalize", True),
+            ),
             RouterGroups(),
             SharedExperts("num_shared_experts", default=1),
         ),
@@ -159,13 +166,13 @@ SIGMOID_FAMILIES = (
         (
             *attention_fields(1e-5, 1e4, head_size=128),
             attention_bias(has_output=True),
-            constants(qk_norm=True, attention_gate=True, norm_placement="both"),
+            Constants({"attention.qk_norm": {}, "attention.gate": {}, "residual": "both"}),
             InputScaling(),
             SlidingWindowLayers(1024, EveryNthFull("global_attn_every_n_layers", 4), "nope"),
             FirstKDense("num_dense_layers", default=1),
             *_EXPERTS,
             *allowed(score_func=("sigmoid", None), route_norm=(True, None), n_group=(1, None), topk_group=(1, None)),
-            *renamed(route_scale=("router_scaling_factor", 1.0)),
+            *renamed(route_scale=("ffn.moe.router.scaling_factor", 1.0)),
             SharedExperts("num_shared_experts", default=2),
         ),
         layouts(

@@ -3,13 +3,13 @@
 from moefold.convert.config_fields import (
     AttentionMultiplier,
     ConfigField,
+    Constants,
     HunyuanSharedExpert,
     NormTopKProb,
     SameForAllLayers,
     SharedExperts,
     allowed,
     attention_bias,
-    constants,
     num_experts,
     renamed,
 )
@@ -33,13 +33,13 @@ _GRANITE: tuple[ConfigField, ...] = (
     AttentionMultiplier(),
     *renamed(
         embedding_multiplier=("embedding_multiplier", 1.0),
-        residual_multiplier=("residual_multiplier", 1.0),
+        residual_multiplier=("residual.multiplier", 1.0),
         logits_scaling=("logits_divisor", 1.0),
-        num_local_experts=("num_experts", 8),
-        num_experts_per_tok=("top_k", 2),
-        intermediate_size="moe_ffn_hidden_size",
+        num_local_experts=("ffn.moe.num_experts", 8),
+        num_experts_per_tok=("ffn.moe.top_k", 2),
+        intermediate_size="ffn.moe.intermediate_size",
     ),
-    constants(layer_pattern="M", router_softmax="post"),
+    Constants({"layer_pattern": "M", "ffn.moe.router.softmax": "post"}),
 )
 _GRANITE_LAYOUTS = layouts(
     layer_rules(
@@ -68,13 +68,13 @@ SOFTMAX_FAMILIES = (
         (
             *attention_fields(1e-5, 5e5, tie_embeddings=True),
             *allowed(use_bias=(False, None)),
-            constants(rope_interleaved=True, router_softmax="post", expert_bias=True),
+            Constants({"rope.interleaved": True, "ffn.moe.router.softmax": "post", "ffn.moe.router.expert_bias": True}),
             ExpertLayerRange(),
             *renamed(
-                intermediate_size="ffn_hidden_size",
-                moe_num_experts=("num_experts", 64),
-                moe_k=("top_k", 6),
-                moe_intermediate_size="moe_ffn_hidden_size",
+                intermediate_size="ffn.dense.intermediate_size",
+                moe_num_experts=("ffn.moe.num_experts", 64),
+                moe_k=("ffn.moe.top_k", 6),
+                moe_intermediate_size="ffn.moe.intermediate_size",
             ),
             SharedExperts("moe_num_shared_experts", allows_none=True, default=2),
         ),
@@ -92,7 +92,7 @@ SOFTMAX_FAMILIES = (
     Family(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        (*_GRANITE, *renamed(shared_intermediate_size=("shared_expert_ffn_hidden_size", 0))),
+        (*_GRANITE, *renamed(shared_intermediate_size=("ffn.moe.shared.intermediate_size", 0))),
         _GRANITE_LAYOUTS,
     ),
     Family(
@@ -101,11 +101,18 @@ SOFTMAX_FAMILIES = (
         (
             *attention_fields(1e-5, 1e4),
             attention_bias(has_output=True),
-            constants(qk_norm=True, qk_norm_after_rope=True, layer_pattern="M", router_softmax="post"),
+            Constants(
+                {
+                    "attention.qk_norm": {},
+                    "attention.qk_norm.after_rope": True,
+                    "layer_pattern": "M",
+                    "ffn.moe.router.softmax": "post",
+                }
+            ),
             *allowed(use_qk_norm=(True, None)),
-            SameForAllLayers("num_experts", "num_experts", 1),
-            SameForAllLayers("moe_topk", "top_k", 1),
-            *renamed(intermediate_size="moe_ffn_hidden_size"),
+            SameForAllLayers("num_experts", "ffn.moe.num_experts", 1),
+            SameForAllLayers("moe_topk", "ffn.moe.top_k", 1),
+            *renamed(intermediate_size="ffn.moe.intermediate_size"),
             HunyuanSharedExpert(),
         ),
         layouts(
@@ -125,9 +132,16 @@ SOFTMAX_FAMILIES = (
         (
             *attention_fields(1e-6, 5e5),
             attention_bias(has_output=True),
-            constants(qk_norm=True, qk_norm_width="all_heads", norm_placement="post", layer_pattern="M"),
+            Constants(
+                {
+                    "attention.qk_norm": {},
+                    "attention.qk_norm.over": "all_heads",
+                    "residual": "post",
+                    "layer_pattern": "M",
+                }
+            ),
             num_experts("num_experts"),
-            *renamed(num_experts_per_tok=("top_k", 5), intermediate_size="moe_ffn_hidden_size"),
+            *renamed(num_experts_per_tok=("ffn.moe.top_k", 5), intermediate_size="ffn.moe.intermediate_size"),
             NormTopKProb(default=False),
         ),
         layouts(
@@ -151,14 +165,16 @@ PHI_FAMILIES = (
             attention_bias(has_output=True),
             *renamed(
                 lm_head_bias=("head_bias", False),
-                intermediate_size="moe_ffn_hidden_size",
-                router_jitter_noise=("sparsemixer_jitter", 0.01),
+                intermediate_size="ffn.moe.intermediate_size",
+                router_jitter_noise=("ffn.moe.router.softmax.jitter", 0.01),
             ),
             UniformWindow(),
             num_experts("num_local_experts"),
             # transformers chooses two experts whatever the key says.
             *allowed(num_experts_per_tok=(2,)),
-            constants(norm="layernorm", layer_pattern="M", top_k=2, router_softmax="sparsemixer"),
+            Constants(
+                {"norm": "layernorm", "layer_pattern": "M", "ffn.moe.top_k": 2, "ffn.moe.router.softmax": "sparsemixer"}
+            ),
         ),
         mixtral_layouts(
             {"ffn.router.weight": "block_sparse_moe.gate.weight"},

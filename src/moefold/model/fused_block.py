@@ -72,7 +72,7 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
         return
     yield "a feed-forward layer of another class", type(ffn) is not MoELayer
     assert isinstance(ffn, MoELayer)
-    yield "a shortcut around attention", ffn.shortcut
+    yield "a shortcut around attention", ffn.is_shortcut
     yield "experts of other ranks", type(ffn.dispatcher) is not LocalDispatcher
     assert isinstance(ffn.dispatcher, LocalDispatcher)
     yield "adapters", type(ffn.experts) is not Experts

@@ -73,7 +73,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     if leaf in BIASES:
         return torch.zeros(shape)
     if "norm" in name:
-        is_centered = cfg.zero_centered_norms and not name.endswith(WEIGHTED_NORMS)
+        is_centered = cfg.norm.zero_centered and not name.endswith(WEIGHTED_NORMS)
         return torch.zeros(shape) if is_centered else torch.ones(shape)
     generator = torch.Generator().manual_seed(seed_for(seed, name))
     if leaf in CONVOLUTIONS:

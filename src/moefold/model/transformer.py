@@ -335,7 +335,9 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model.rope_settings, self.cfg.train.seq_len).to(positions.device)
+            self._rope_frequencies = rope_frequencies(self.cfg.model.rope_settings, self.cfg.train.seq_len).to(
+                positions.device
+            )
         self.rope = self._build_rope(positions)
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.block import ActivationPart
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention, SelfAttention
@@ -155,7 +153,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
             ) from None
         return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
-    has_swiglu = chosen_in(cfg.model, ActivationPart).is_swiglu
+    has_swiglu = cfg.model.ffn.moe.activation.is_swiglu
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
     parts["causal attention"] = uses_attention
     parts["linear attention"] = has_linear

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.config.chosen import RoutingSections, chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.router import RouterScorePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -92,4 +91,4 @@ def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | 
     reason = fused_router_unsupported_reason(model, moe)
     if reason or model.routed is None:
         return None, f", but plain routing, as {reason}" if reason else ""
-    return FusedRouting(model.routed, chosen(RoutingSections(model, moe), RouterScorePart)), ""
+    return FusedRouting(model.routed, model.routed.router), ""

@@ -3,14 +3,15 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
-from moefold.config.part_table import toml_value
-from moefold.config.presets import load_preset
+from moefold.config.part_table import shortest, toml_value
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, sections
+from moefold.config.suggestions import sections
 from moefold.config.upgrade import FORMAT, FORMAT_KEY
 from moefold.errors import ConfigError
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
@@ -133,15 +134,18 @@ def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, s
 
 def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[str]:
     part = getattr(cfg, section)
-    preset = load_preset(cfg.model.preset) if section == "model" and cfg.model.preset else {}
+    base: Any = sections()[section]()
+    if section == "model" and cfg.model.preset:
+        base = config_from_dict({"model": {"preset": cfg.model.preset}}).model
     lines = []
     for key in part.__dataclass_fields__:
         value = getattr(part, key)
         name = f"{section}.{key}"
+        before = getattr(base, key)
         if name in comments:
             lines.append(f"{key} = {toml_value(value)}  # {comments[name]}")
-        elif name in ALWAYS_WRITTEN or value != preset.get(key, default_of(section, key)):
-            lines.append(f"{key} = {toml_value(value)}")
+        elif name in ALWAYS_WRITTEN or value != before:
+            lines.append(f"{key} = {toml_value(shortest(value, before))}")
     return ["", f"[{section}]", *lines] if lines else []
 
 

@@ -4,15 +4,16 @@ Their sizes come from each config.json; where a source prints its FLOPs for a to
 (tests/planner/test_model_spec.py). Layers of a hybrid are parts that can be counted and not built.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.find import find_part
 from moefold.config.groups.attention import AttentionPart, RecurrentCore
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.cost.saved_tensors import BytesByPart
@@ -103,22 +104,31 @@ class ForeignModel(ModelConfig):
 
 
 def _dense(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        ffn_hidden_size=ffn,
-        vocab_size=128256,
-        layer_pattern="D",
+    return _model(
+        {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "attention.num_heads": heads,
+            "attention.num_kv_heads": 8,
+            "ffn.dense.intermediate_size": ffn,
+            "vocab_size": 128256,
+            "layer_pattern": "D",
+        }
     )
 
 
-def _nemotron(hidden: int, counts: tuple[int, int, int], heads: int, mtp_layers: int, **experts: int) -> ForeignModel:
+def _model(settings: Mapping[str, Any]) -> ModelConfig:
+    return config_from_dict({"model": dict(settings)}).model
+
+
+def _nemotron(
+    hidden: int, counts: tuple[int, int, int], heads: int, mtp_layers: int, experts: Mapping[str, int]
+) -> ForeignModel:
     """Build a hybrid whose layers are a Mamba-2 mixer, attention or experts, each alone; an MTP layer has both."""
     num_mamba, num_attention, num_experts = counts
-    sizes = {"hidden_size": hidden, "num_attention_heads": 32, "num_query_groups": 2, "head_dim": 128, **experts}
-    whole = ModelConfig(num_layers=1, layer_pattern="M", **sizes).layers[0]  # type: ignore[arg-type]  # integers
+    heads_of_attention = {"attention.num_heads": 32, "attention.num_kv_heads": 2, "attention.head_dim": 128}
+    model = _model({"num_layers": 1, "hidden_size": hidden, "vocab_size": 131072, **heads_of_attention, **experts})
+    whole = model.layers[0]
     ffn = UngatedExperts(**{field.name: getattr(whole.ffn, field.name) for field in fields(whole.ffn)})
     both = replace(whole, ffn=ffn)
     attention = replace(whole, ffn=NoNetwork())
@@ -132,7 +142,8 @@ def _nemotron(hidden: int, counts: tuple[int, int, int], heads: int, mtp_layers:
         if i % step == step - 1 and layers.count(attention) < num_attention:
             layers.append(attention)
     blocks = (*layers, both)
-    return ForeignModel(num_layers=len(layers), mtp_layers=mtp_layers, vocab_size=131072, blocks=blocks, **sizes)  # type: ignore[arg-type]  # integers
+    own = {field.name: getattr(model, field.name) for field in fields(model)}
+    return ForeignModel(**own | {"num_layers": len(layers), "mtp_layers": mtp_layers, "blocks": blocks})
 
 
 FOREIGN_MODELS: dict[str, ModelConfig] = {
@@ -140,54 +151,60 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
     "llama3-70b": _dense(80, 8192, 64, 28672),
     "llama3-405b": _dense(126, 16384, 128, 53248),
     # moonshotai/Moonlight-16B-A3B.
-    "moonlight-16b": ModelConfig(
-        num_layers=27,
-        hidden_size=2048,
-        num_attention_heads=16,
-        attention="mla",
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        ffn_hidden_size=11264,
-        vocab_size=163840,
-        layer_pattern="DM26",
-        num_experts=64,
-        top_k=6,
-        moe_ffn_hidden_size=1408,
-        router_score="sigmoid",
-        expert_bias=True,
-        shared_expert_ffn_hidden_size=2816,
+    "moonlight-16b": _model(
+        {
+            "num_layers": 27,
+            "hidden_size": 2048,
+            "attention.num_heads": 16,
+            "attention": "mla",
+            "attention.kv_lora_rank": 512,
+            "attention.qk_nope_head_dim": 128,
+            "attention.qk_rope_head_dim": 64,
+            "attention.v_head_dim": 128,
+            "ffn.dense.intermediate_size": 11264,
+            "vocab_size": 163840,
+            "layer_pattern": "DM26",
+            "ffn.moe.num_experts": 64,
+            "ffn.moe.top_k": 6,
+            "ffn.moe.intermediate_size": 1408,
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
+            "ffn.moe.shared.intermediate_size": 2816,
+        }
     ),
     # Every other one of the 48 layers of Llama-4-Maverick has experts.
-    "llama4-maverick": ModelConfig(
-        num_layers=48,
-        hidden_size=5120,
-        num_attention_heads=40,
-        num_query_groups=8,
-        ffn_hidden_size=16384,
-        vocab_size=202048,
-        layer_pattern="DM",
-        num_experts=128,
-        top_k=1,
-        router_score="sigmoid",
-        router_normalize=False,
-        moe_ffn_hidden_size=8192,
-        shared_expert_ffn_hidden_size=8192,
+    "llama4-maverick": _model(
+        {
+            "num_layers": 48,
+            "hidden_size": 5120,
+            "attention.num_heads": 40,
+            "attention.num_kv_heads": 8,
+            "ffn.dense.intermediate_size": 16384,
+            "vocab_size": 202048,
+            "layer_pattern": "DM",
+            "ffn.moe.num_experts": 128,
+            "ffn.moe.top_k": 1,
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.normalize": False,
+            "ffn.moe.intermediate_size": 8192,
+            "ffn.moe.shared.intermediate_size": 8192,
+        }
     ),
-    "llama4-scout": ModelConfig(
-        num_layers=48,
-        hidden_size=5120,
-        num_attention_heads=40,
-        num_query_groups=8,
-        vocab_size=202048,
-        layer_pattern="M",
-        num_experts=16,
-        top_k=1,
-        router_score="sigmoid",
-        router_normalize=False,
-        moe_ffn_hidden_size=8192,
-        shared_expert_ffn_hidden_size=8192,
+    "llama4-scout": _model(
+        {
+            "num_layers": 48,
+            "hidden_size": 5120,
+            "attention.num_heads": 40,
+            "attention.num_kv_heads": 8,
+            "vocab_size": 202048,
+            "layer_pattern": "M",
+            "ffn.moe.num_experts": 16,
+            "ffn.moe.top_k": 1,
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.normalize": False,
+            "ffn.moe.intermediate_size": 8192,
+            "ffn.moe.shared.intermediate_size": 8192,
+        }
     ),
     # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B: 23 Mamba-2, 6 attention and 23 MoE layers.
     "nemotron-3-nano": _nemotron(
@@ -195,10 +212,12 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
         (23, 6, 23),
         64,
         0,
-        moe_ffn_hidden_size=1856,
-        num_experts=128,
-        top_k=6,
-        shared_expert_ffn_hidden_size=3712,
+        {
+            "ffn.moe.intermediate_size": 1856,
+            "ffn.moe.num_experts": 128,
+            "ffn.moe.top_k": 6,
+            "ffn.moe.shared.intermediate_size": 3712,
+        },
     ),
     # nvidia/NVIDIA-Nemotron-3-Super-120B-A12B: 40 Mamba-2, 8 attention and 40 MoE layers with latent experts.
     "nemotron-3-super": _nemotron(
@@ -206,11 +225,13 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
         (40, 8, 40),
         128,
         1,
-        moe_ffn_hidden_size=2688,
-        num_experts=512,
-        top_k=22,
-        shared_expert_ffn_hidden_size=5376,
-        moe_hidden_size=1024,
+        {
+            "ffn.moe.intermediate_size": 2688,
+            "ffn.moe.num_experts": 512,
+            "ffn.moe.top_k": 22,
+            "ffn.moe.shared.intermediate_size": 5376,
+            "ffn.moe.latent_size": 1024,
+        },
     ),
 }
 """By name. Others than a `ForeignModel` can be planned and trained."""

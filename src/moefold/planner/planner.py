@@ -80,7 +80,7 @@ def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
 
     Without context parallelism `parallel.context` has no effect.
     """
-    is_sparse = model.attention.indexer.top_k > 0 and model.has_softmax_attention
+    is_sparse = model.attention.selector is not None and model.has_softmax_attention
     context = chosen_in(parallel, ContextPart)
     is_illegal = is_sparse and not (context.takes_selected_keys or context.is_planned)
     return "allgather" if is_illegal else parallel.context

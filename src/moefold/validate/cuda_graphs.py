@@ -57,7 +57,11 @@ def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Ite
     low = train.precision
     yield f"train.precision={low!r}", low != "dtype", "a replay would not quantise new weights"
     top_k = model.selected_keys
-    yield f"model.attention.indexer.top_k={top_k}", top_k > 0, "the indexer's loss is recorded, and its blocks chosen, by the host"
+    yield (
+        f"model.attention.indexer.top_k={top_k}",
+        top_k > 0,
+        "the indexer's loss is recorded, and its blocks chosen, by the host",
+    )
     offload = list(train.offload)
     yield f"train.offload={offload}", bool(offload), "what a graph saves for its backward pass stays in its memory"
 

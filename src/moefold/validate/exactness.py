@@ -6,10 +6,10 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
+from moefold.config.chosen import DispatchSections, chosen, chosen_in
 from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
-from moefold.config.groups.router import ChoicePart, RouterScorePart
+from moefold.config.groups.router import ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
@@ -142,7 +142,7 @@ def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str
         yield f"moe.choice={moe.choice!r}: a token's experts depend on other tokens, or on its place; choose 'topk'"
     if moe.input_jitter > 0:
         yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
-    if chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1):
+    if model.ffn.moe.router.noise_width(1, 1):
         yield "model.ffn.moe.router.softmax.samples=true: training samples a token's experts; set false"
     if moe.replay:
         yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"

@@ -5,10 +5,10 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
+from moefold.config.chosen import DispatchSections, chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router import ChoicePart, RouterScorePart
+from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -29,7 +29,7 @@ def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
         )
         return
     yield from _validate_zero_experts(part, model.upcycle_from)
-    yield from _validate_expert_groups(part, chosen(RoutingSections(model, moe), RouterScorePart))
+    yield from _validate_expert_groups(part)
     yield from _validate_replay(moe)
 
 
@@ -46,7 +46,7 @@ def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str
     """Check that the router gets a gradient: a single normalised choice always has weight 1."""
     if model.routed is None or model.routed.top_k > 1:
         return
-    score = chosen(RoutingSections(model, moe), RouterScorePart)
+    score = model.routed.router
     if not score.weights_sum_to_one:
         return
     key, way_out = score.sums_to_one_by
@@ -75,7 +75,7 @@ def _validate_zero_experts(part: RoutedPart, upcycle_from: str) -> Iterator[str]
         )
 
 
-def _validate_expert_groups(part: RoutedPart, score: RouterScorePart) -> Iterator[str]:
+def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
     """Check that groups divide the experts and that the top groups have enough of them."""
     groups = part.router.num_groups
     top = part.router.top_groups
@@ -101,9 +101,9 @@ def _validate_expert_groups(part: RoutedPart, score: RouterScorePart) -> Iterato
             f"model.ffn.moe.router.top_groups={top} of model.ffn.moe.router.num_groups={groups} limits nothing; choose top_groups below {groups}, "
             "or leave both out"
         )
-    if size == 1 and score.sums_top2:
+    if size == 1 and part.router.sums_top2:
         yield (
-            f"model.ffn.moe.router={score.kind!r} scores a group by its two best experts, and model.ffn.moe.router.num_groups="
+            f"model.ffn.moe.router={part.router.kind!r} scores a group by its two best experts, and model.ffn.moe.router.num_groups="
             f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
         )
 

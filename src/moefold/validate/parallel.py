@@ -249,8 +249,8 @@ def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
 def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
     if part := cfg.model.routed:
         yield from _validate_divides("etp", etp, "model.ffn.moe.intermediate_size", part.intermediate_size)
-        if part.has_bias:
-            key = "moe_hidden_size" if part.latent_size else "hidden_size"
+        if part.bias:
+            key = "ffn.moe.latent_size" if part.latent_size else "hidden_size"
             yield from _validate_divides("etp", etp, f"model.{key}", part.token_size(cfg.model.hidden_size))
     elif etp > 1:
         yield _missing_moe_layers_message("etp", etp, cfg.model)

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.chosen import RoutingSections, chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.groups.policy import CorrectionPart, ObjectivePart
-from moefold.config.groups.router import ChoicePart, RouterScorePart
+from moefold.config.groups.router import ChoicePart
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -161,8 +161,8 @@ def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl
             "the noise would differ between sampling and training",
             "set 0.0",
         ),
-        f"model.ffn.moe.router.softmax={model.ffn.moe.router.softmax!r}": (
-            chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1) > 0,
+        "model.ffn.moe.router.softmax.samples=true": (
+            model.ffn.moe.router.noise_width(1, 1) > 0,
             "training would sample other experts than rollouts have",
             "set model.ffn.moe.router.softmax.samples=false",
         ),

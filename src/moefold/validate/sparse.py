@@ -19,7 +19,7 @@ def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     indexer = next((layer.attention.selector for layer in model.layers if layer.attention.selector), None)
     if indexer is None:
         return
-    top_k = indexer.topk
+    top_k = indexer.top_k
     rotated = model.rope_settings.rotary_dim
     if model.has_rope and indexer.head_dim < rotated:
         yield (
@@ -134,11 +134,5 @@ UNUSED_SPARSE_KEYS = (
         lambda cfg: cfg.trains_indexers_only,
         "train.indexer_stage='warmup' saves no activations of the layers",
         "choose train.indexer_stage='sparse'",
-    ),
-    UnusedKeyRule(
-        "model.attention.indexer.top_k",
-        lambda cfg: not cfg.model.has_softmax_attention,
-        "all layers of model.attention_pattern are L, without keys to select",
-        "choose a pattern with F",
     ),
 )

@@ -4,17 +4,18 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
+from dataclasses import is_dataclass
 from typing import Any
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import chosen, chosen_parts, layer_readers, read_key, readers
+from moefold.config.chosen import chosen, chosen_parts, read_key, readers
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part, default_of_field
 from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, join_with_or
+from moefold.config.suggestions import default_of, join_with_or, part_keys
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings
@@ -32,18 +33,12 @@ UNUSED_KEY_RULES = (
     *UNUSED_SPARSE_KEYS,
     *UNUSED_SITES_KEYS,
     UnusedKeyRule(
-        "model.ffn.moe.num_experts model.ffn.moe.top_k model.ffn.moe.intermediate_size model.ffn.moe.latent_size model.ffn.moe.router.softmax "
-        "model.ffn.moe.shared.intermediate_size model.ffn.moe.shared.gate moe.capacity_factor moe.drop_policy "
-        "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
-        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
-        "model.ffn.moe.router model.ffn.moe.router.normalize model.ffn.moe.router.scaling_factor model.ffn.moe.router.num_groups model.ffn.moe.router.top_groups "
-        "model.ffn.moe.bias model.ffn.moe.activation model.ffn.moe.activation.alpha model.ffn.moe.activation.limit model.ffn.moe.router.bias "
-        "model.ffn.moe.probs_on_input model.ffn.moe.router.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
-        "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
-        "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
-        "rollout.experts "
-        "model.ffn.moe.zero_experts model.ffn.moe.active_experts model.ffn.moe.shortcut metrics.per_layer faults.check_dispatch "
-        "model.ffn.moe.router.softmax.jitter model.ffn.moe.router.softmax.samples",
+        "model.ffn.moe model.upcycle_from moe.capacity_factor moe.drop_policy moe.drop_scope moe.pad_to_capacity "
+        "moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts moe.llep_threshold moe.llep_capacity "
+        "moe.llep_min_tokens parallel.receive_factor moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate "
+        "moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
+        "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every rollout.experts "
+        "metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
         "no layer of model.layer_pattern is M",
         "choose a pattern with M",
@@ -94,8 +89,8 @@ UNUSED_KEY_RULES = (
     UnusedKeyRule(
         "rollout.cache",
         lambda cfg: not any(caches_latents(layer) for layer in cfg.model.layers),
-        "only model.attention='mla' has latents, which sparse attention (model.attention.indexer.top_k) always caches",
-        "choose model.attention='mla' without model.attention.indexer.top_k",
+        "only model.attention='mla' has latents, which sparse attention (model.attention.indexer) always caches",
+        "choose model.attention='mla' without model.attention.indexer",
     ),
     UnusedKeyRule(
         "rl.objective.clip_low rl.objective.clip_high",
@@ -174,12 +169,21 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     if not _has_layers(cfg.model):
         # `check_config` names the reason.
         return
-    idle = idle_keys(cfg)
+    kinds = {f"{name}.kind": name for name in part_keys()}
+    given = sorted(name for name in {kinds.get(key, key) for key in explicit_keys} if _is_set(cfg, name))
+    # A table is named by its settings.
+    given = [name for name in given if not any(other.startswith(f"{name}.") for other in given)]
     raise_all(
         _describe_unused(cfg, name, *reason)
-        for name, reason in idle.items()
-        if name in explicit_keys and _is_set(cfg, name)
+        for key, reason in idle_keys(cfg).items()
+        for name in given
+        if is_within(name, key)
     )
+
+
+def is_within(name: str, key: str) -> bool:
+    """Return whether a key is another one, or a setting in its table."""
+    return name == key or name.startswith(f"{key}.")
 
 
 def model_key_has_effect(key: str, model: ModelConfig) -> bool:
@@ -206,19 +210,7 @@ def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
     for name in sorted(readers()):
         if reason := _unread_by_parts(cfg, name):
             found.setdefault(name, reason)
-    for name, owners in keys_of_absent_parts(cfg.model).items():
-        remedies = dict.fromkeys(owner.chosen_by for owner in owners)
-        found.setdefault(name, ("no layer reads it", f"choose {join_with_or(list(remedies))}"))
     return found
-
-
-def keys_of_absent_parts(model: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the keys that no layer of a model reads, with the classes of parts that would."""
-    parts = {type(part) for layer in model.all_layers for part in layer.parts()}
-    refused = {name for layer in model.all_layers for name in layer.attention.refuses}
-    return {
-        name: owners for name, owners in layer_readers().items() if name not in refused and parts.isdisjoint(owners)
-    }
 
 
 def _has_layers(model: ModelConfig) -> bool:
@@ -235,9 +227,11 @@ def _is_set(cfg: Config, name: str) -> bool:
     """Return whether a key differs from its default."""
     owner, _, setting = name.rpartition(".")
     value = read_key(cfg, name)
-    if owner.count("."):
-        return bool(value != default_of_field(type(read_key(cfg, owner)), setting))
-    return bool(value != default_of(owner, setting))
+    if not owner.count("."):
+        return bool(value != default_of(owner, setting))
+    table = read_key(cfg, owner)
+    default_owner: Any = type(table)
+    return is_dataclass(table) and bool(value != default_of_field(default_owner, setting))
 
 
 def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from moefold.config.groups.attention import AttentionPart, SoftmaxAttentionPart
-from moefold.config.model import ModelConfig
+from moefold.config.groups.attention import AttentionPart
+from moefold.config.model import ModelConfig, has_dense_layers
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -18,22 +18,10 @@ def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
 
 LAYER_RULES = (
     UnusedKeyRule(
-        "model.attention.qk_norm model.attention.gate",
-        lambda cfg: not isinstance(cfg.model.softmax_attention, SoftmaxAttentionPart),
-        "model.attention is of another package, which has keys of its own",
-        "choose model.attention='gqa'",
-    ),
-    UnusedKeyRule(
-        "model.attention.qk_norm.in_nope",
-        lambda cfg: not cfg.model.attention.qk_norm or not has_nope(cfg.model),
-        "there is no norm of queries and keys (model.attention.qk_norm), or no layer of model.rope_pattern is N",
-        "set model.attention.qk_norm={}, and choose a pattern with N",
-    ),
-    UnusedKeyRule(
-        "model.attention.temperature.scale",
-        lambda cfg: not has_nope(cfg.model) or not any(part.has_temperature for part in _attentions(cfg.model)),
-        "no layer of model.rope_pattern is N, or model.attention='mla' has no temperature",
-        "choose a pattern with N and model.attention='gqa'",
+        "model.attention.qk_norm.in_nope model.attention.temperature",
+        lambda cfg: not has_nope(cfg.model),
+        "no layer of model.rope_pattern is N",
+        "choose a pattern with N",
     ),
     UnusedKeyRule(
         "model.linear_attention",
@@ -42,16 +30,33 @@ LAYER_RULES = (
         "choose a pattern with L",
     ),
     UnusedKeyRule(
-        "model.attention model.attention.qk_norm model.attention.gate model.rope.theta model.rope.scaling "
-        "model.rope.interleaved model.rope_pattern model.attention.temperature.scale",
+        "model.sliding_window",
+        lambda cfg: not any(layer.window for layer in cfg.model.layers),
+        "no layer of model.attention_pattern is W",
+        "choose a pattern with W",
+    ),
+    UnusedKeyRule(
+        "model.attention_chunk_size",
+        lambda cfg: not any(layer.chunk for layer in cfg.model.layers),
+        "no layer of model.attention_pattern is C",
+        "choose a pattern with C",
+    ),
+    UnusedKeyRule(
+        "model.attention model.rope model.rope_pattern",
         lambda cfg: not cfg.model.has_softmax_attention,
         "all layers of model.attention_pattern are L, without softmax attention",
         "choose a pattern with F",
     ),
     UnusedKeyRule(
-        "model.rope.theta model.attention.rope_fraction model.rope.interleaved model.rope.scaling model.attention.qk_norm.after_rope",
+        "model.rope model.attention.rope_fraction model.attention.qk_norm.after_rope",
         lambda cfg: not cfg.model.has_rope,
         "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
         "choose patterns with such a layer",
+    ),
+    UnusedKeyRule(
+        "model.ffn.dense",
+        lambda cfg: not has_dense_layers(cfg.model),
+        "no layer of model.layer_pattern is D",
+        "choose a pattern with D, or set model.ffn.moe.intermediate_size, the width of an expert",
     ),
 )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from moefold.config.layers import LAYER_KEYS
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, flat_keys_of, key_name
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
@@ -35,7 +33,7 @@ from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
-from moefold.validate.unused import idle_keys
+from moefold.validate.unused import idle_keys, is_within
 from moefold.verify.no_formula import formula_of, no_formula
 from moefold.verify.oracle_attention import (
     apply_rope,
@@ -135,7 +133,9 @@ class Oracle:
         self._is_frozen_expert = is_frozen_expert
         self._objective = objective
         self._residual_norm = formula_of(cfg.model.layers[0].norm)
-        self._read_layers(cfg)
+        for name in LAYER_KEYS:
+            # A test shows that a formula reads each field of its part.
+            read_key(cfg, name)
         self.weights: Weights = {
             name: w.detach().double().requires_grad_(_is_trained(cfg.model, cfg.train, cfg.lora, name))
             for name, w in weights.items()
@@ -203,7 +203,11 @@ class Oracle:
         counted = {None, Judged.ROUNDS} if has_rounds else {None}
         if unread := [name for name in self.reads.unread(self._recipe) if judged().get(name) in counted]:
             idle = idle_keys(self._recipe)
-            values = [f"{name}={attrgetter(name)(self._recipe)!r}" for name in unread if name not in idle]
+            values = [
+                f"{name}={attrgetter(name)(self._recipe)!r}"
+                for name in unread
+                if not any(is_within(name, key) for key in idle)
+            ]
             if values:
                 no_formula(format_list(values))
 
@@ -311,23 +315,6 @@ class Oracle:
         for i in range(self.cfg.model.num_layers):
             x = self._layer(i, x, documents, context, routed)
         return self._hidden_norm("head.norm", x)
-
-    @staticmethod
-    def _read_layers(cfg: Config) -> None:
-        """Read the keys that choose the parts of the layers, and the keys of parts that have a formula.
-
-        A test shows that a formula reads each field of its part.
-        """
-        for name in LAYER_KEYS:
-            read_key(cfg, name)
-        for part in dict.fromkeys(part for layer in cfg.model.all_layers for part in layer.parts()):
-            if isinstance(part, Part) and part.formula() is None:
-                continue
-            framed = part.framed if isinstance(part, Part) else frozenset()
-            owner: Any = type(part)
-            for setting, key in flat_keys_of(owner):
-                if setting not in framed:
-                    read_key(cfg, key_name(key))
 
     def _layer(
         self, i: int, x: Tensor, documents: Tensor, context: RoutingContext, routed: dict[int, list[RoutedBatch]]
@@ -444,7 +431,7 @@ class Oracle:
             query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
-        if model.attention.indexer.top_k:
+        if part.selector:
             source = x if heads.index_source is None else heads.index_source
             index = self._index(name, x, source, masked, positions, layer)
             masked = index.masked

@@ -6,8 +6,7 @@ Written from the papers' formulas; no code is shared with the trainer.
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.rope_scaling import RopeFormula, RopeScalingPart
+from moefold.config.groups.rope_scaling import RopeFormula
 from moefold.config.model import ModelConfig
 from moefold.verify.no_formula import formula_of
 
@@ -47,7 +46,7 @@ def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
 
 def rope_formula(model: ModelConfig) -> RopeFormula:
     """Return the formula of the scaling of RoPE."""
-    found: RopeFormula = formula_of(chosen_in(model, RopeScalingPart))
+    found: RopeFormula = formula_of(model.rope.scaling)
     return found
 
 

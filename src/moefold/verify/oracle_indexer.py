@@ -16,7 +16,7 @@ def is_warmup(model: ModelConfig, train: TrainConfig) -> bool:
     """Return whether only the indexers learn, from attention over all keys."""
     match train.indexer_stage:
         case "warmup":
-            return model.attention.indexer.top_k > 0
+            return model.attention.selector is not None
         case "sparse":
             return False
         case unknown:
@@ -78,7 +78,7 @@ class OracleIndexer:
         for sample, queries in enumerate(self.scores.tolist()):
             for t, scores in enumerate(queries):
                 visible = [s for s in range(len(scores)) if not self.masked[sample, t, s]]
-                best = sorted(visible, key=lambda s: (-scores[s], s))[: self._model.index_topk]
+                best = sorted(visible, key=lambda s: (-scores[s], s))[: self._model.attention.indexer.top_k]
                 self.masked[sample, t] = True
                 self.masked[sample, t, best] = False
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.config.chosen import RoutingSections, chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.drop import DropPart, DropScopePart, QueueEntry
-from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, RouterScorePart, ScoreFormula
+from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, ScoreFormula
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
@@ -88,7 +88,7 @@ class OracleRouter:
         zeros = torch.zeros(model.num_router_choices, dtype=torch.float32)
         names = [bias_name(i) for i in self._layer_numbers] if model.ffn.moe.router.expert_bias else []
         self.biases = {name: zeros.clone() for name in names}
-        self._score: ScoreFormula = formula_of(chosen(RoutingSections(model, moe), RouterScorePart))
+        self._score: ScoreFormula = formula_of(model.ffn.moe.router)
         self._choice: ChoiceFormula = formula_of(chosen_in(moe, ChoicePart))
         self._in_kept_order = formula_of(chosen_in(moe, DropPart))
         self._drop_scopes = formula_of(chosen_in(moe, DropScopePart))
@@ -146,7 +146,7 @@ class OracleRouter:
         """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
         if self._score.noise_width is None or not context.is_training:
             return None
-        width = self._score.noise_width(self._model.top_k, logits.shape[-1])
+        width = self._score.noise_width(self._model.ffn.moe.top_k, logits.shape[-1])
         return self._noise(layer, torch.Size((*logits.shape[:2], width)), context, stream=SAMPLING_STREAM)
 
     def _replayed_choices(self, layer: int, context: RoutingContext, batch_size: int) -> Tensor:
@@ -169,7 +169,7 @@ class OracleRouter:
     def metrics(self, layer: int, batches: Sequence[RoutedBatch], aux: float, z: float) -> MoELayerMetrics:
         """Return the step's metrics of one layer."""
         all_counts = [float(c) for c in torch.stack([batch.tokens_per_expert().sum(0) for batch in batches]).sum(0)]
-        num_experts = self._model.num_experts
+        num_experts = self._model.ffn.moe.num_experts
         counts = all_counts[:num_experts]
         mean = sum(counts) / len(counts)
         deviation = math.sqrt(sum((count - mean) ** 2 for count in counts) / len(counts))

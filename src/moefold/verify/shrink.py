@@ -7,16 +7,16 @@ from math import lcm, prod
 from typing import Any
 
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import LAYER_GROUPS, chosen_in, chosen_parts, with_part
+from moefold.config.chosen import chosen_in, chosen_parts, with_part
 from moefold.config.data import DataConfig
 from moefold.config.groups.attention import AttentionPart, SpanPart
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.layers import Layer, built_in_parts, with_layers_of
+from moefold.config.layers import Layer, with_layers_of
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, names_failure
+from moefold.config.part import names_failure
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -168,7 +168,6 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         model,
         preset="",
         hidden_size=lcm(to.head_dim * 4, parallel.etp, parallel.tp),
-        nope_temperature_tokens=min(model.attention.temperature.tokens, to.span),
         # A vocabulary that tp does not divide stays one.
         vocab_size=VOCAB_SHARD_SIZE * parallel.tp - (model.vocab_size % cfg.parallel.tp > 0),
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
@@ -187,12 +186,13 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         reward=RewardConfig(),
         sites=SitesConfig(),
     )
-    for part in _small_parts(cfg.model, to):
-        small = with_part(small, part)
+    small = replace(small, model=_small_parts(small.model, to))
     to = replace(to, rotary_dim=small.model.rope_settings.rotary_dim)
     for part in chosen_parts(small):
-        with names_failure(part, "shrink"):
-            small = with_part(small, part.shrink(to))
+        # Parts of the experts are made small with them.
+        if not part.key.startswith("model.ffn."):
+            with names_failure(part, "shrink"):
+                small = with_part(small, part.shrink(to))
     small = replace(small, lora=_shrink_adapters(cfg.lora, small.model))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.ffn.moe.top_k
@@ -228,7 +228,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     # An uneven split into stages stays uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
     num_layers += stages * -(-max(0, len(set(kinds)) - num_layers) // stages)
-    if model.ffn.moe.shortcut or shares_selections(model):
+    if model.has_shortcut or shares_selections(model):
         # Each stage keeps a pair of layers.
         num_layers = 2 * stages
     stage_sizes = [2] * stages
@@ -240,7 +240,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     if shares_selections(model):
         is_shared = _shared_selections([attentions[number] for number in kept], stage_sizes)
     # The routed experts of a layer go with the dense layer after it.
-    networks = list(range(num_layers)) if model.ffn.moe.shortcut else _spread_kinds(model.layers, num_layers)
+    networks = list(range(num_layers)) if model.has_shortcut else _spread_kinds(model.layers, num_layers)
     return with_layers_of(model, kept, networks, is_shared)
 
 
@@ -278,12 +278,19 @@ def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequenc
     return shares
 
 
-def _small_parts(model: ModelConfig, to: SmallSizes) -> Iterator[Part]:
-    """Yield the parts of all kinds of layers with small sizes, at last the attention that the model has."""
-    for group in LAYER_GROUPS:
-        yield from (part.shrink(to) for part in built_in_parts(model, group))
-    with names_failure(model.softmax_attention, "shrink"):
-        yield model.softmax_attention.shrink(to)
+def _small_parts(model: ModelConfig, to: SmallSizes) -> ModelConfig:
+    """Return a model whose layers of all kinds have small sizes, whether it has such layers or not."""
+    attention = model.softmax_attention
+    with names_failure(attention, "shrink"):
+        attention = attention.shrink(to)
+    return replace(
+        model,
+        attention=attention,
+        linear_attention=model.linear_attention.shrink(to),
+        ffn=replace(model.ffn, dense=model.ffn.dense.shrink(to), moe=model.ffn.moe.shrink(to)),
+        sliding_window=min(model.sliding_window, to.span),
+        attention_chunk_size=min(model.attention_chunk_size, to.span),
+    )
 
 
 def _shrink_train(parallel: ParallelConfig, train: TrainConfig, p: ParallelConfig) -> TrainConfig:

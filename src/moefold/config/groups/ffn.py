@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 from moefold.config.field import SAME_TENSORS, Judged, Most, ReadIf, at_least
 from moefold.config.groups.block import ActivationPart
-from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.groups.router import RouterScorePart
 from moefold.config.limits import MAX_WIDTH
+from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import KindOf, Part, Table, by_default
 
 
@@ -96,6 +96,14 @@ class FeedForwardPart(Part):
     def saved_if_recomputed(self, sizes: Any) -> Counter[str]:
         """Return the bytes saved even if the whole layer is recomputed."""
         return Counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePart(FeedForwardPart):
+    """Network that processes every token."""
+
+    intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 1024
+    """Inner width of the network of dense layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +202,7 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
 class Networks(Table):
     """Feed-forward networks of the layers."""
 
-    dense: Annotated[FeedForwardPart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
+    dense: Annotated[DensePart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
     """Network of layers D of model.layer_pattern."""
     moe: Annotated[RoutedPart, KindOf("ffn", ("moe",))] = by_default("ffn", "moe")
     """Network of layers M of model.layer_pattern: a mixture of experts."""

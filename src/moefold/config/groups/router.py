@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from moefold.config.field import POSITIVE, Most, at_least
 from moefold.config.limits import MAX_WIDTH
-from moefold.config.part import FlatKey, Part, UnusedKeys
+from moefold.config.part import Part, UnusedKeys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -270,7 +270,9 @@ class ChoicePart(Part):
         """Yield the keys of the losses and biases that balance the experts; see base class."""
         other = "choose moe.choice='topk'"
         if not self.scores_decide:
-            yield UnusedKeys("moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", other)
+            yield UnusedKeys(
+                "moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", other
+            )
         if self.sets_bias:
             yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
 

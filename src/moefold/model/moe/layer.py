@@ -10,7 +10,7 @@ from moefold.comm.resumable import Resumable, run_to_end
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.groups.router import BalanceScopePart, RouterScorePart
+from moefold.config.groups.router import BalanceScopePart
 from moefold.config.moe import MoEConfig
 from moefold.config.routing import aux_coefficient
 from moefold.model.linear import UnquantizedLinear, linear

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.export import register_dataclass
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in, read_key
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterScorePart, RouterSoftmaxPart
 from moefold.config.model import ModelConfig
@@ -358,7 +358,9 @@ class Router(nn.Module):
         part = self._part
         if part.router.num_groups > 1:
             sums_top2 = self._score.sums_top2
-            values_TE = mask_to_top_groups(values_TE, part.router.num_groups, part.router.top_groups, sums_top2=sums_top2)
+            values_TE = mask_to_top_groups(
+                values_TE, part.router.num_groups, part.router.top_groups, sums_top2=sums_top2
+            )
         return topk_experts(values_TE, part.top_k)
 
 
@@ -397,13 +399,14 @@ class FusedRouting:
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     """Return why the fused kernel does not support the router of a recipe; empty if it does."""
-    choice = chosen_in(moe, ChoicePart)
+    sections = RoutingSections(model, moe)
+    choice = chosen(sections, ChoicePart)
     score = model.ffn.moe.router
     if not choice.scores_decide:
         return f"moe.choice={choice.kind!r}"
     if score.fused_options() is None:
         key = RouterSoftmaxPart.key if score.chooses else RouterScorePart.key
-        return f"{key}={attrgetter(key.removeprefix('model.'))(model).kind!r}"
+        return f"{key}={read_key(sections, key).kind!r}"
     if moe.router_dtype != "float32":
         return f"moe.router_dtype={moe.router_dtype!r}"
     if moe.trace_every or moe.replay:

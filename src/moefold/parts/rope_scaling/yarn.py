@@ -49,7 +49,9 @@ class Yarn(ContextScaling):
                 "must be above 2*pi*beta_slow and below 2*pi*beta_fast*theta, so that some frequencies "
                 "are scaled and some are not"
             )
-            yield Problem("model.rope.scaling.original_seq_len", self.original_seq_len, rule, f"choose {minimum} to {maximum}")
+            yield Problem(
+                "model.rope.scaling.original_seq_len", self.original_seq_len, rule, f"choose {minimum} to {maximum}"
+            )
         if self.attention_factor and self.mscale:
             rule = f"has no effect with model.rope.scaling.attention_factor={self.attention_factor}, which it would only derive"
             yield Problem("model.rope.scaling.mscale", self.mscale, rule, "leave one of them out")

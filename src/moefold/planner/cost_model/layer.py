@@ -624,7 +624,7 @@ class _MoECost:
 
     @property
     def _has_fused_activation(self) -> bool:
-        return self.part.activation.is_swiglu and not self.part.has_bias
+        return self.part.activation.is_swiglu and not self.part.bias
 
     @property
     def _fuses_experts(self) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
 from moefold.config.field import Judged, Most, at_least
+from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec

@@ -101,7 +101,9 @@ class GqaPart(SoftmaxAttentionPart):
             )
         if heads % groups:
             rule = f"must divide model.attention.num_heads={heads}"
-            yield Problem("model.attention.num_kv_heads", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}")
+            yield Problem(
+                "model.attention.num_kv_heads", groups, rule, f"choose {nearest_numbers(groups, divisors(heads))}"
+            )
         if self.has_rope and (is_given or hidden % heads == 0):
             yield from self._check_rope(is_given)
         if self.qk_norm:
@@ -118,8 +120,7 @@ class GqaPart(SoftmaxAttentionPart):
             yield Problem(
                 "model.attention.num_heads",
                 self.num_heads,
-                f"makes heads of hidden_size/num_heads={size} dims, which must be even, because RoPE rotates "
-                "pairs",
+                f"makes heads of hidden_size/num_heads={size} dims, which must be even, because RoPE rotates pairs",
                 f"set model.attention.head_dim to {nearest_multiples(size, 2)}",
             )
         elif abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) < 2:

@@ -36,7 +36,7 @@ class DeepEP(DispatcherPart):
         if part is None:
             return
         size = part.token_size(recipe.model.hidden_size)
-        width_key = "moe_hidden_size" if part.latent_size else "hidden_size"
+        width_key = "ffn.moe.latent_size" if part.latent_size else "hidden_size"
         width = f"model.{width_key}={size}"
         if p.etp > 1:
             yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"

@@ -41,7 +41,7 @@ class SymmMem(DispatcherPart):
             yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
         if chosen(recipe, WirePart).rounds:
             yield f"it sends tokens in run.dtype, and moe.dispatch_precision={recipe.moe.dispatch_precision!r}"
-        if recipe.model.routed and recipe.model.routed.has_bias:
+        if recipe.model.routed and recipe.model.routed.bias:
             yield "it leaves rows without an expert, and model.ffn.moe.bias=true adds the bias of an expert to each row"
         if recipe.faults.check_dispatch:
             yield "its row counts stay on the device, and faults.check_dispatch=true compares them on the host"

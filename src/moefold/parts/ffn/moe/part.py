@@ -88,7 +88,9 @@ class MoePart(RoutedPart):
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = 2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.intermediate_size // sizes.cfg.parallel.etp
+            width = (
+                2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.intermediate_size // sizes.cfg.parallel.etp
+            )
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
-from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardPart, swiglu_params
+from moefold.config.groups.ffn import DensePart, FeedForwardFormula, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwiGluPart(FeedForwardPart):
+class SwiGluPart(DensePart):
     """Multiply an up projection by the SiLU of a gate projection, and project back."""
-
-    intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 1024
-    """Inner width of the SwiGLU of dense layers."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with a narrow inner width on each rank."""
