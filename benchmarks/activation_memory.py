@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from benchmarks.process_group import make_group
 from benchmarks.saved_memory import measure_saved_bytes
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -23,10 +22,18 @@ from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
+from tests.models import model_of
 
 RUNS = 12
-MODEL = ModelConfig(
-    num_layers=4, hidden_size=256, num_attention_heads=8, num_query_groups=4, num_experts=8, moe_ffn_hidden_size=512
+MODEL = model_of(
+    {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "attention.num_heads": 8,
+        "attention.num_kv_heads": 4,
+        "ffn.moe.num_experts": 8,
+        "ffn.moe.intermediate_size": 512,
+    }
 )
 TOKENS = 1024
 ONE_RANK = make_group((0,), 0, None)

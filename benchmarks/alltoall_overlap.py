@@ -22,7 +22,6 @@ from torch import Tensor
 from moefold.comm import async_collectives
 from moefold.comm.groups import ParallelGroups
 from moefold.config.data import DataConfig
-from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -37,6 +36,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool
+from tests.models import model_of
 
 MAPPINGS: tuple[dict[str, Any], ...] = (
     {"world_size": 2, "ep": 2},
@@ -130,15 +130,17 @@ def recipe(mapping: dict[str, Any], hidden: int, seq_len: int, micro_batches: in
     dp = mapping["world_size"] // mapping.get("pp", 1)
     return Config(
         run=RunConfig(device="cpu", dtype="float32"),
-        model=ModelConfig(
-            num_layers=NUM_LAYERS,
-            hidden_size=hidden,
-            num_attention_heads=4,
-            num_query_groups=4,
-            vocab_size=256,
-            num_experts=8,
-            top_k=2,
-            moe_ffn_hidden_size=2 * hidden,
+        model=model_of(
+            {
+                "num_layers": NUM_LAYERS,
+                "hidden_size": hidden,
+                "attention.num_heads": 4,
+                "attention.num_kv_heads": 4,
+                "vocab_size": 256,
+                "ffn.moe.num_experts": 8,
+                "ffn.moe.top_k": 2,
+                "ffn.moe.intermediate_size": 2 * hidden,
+            }
         ),
         parallel=ParallelConfig(**mapping),
         train=TrainConfig(seq_len=seq_len, micro_batch_size=1, global_batch_size=micro_batches * dp),

@@ -15,26 +15,28 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.transformer import TORCH_DTYPES, build_model
 from moefold.parallel.select_ops import apply_kernels, select_kernels
+from tests.models import model_of
 
 ROUNDS = 7
-MODEL = ModelConfig(
-    num_layers=2,
-    layer_pattern="DM",
-    hidden_size=512,
-    num_attention_heads=8,
-    num_query_groups=4,
-    qk_norm=True,
-    ffn_hidden_size=2048,
-    moe_ffn_hidden_size=512,
-    shared_expert_ffn_hidden_size=512,
-    num_experts=8,
-    vocab_size=512,
+MODEL = model_of(
+    {
+        "num_layers": 2,
+        "layer_pattern": "DM",
+        "hidden_size": 512,
+        "attention.num_heads": 8,
+        "attention.num_kv_heads": 4,
+        "attention.qk_norm": {},
+        "ffn.dense.intermediate_size": 2048,
+        "ffn.moe.intermediate_size": 512,
+        "ffn.moe.shared.intermediate_size": 512,
+        "ffn.moe.num_experts": 8,
+        "vocab_size": 512,
+    }
 )
 KINDS = {
     "plain": ("plain", "none"),

@@ -28,6 +28,7 @@ from moefold.convert.families import FAMILIES, Family
 from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import family_mapping, parameter_shapes
+from tests.models import model_of
 
 LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6
@@ -69,16 +70,27 @@ def main() -> int:
 
 
 def _mixtral(folder: Path, size: float) -> bool:
-    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 4, "vocab_size": 32000}
+    sizes = {"hidden_size": 2048, "attention.num_heads": 16, "attention.num_kv_heads": 4, "vocab_size": 32000}
     # 8 experts of 3 matrices: 553 MB a layer in bfloat16.
-    experts = ModelConfig(**sizes, num_layers=1, layer_pattern="M", num_experts=8, top_k=2, moe_ffn_hidden_size=5632)
+    experts = model_of(
+        {
+            **sizes,
+            "num_layers": 1,
+            "layer_pattern": "M",
+            "ffn.moe.num_experts": 8,
+            "ffn.moe.top_k": 2,
+            "ffn.moe.intermediate_size": 5632,
+        }
+    )
     layer = _largest_bytes(_mapping(FAMILIES["mixtral"], experts), "BF16")
     model = replace(experts, num_layers=max(2, round(size / layer + 0.5)))
     _write_hf_folder(folder / "hf", FAMILIES["mixtral"], model, "BF16")
     runs = [_import_command(folder), *_export_commands(folder)]
-    dense = ModelConfig(**sizes, num_layers=model.num_layers, layer_pattern="D", ffn_hidden_size=5632)
+    dense = model_of(
+        {**sizes, "num_layers": model.num_layers, "layer_pattern": "D", "ffn.dense.intermediate_size": 5632}
+    )
     _write_hf_folder(folder / "dense", FAMILIES["llama"], dense, "BF16")
-    runs.append(("upcycle", [str(folder / "dense"), str(folder / "moe"), "model.num_experts=8"]))
+    runs.append(("upcycle", [str(folder / "dense"), str(folder / "moe"), "model.ffn.moe.num_experts=8"]))
     _write_checkpoint(folder / "run", model)
     runs.append(("export of a run", [str(folder / "run"), str(folder / "trained")]))
     return _measure_all(runs, layer, folder)
@@ -86,7 +98,12 @@ def _mixtral(folder: Path, size: float) -> bool:
 
 def _llama(folder: Path) -> bool:
     """Convert a Llama whose embedding, 410 MB, is far larger than a layer."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 2, "ffn_hidden_size": 1024}
+    sizes = {
+        "hidden_size": 512,
+        "attention.num_heads": 8,
+        "attention.num_kv_heads": 2,
+        "ffn.dense.intermediate_size": 1024,
+    }
     model = ModelConfig(**sizes, num_layers=2, layer_pattern="D", vocab_size=200_000, tie_embeddings=True)
     _write_hf_folder(folder / "hf", FAMILIES["llama"], model, "F32", stores_tied_head=True)
     _write_checkpoint(folder / "run", model)
@@ -97,8 +114,8 @@ def _llama(folder: Path) -> bool:
 
 def _gpt_oss(folder: Path) -> bool:
     """Convert stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 811 MB."""
-    sizes = {"num_layers": 2, "hidden_size": 1024, "moe_ffn_hidden_size": 2048, "vocab_size": 64}
-    heads = {"num_attention_heads": 8, "num_query_groups": 2}
+    sizes = {"num_layers": 2, "hidden_size": 1024, "ffn.moe.intermediate_size": 2048, "vocab_size": 64}
+    heads = {"attention.num_heads": 8, "attention.num_kv_heads": 2}
     model = config_from_dict({"model": {"preset": "gpt-oss-20b", **sizes, **heads}}).model
     _write_hf_folder(folder / "hf", FAMILIES["gpt_oss"], model, "F32")
     runs = [_import_command(folder), _import_command(folder, "--check"), *_export_commands(folder)]

@@ -94,7 +94,7 @@ def trace_layer(
         event_seconds: estimated time of an event, by which the autotuner chooses; None: it takes the first candidate.
     """
     tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
-    top_k = cfg.model.top_k
+    top_k = cfg.model.ffn.moe.top_k
     trace = Trace(tokens * top_k, top_k, runs_all_candidates=runs_all_candidates, event_seconds=event_seconds)
     with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace, device):
         groups = replace(groups, device=CUDA)

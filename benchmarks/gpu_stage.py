@@ -16,12 +16,12 @@ from moefold.config.schema import Config
 
 TINY_LAYER = {
     "hidden_size": 64,
-    "moe_ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "top_k": 2,
+    "ffn.moe.intermediate_size": 64,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 2,
+    "attention.head_dim": 16,
+    "ffn.moe.num_experts": 8,
+    "ffn.moe.top_k": 2,
 }
 TINY_TOKENS = 64
 TOP_KERNELS = 12

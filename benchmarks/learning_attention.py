@@ -40,24 +40,28 @@ COMMON = (
     "train.eval_samples=128",
     "checkpoint.resume=never",
 )
-HYBRID = ("model.attention_pattern=LLLF", "model.linear_num_key_heads=2")
+HYBRID = ("model.attention_pattern=LLLF", "model.linear_attention.num_key_heads=2")
 VARIANTS = {
     "full attention": (),
     "Gated DeltaNet hybrid": (
         *HYBRID,
         "model.linear_attention=gated_deltanet",
-        "model.linear_num_value_heads=4",
-        "model.linear_key_head_dim=24",
-        "model.linear_value_head_dim=22",
+        "model.linear_attention.num_value_heads=4",
+        "model.linear_attention.key_head_dim=24",
+        "model.linear_attention.value_head_dim=22",
     ),
     "KDA hybrid": (
         *HYBRID,
         "model.linear_attention=kda",
-        "model.linear_num_value_heads=2",
-        "model.linear_key_head_dim=32",
-        "model.linear_value_head_dim=34",
+        "model.linear_attention.num_value_heads=2",
+        "model.linear_attention.key_head_dim=32",
+        "model.linear_attention.value_head_dim=34",
     ),
-    "sparse, 64 of 512 keys": ("model.index_topk=64", "model.index_heads=2", "model.index_head_dim=16"),
+    "sparse, 64 of 512 keys": (
+        "model.attention.indexer.top_k=64",
+        "model.attention.indexer.num_heads=2",
+        "model.attention.indexer.head_dim=16",
+    ),
 }
 """Overrides of each variant. The first one is the reference; parameters of the others are within 1 % of it."""
 MAX_SIZE_DIFFERENCE = 0.01

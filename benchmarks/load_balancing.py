@@ -55,7 +55,9 @@ METHODS = (
     Method("none", "none", "#8d99ae", ("moe.aux_loss=0.0",)),
     Method("micro_batch", "aux, micro-batch", "#4c78a8", ("moe.aux_loss=0.01", "moe.aux_kind=micro_batch")),
     Method("global_batch", "aux, global batch", "#2a9d6f", ("moe.aux_loss=0.01", "moe.aux_kind=global_batch")),
-    Method("expert_bias", "expert bias, no aux", "#d1495b", ("moe.aux_loss=0.0", "model.expert_bias=true")),
+    Method(
+        "expert_bias", "expert bias, no aux", "#d1495b", ("moe.aux_loss=0.0", "model.ffn.moe.router.expert_bias=true")
+    ),
 )
 
 
@@ -119,7 +121,7 @@ def _page(results: list[Result], steps: int) -> str:
         "",
         f"Written by `python benchmarks/load_balancing.py`: {len(results)} runs of {steps} steps from the same weights",
         "over the same batches of `python-docs`, with the model of the quickstart",
-        f"({len(model.layers)} MoE layers of {model.num_experts} experts, top-2), 16 samples of 128 bytes a step in",
+        f"({len(model.layers)} MoE layers of {model.ffn.moe.num_experts} experts, top-2), 16 samples of 128 bytes a step in",
         f"micro-batches of 2, float32, one process on a CPU ({machine}).",
         "With one seed, differences in loss of this size do not rank the methods.",
         "",

@@ -58,13 +58,13 @@ CONTEXT_METHODS: Mapping[str, Mapping[str, Any]] = {
 MODEL = {
     "num_layers": 2,
     "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 2,
     "vocab_size": 256,
     "layer_pattern": "M",
-    "num_experts": 16,
-    "top_k": 2,
-    "moe_ffn_hidden_size": 256,
+    "ffn.moe.num_experts": 16,
+    "ffn.moe.top_k": 2,
+    "ffn.moe.intermediate_size": 256,
 }
 """The model: small experts, so that a CPU computes a step of some thousand tokens in a second."""
 WARMUP = 1

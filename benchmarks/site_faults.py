@@ -47,13 +47,13 @@ dtype = "float64"
 [model]
 num_layers = 2
 hidden_size = 16
-num_attention_heads = 4
-num_query_groups = 2
-head_dim = 4
+attention.num_heads = 4
+attention.num_kv_heads = 2
+attention.head_dim = 4
 vocab_size = 32
-num_experts = 8
-top_k = 2
-moe_ffn_hidden_size = 8
+ffn.moe.num_experts = 8
+ffn.moe.top_k = 2
+ffn.moe.intermediate_size = 8
 init_std = 0.2
 [train]
 seq_len = 16

@@ -27,7 +27,7 @@ device = "cpu"
 preset = "tiny"
 num_layers = 2
 hidden_size = 256
-moe_ffn_hidden_size = 512
+ffn = { moe = { intermediate_size = 512 } }
 vocab_size = 2048
 [train]
 seq_len = 32

@@ -147,7 +147,14 @@ class StepBreakdown:
     def expert_flops(self) -> float:
         """FLOPs of the experts of one layer, forward and backward."""
         model = self._cfg.model
-        return TRAIN_TO_FORWARD * 2.0 * sum(self._rows_per_expert) * 3 * model.hidden_size * model.experts.intermediate_size
+        return (
+            TRAIN_TO_FORWARD
+            * 2.0
+            * sum(self._rows_per_expert)
+            * 3
+            * model.hidden_size
+            * model.experts.intermediate_size
+        )
 
     def _attention_parts(self) -> Iterator[StepPart]:
         model = self._cfg.model

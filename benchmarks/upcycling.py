@@ -21,8 +21,8 @@ COMMON = (
     "run.device=cpu",
     "model.num_layers=4",
     "model.hidden_size=128",
-    "model.num_attention_heads=4",
-    "model.num_query_groups=2",
+    "model.attention.num_heads=4",
+    "model.attention.num_kv_heads=2",
     "train.seq_len=128",
     "train.micro_batch_size=8",
     "train.global_batch_size=16",
@@ -31,9 +31,9 @@ COMMON = (
     "train.lr_schedule.min_lr=1e-4",
     "checkpoint.resume=never",
 )
-DENSE = ("model.layer_pattern=D", "model.ffn_hidden_size=512")
-COPIES = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=512")
-SLICES = ("model.num_experts=16", "model.top_k=4", "model.moe_ffn_hidden_size=256")
+DENSE = ("model.layer_pattern=D", "model.ffn.dense.intermediate_size=512")
+COPIES = ("model.ffn.moe.num_experts=8", "model.ffn.moe.top_k=2", "model.ffn.moe.intermediate_size=512")
+SLICES = ("model.ffn.moe.num_experts=16", "model.ffn.moe.top_k=4", "model.ffn.moe.intermediate_size=256")
 VARIANTS = {
     "dense": DENSE,
     "8 copies, top 2": COPIES,

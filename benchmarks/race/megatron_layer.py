@@ -37,7 +37,7 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
 
     Needs a process group of size 1.
     """
-    spec = get_moe_module_spec(use_te=False, num_experts=model.num_experts)
+    spec = get_moe_module_spec(use_te=False, num_experts=model.ffn.moe.num_experts)
     # A `partial` of the layer from 0.18 on, a `ModuleSpec` before.
     is_partial = isinstance(spec, partial)
     (spec.keywords["submodules"] if is_partial else spec.submodules).router = _CpuRouter
@@ -52,24 +52,24 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def _config(model: ModelConfig, dtype: torch.dtype) -> Any:
-    scale = model.router_scaling_factor
+    scale = model.ffn.moe.router.scaling_factor
     return TransformerConfig(
         num_layers=1,
         num_attention_heads=1,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.moe_ffn_hidden_size,
+        ffn_hidden_size=model.ffn.moe.intermediate_size,
         gated_linear_unit=True,
         activation_func=F.silu,
         # Uses torch.compile: a few per cent faster than eager operations.
         bias_activation_fusion=True,
         add_bias_linear=False,
-        num_moe_experts=model.num_experts,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=model.shared_expert_ffn_hidden_size or None,
-        moe_shared_expert_gate=model.shared_expert_gate,
-        moe_router_topk=model.top_k,
-        moe_router_score_function=model.router_score,
-        moe_router_pre_softmax=model.router_softmax == "pre",
+        num_moe_experts=model.ffn.moe.num_experts,
+        moe_ffn_hidden_size=model.ffn.moe.intermediate_size,
+        moe_shared_expert_intermediate_size=model.ffn.moe.shared.intermediate_size or None,
+        moe_shared_expert_gate=model.ffn.moe.shared.gate,
+        moe_router_topk=model.ffn.moe.top_k,
+        moe_router_score_function=model.ffn.moe.router,
+        moe_router_pre_softmax=model.ffn.moe.router.softmax == "pre",
         moe_router_topk_scaling_factor=scale if scale != 1 else None,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",

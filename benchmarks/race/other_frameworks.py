@@ -106,7 +106,7 @@ def torchtitan_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type:
     """See `Peer.unsupported_reason`."""
     if dtype != torch.bfloat16:
         return "its experts support bfloat16 only (--dtype bfloat16)"
-    if model.router_score == "softmax" and model.num_groups > 1:
+    if model.ffn.moe.router == "softmax" and model.ffn.moe.router.num_groups > 1:
         return "it scores groups by their two best experts, where softmax routing uses the best one"
     return ""
 
@@ -117,13 +117,15 @@ def megatron_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type: s
         return "its fast experts need transformer-engine, with which this bench has not been run"
     if which("g++") is None:
         return "its activation is compiled with g++, which is missing"
-    if model.expert_bias:
+    if model.ffn.moe.router.expert_bias:
         return "its expert bias needs CUDA"
-    if model.num_groups > 1:
+    if model.ffn.moe.router.num_groups > 1:
         return "its group-limited routing differs from ours"
-    if model.router_score == "sigmoid" and not model.router_normalize:
+    if model.ffn.moe.router == "sigmoid" and not model.ffn.moe.router.normalize:
         return "its sigmoid scores are always normalised"
-    is_top1_softmax = model.top_k == 1 and model.router_score == "softmax" and model.router_softmax == "post"
+    is_top1_softmax = (
+        model.ffn.moe.top_k == 1 and model.ffn.moe.router == "softmax" and model.ffn.moe.router.softmax == "post"
+    )
     return "it has no softmax over a single chosen expert" if is_top1_softmax else ""
 
 
@@ -134,14 +136,14 @@ PEERS = (
 
 
 def _common_unsupported_reason(model: ModelConfig) -> str:
-    if model.router_score == "sqrtsoftplus":
+    if model.ffn.moe.router == "sqrtsoftplus":
         return "its router has no sqrtsoftplus scores"
-    if model.router_softmax == "sparsemixer":
+    if model.ffn.moe.router.softmax == "sparsemixer":
         return "its router is no SparseMixer"
-    if model.zero_experts or model.router_probs_on_input:
+    if model.ffn.moe.zero_experts or model.ffn.moe.probs_on_input:
         return "it has neither zero-computation experts nor routing weights on inputs"
-    has_biases = model.moe_bias or model.router_bias
-    return "its experts are SwiGLU without biases" if has_biases or model.moe_activation != "swiglu" else ""
+    has_biases = model.ffn.moe.bias or model.ffn.moe.router.bias
+    return "its experts are SwiGLU without biases" if has_biases or model.ffn.moe.activation != "swiglu" else ""
 
 
 def _is_installed(module: str) -> bool:

@@ -24,23 +24,32 @@ ExpertsImplementation = Literal["loop", "grouped_mm"]
 
 def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
     """Return the reason why the baseline cannot compute a model; "" if it can."""
-    if model.router_score != "softmax" or model.num_groups > 1 or model.expert_bias or model.zero_experts:
+    if (
+        model.ffn.moe.router != "softmax"
+        or model.ffn.moe.router.num_groups > 1
+        or model.ffn.moe.router.expert_bias
+        or model.ffn.moe.zero_experts
+    ):
         return "its router supports only softmax and top-k"
-    if model.router_softmax == "sparsemixer":
+    if model.ffn.moe.router.softmax == "sparsemixer":
         return "its router is no SparseMixer"
     if not with_attention:
         return ""
-    if model.attention != "gqa" or model.qk_norm_width == "all_heads" or model.attention_sinks:
+    if model.attention != "gqa" or model.attention.qk_norm.over == "all_heads" or model.attention.sinks:
         return "it supports only grouped-query attention"
-    if any(layer.chunk for layer in model.layers) or not model.qk_norm_weight or model.router_probs_on_input:
+    if any(layer.chunk for layer in model.layers) or not model.attention.qk_norm.weight or model.ffn.moe.probs_on_input:
         return "it supports neither chunks of attention, norms without weights, nor routing weights on inputs"
-    if model.qk_norm_after_rope or model.attention_gate or model.attention_scale or model.norm_placement != "pre":
+    if model.attention.qk_norm.after_rope or model.attention.gate or model.attention.scale or model.residual != "pre":
         return "it supports only the layer of Llama and Qwen3"
     if model.norm != "rmsnorm" or model.head_bias:
         return "it supports only RMSNorm, and a head without a bias"
-    if (model.embedding_multiplier, model.residual_multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
+    if (model.embedding_multiplier, model.residual.multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
         return "it has no multipliers"
-    if model.rope_interleaved or model.rope_fraction < 1 or not all(layer.attention.has_rope for layer in model.layers):
+    if (
+        model.rope.interleaved
+        or model.attention.rope_fraction < 1
+        or not all(layer.attention.has_rope for layer in model.layers)
+    ):
         return "its RoPE rotates all dims of all layers, in halves"
     return ""
 
@@ -83,10 +92,10 @@ class TorchBaseline:
         model = self._cfg.model
         x_TH = x.flatten(0, -2)
         scores_TE = F.linear(x_TH.float(), moe.router.weight.float()).softmax(-1)
-        probs_TK, ids_TK = scores_TE.topk(model.top_k, dim=-1)
-        if model.router_softmax == "post":
+        probs_TK, ids_TK = scores_TE.topk(model.ffn.moe.top_k, dim=-1)
+        if model.ffn.moe.router.softmax == "post":
             probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
-        probs_TK = probs_TK * model.router_scaling_factor
+        probs_TK = probs_TK * model.ffn.moe.router.scaling_factor
         run_experts = self._experts_loop if self._experts == "loop" else self._experts_grouped_mm
         y_TH = run_experts(moe.experts, x_TH, ids_TK, probs_TK.to(x.dtype))
         shared_expert: Any = moe.shared
@@ -95,13 +104,13 @@ class TorchBaseline:
             if moe.shared_gate is not None:
                 shared = shared * torch.sigmoid(F.linear(x_TH, moe.shared_gate.to(x.dtype)))
             y_TH = y_TH + shared
-        share_E = F.one_hot(ids_TK, model.num_experts).sum((0, 1)) / ids_TK.numel()
-        aux = aux_coefficient(self._cfg.moe) * model.num_experts * (share_E * scores_TE.mean(0)).sum()
+        share_E = F.one_hot(ids_TK, model.ffn.moe.num_experts).sum((0, 1)) / ids_TK.numel()
+        aux = aux_coefficient(self._cfg.moe) * model.ffn.moe.num_experts * (share_E * scores_TE.mean(0)).sum()
         return y_TH.view_as(x), aux
 
     def _experts_loop(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
         y_TH = torch.zeros_like(x_TH)
-        for e in range(self._cfg.model.num_experts):
+        for e in range(self._cfg.model.ffn.moe.num_experts):
             token, k = torch.where(ids_TK == e)
             output = self._swiglu(x_TH[token], experts.w_gate[e], experts.w_up[e], experts.w_down[e])
             y_TH = y_TH.index_add(0, token, output * probs_TK[token, k, None])
@@ -109,7 +118,7 @@ class TorchBaseline:
 
     def _experts_grouped_mm(self, experts: Any, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Tensor:
         order = ids_TK.flatten().argsort(stable=True)
-        counts_E = torch.bincount(ids_TK.flatten(), minlength=self._cfg.model.num_experts)
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=self._cfg.model.ffn.moe.num_experts)
         offsets_E = counts_E.cumsum(0).to(torch.int32)
         token = order // ids_TK.shape[1]
         x_RH = x_TH[token]
@@ -137,7 +146,7 @@ class TorchBaseline:
         return F.linear(attended.transpose(1, 2).flatten(2), attention.wo.to(x.dtype))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self._cfg.model.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self._cfg.model.norm.eps)
 
     def _apply_rope(self, x_BSAD: Tensor) -> Tensor:
         model, seq_len = self._cfg.model, self._cfg.train.seq_len

@@ -27,39 +27,39 @@ def build(ours: MoELayer, model: ModelConfig, dtype: torch.dtype) -> nn.Module:
 
 def _config(model: ModelConfig) -> Any:
     size = model.hidden_size
-    num_experts = model.num_experts
-    has_groups = model.num_groups > 1
-    is_softmax = model.router_score == "softmax"
+    num_experts = model.ffn.moe.num_experts
+    has_groups = model.ffn.moe.router.num_groups > 1
+    is_softmax = model.ffn.moe.router == "softmax"
     return MoE.Config(
         num_experts=num_experts,
         # Enables the expert bias; the value is only used by its update, which is not part of the layer.
-        load_balance_coeff=1e-3 if model.expert_bias else None,
-        shared_experts=_shared_expert(model) if model.shared_expert_ffn_hidden_size else None,
+        load_balance_coeff=1e-3 if model.ffn.moe.router.expert_bias else None,
+        shared_experts=_shared_expert(model) if model.ffn.moe.shared.intermediate_size else None,
         router=TokenChoiceTopKRouter.Config(
             num_experts=num_experts,
             gate=_linear(size, num_experts),
-            num_expert_groups=model.num_groups if has_groups else None,
-            num_limited_groups=model.top_groups if has_groups else None,
-            top_k=model.top_k,
-            score_func=model.router_score,
+            num_expert_groups=model.ffn.moe.router.num_groups if has_groups else None,
+            num_limited_groups=model.ffn.moe.router.top_groups if has_groups else None,
+            top_k=model.ffn.moe.top_k,
+            score_func=model.ffn.moe.router,
             # The softmax over the chosen logits equals the full softmax normalised over the chosen experts.
-            route_norm=model.router_softmax == "post" if is_softmax else model.router_normalize,
-            route_scale=model.router_scaling_factor,
+            route_norm=model.ffn.moe.router.softmax == "post" if is_softmax else model.ffn.moe.router.normalize,
+            route_scale=model.ffn.moe.router.scaling_factor,
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=GroupedExperts.Config(
-                dim=size, hidden_dim=model.moe_ffn_hidden_size, num_experts=num_experts
+                dim=size, hidden_dim=model.ffn.moe.intermediate_size, num_experts=num_experts
             ),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=model.top_k),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=num_experts, top_k=model.ffn.moe.top_k),
         ),
     )
 
 
 def _shared_expert(model: ModelConfig) -> Any:
     size = model.hidden_size
-    inner = model.shared_expert_ffn_hidden_size
+    inner = model.ffn.moe.shared.intermediate_size
     widths = {"w1": _linear(size, inner), "w2": _linear(inner, size), "w3": _linear(size, inner)}
-    if model.shared_expert_gate:
+    if model.ffn.moe.shared.gate:
         return SigmoidGatedFeedForward.Config(**widths, gate=_linear(size, 1))
     return FeedForward.Config(**widths)
 

@@ -29,7 +29,10 @@ DELAYED = [
 # Two forward passes instead of gradients; weights are perturbed by the same numbers under every mapping.
 
 SPSA = {"optimizer": Spsa(max_gradient=5.0), "global_batch_size": 4}
-SPSA_LOSSES = {"moe": {"aux_loss": 0.1, "z_loss": 0.1}, "model": SHARED | TIED | {"mtp_layers": 1, "expert_bias": True}}
+SPSA_LOSSES = {
+    "moe": {"aux_loss": 0.1, "z_loss": 0.1},
+    "model": SHARED | TIED | {"mtp_layers": 1, "ffn.moe.router.expert_bias": True},
+}
 SPSA_MAPPED = [
     {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "cp": 2, "pp": 2, "ep": 2, "zero": 2},
     {"train": SPSA, **SPSA_LOSSES, "world_size": 4, "tp": 2, "ep": 2, "etp": 2, "zero": 3},
@@ -37,7 +40,7 @@ SPSA_MAPPED = [
     {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "zero": 0},
     {"train": SPSA, **SPSA_LOSSES, "world_size": 2, "zero": 1},
     {"train": SPSA, "world_size": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": 1},
-    {"train": SPSA, "model": {"moe_bias": True}, "world_size": 4, "ep": 2, "etp": 2, "zero": 3},
+    {"train": SPSA, "model": {"ffn.moe.bias": True}, "world_size": 4, "ep": 2, "etp": 2, "zero": 3},
     {"train": SPSA, "moe": {"aux_kind": "global_batch", "aux_loss": 0.1}, "world_size": 2, "pp": 2},
     {"train": SPSA, "moe": {"aux_kind": "last_global_batch", "aux_loss": 0.1}, "world_size": 2, "ep": 2},
     {"train": SPSA, "moe": {"capacity_factor": 1.0, "input_jitter": 0.1}, "world_size": 2, "tp": 2},

@@ -49,7 +49,7 @@ def _hash_after(cfg: Config, steps: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replicas_have_the_same_bits_after_100_steps(pool, dtype):
-    cfg = tiny(train=SPSA, model={"expert_bias": True}, world_size=2, zero=0)
+    cfg = tiny(train=SPSA, model={"ffn.moe.router.expert_bias": True}, world_size=2, zero=0)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, steps=100))
     first, second = pool.run(2, _hash_after, cfg, 100)
     assert first == second

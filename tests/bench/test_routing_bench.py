@@ -19,7 +19,7 @@ def test_balanced_states_load_all_experts_equally(name):
     torch.nn.init.ones_(norm.weight)
     for x in (states, norm(states)):
         routing = router(x, TokenPositions(LocalMicroBatch(), 1024, torch.arange(1)))
-        counts = routing.ids_TK.flatten().bincount(minlength=cfg.model.num_experts)
+        counts = routing.ids_TK.flatten().bincount(minlength=cfg.model.ffn.moe.num_experts)
         assert counts.max() - counts.min() <= 1
         assert (routing.ids_TK.sort(1).values == balanced_choices(1024, cfg.model, x.device).sort(1).values).all()
 
@@ -29,5 +29,5 @@ def test_steered_tokens_choose_their_experts():
     router, embedding = moe_router(cfg.model, cfg.moe), torch.randn(cfg.model.vocab_size, cfg.model.hidden_size)
     steer_embedding(embedding, [router.weight], cfg.model)
     ids = router(embedding, TokenPositions(LocalMicroBatch(), len(embedding), torch.arange(1))).ids_TK
-    counts = ids.flatten().bincount(minlength=cfg.model.num_experts)
+    counts = ids.flatten().bincount(minlength=cfg.model.ffn.moe.num_experts)
     assert counts.max() == counts.min()

@@ -140,7 +140,7 @@ def test_every_implementation_of_every_product_is_compared(tmp_path, monkeypatch
     pytest.importorskip("triton")
     monkeypatch.setattr(gpu_stages, "LAYERS", gpu_stages.LAYERS[:1])
     # Triton's interpreter takes seconds for a launch of the usual sizes.
-    sizes = {"hidden_size": 32, "moe_ffn_hidden_size": 32, "num_experts": 2, "top_k": 1}
+    sizes = {"hidden_size": 32, "ffn.moe.intermediate_size": 32, "ffn.moe.num_experts": 2, "ffn.moe.top_k": 1}
     monkeypatch.setattr(gpu_stage, "TINY_LAYER", gpu_stage.TINY_LAYER | sizes)
     monkeypatch.setattr(gpu_stage, "TINY_TOKENS", 4)
     monkeypatch.setattr(Stage, "ms", lambda self, run, repeats: 1.0)

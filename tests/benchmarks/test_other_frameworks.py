@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.race import other_frameworks
 from benchmarks.race.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
+from moefold.config.edit import edit_model
 from moefold.model.mlp import SwiGLU
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
@@ -16,35 +17,35 @@ CPU = torch.device("cpu")
 MEGATRON, TORCHTITAN = PEERS
 KINDS = {
     "mixtral": [],
-    "scaled": ["model.router_scaling_factor=2.5"],
+    "scaled": ["model.ffn.moe.router.scaling_factor=2.5"],
     "qwen2": [
-        "model.router_softmax=pre",
-        "model.shared_expert_ffn_hidden_size=40",
-        "model.shared_expert_gate=true",
+        "model.ffn.moe.router.softmax=pre",
+        "model.ffn.moe.shared.intermediate_size=40",
+        "model.ffn.moe.shared.gate=true",
     ],
-    "sigmoid": ["model.router_score=sigmoid", "model.router_normalize=true"],
-    "plain sigmoid": ["model.router_score=sigmoid", "model.router_normalize=false"],
+    "sigmoid": ["model.ffn.moe.router=sigmoid", "model.ffn.moe.router.normalize=true"],
+    "plain sigmoid": ["model.ffn.moe.router=sigmoid", "model.ffn.moe.router.normalize=false"],
     "deepseek": [
-        "model.router_score=sigmoid",
-        "model.router_normalize=true",
-        "model.router_scaling_factor=2.5",
-        "model.num_groups=4",
-        "model.top_groups=2",
-        "model.expert_bias=true",
-        "model.shared_expert_ffn_hidden_size=24",
+        "model.ffn.moe.router=sigmoid",
+        "model.ffn.moe.router.normalize=true",
+        "model.ffn.moe.router.scaling_factor=2.5",
+        "model.ffn.moe.router.num_groups=4",
+        "model.ffn.moe.router.top_groups=2",
+        "model.ffn.moe.router.expert_bias=true",
+        "model.ffn.moe.shared.intermediate_size=24",
     ],
 }
 CASES = [(MEGATRON, "float64", kind) for kind in ("mixtral", "scaled", "qwen2", "sigmoid")]
 CASES += [(TORCHTITAN, "bfloat16", kind) for kind in KINDS]
 REFUSED = [
-    (MEGATRON, "float32", ["model.expert_bias=true"], "expert bias needs CUDA"),
-    (MEGATRON, "float32", ["model.num_groups=2"], "group-limited"),
+    (MEGATRON, "float32", ["model.ffn.moe.router.expert_bias=true"], "expert bias needs CUDA"),
+    (MEGATRON, "float32", ["model.ffn.moe.router.num_groups=2"], "group-limited"),
     (MEGATRON, "float32", KINDS["plain sigmoid"], "always normalised"),
-    (MEGATRON, "float32", ["model.top_k=1"], "single chosen expert"),
+    (MEGATRON, "float32", ["model.ffn.moe.top_k=1"], "single chosen expert"),
     (TORCHTITAN, "float32", [], "bfloat16 only"),
-    (TORCHTITAN, "bfloat16", ["model.num_groups=2"], "two best experts"),
-    *[(peer, "bfloat16", ["model.router_score=sqrtsoftplus"], "sqrtsoftplus") for peer in PEERS],
-    *[(peer, "bfloat16", ["model.moe_bias=true"], "without biases") for peer in PEERS],
+    (TORCHTITAN, "bfloat16", ["model.ffn.moe.router.num_groups=2"], "two best experts"),
+    *[(peer, "bfloat16", ["model.ffn.moe.router=sqrtsoftplus"], "sqrtsoftplus") for peer in PEERS],
+    *[(peer, "bfloat16", ["model.ffn.moe.bias=true"], "without biases") for peer in PEERS],
 ]
 
 
@@ -56,7 +57,7 @@ def config(words, dtype="float64"):
 def our_layer(cfg, dtype):
     """A layer whose every number matters, the bias of the choice included; its router is float32 or wider."""
     model, generator = cfg.model, torch.Generator().manual_seed(5)
-    inner = model.shared_expert_ffn_hidden_size
+    inner = model.ffn.moe.shared.intermediate_size
     shared = SwiGLU(model.hidden_size, inner) if inner else None
     layer = moe_layer(model, cfg.moe, loss_scale=1.0, shared=shared).to(dtype)
     layer.router.to(torch.promote_types(dtype, torch.float32))
@@ -126,7 +127,7 @@ def test_other_maths_does_not_compete(group_of_one, peer):
     pytest.importorskip(peer.module, reason=f"{peer.name} is not installed: pip install -e '.[peers]'")
     cfg = config([], "bfloat16")
     ours, x, _ = our_layer(cfg, torch.bfloat16)
-    other = replace(cfg, model=replace(cfg.model, router_scaling_factor=1.1))
+    other = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.router.scaling_factor": 1.1}))
     with pytest.raises(PeerUnavailableError, match="failed: its results differ from ours by .*something else"):
         build_peer_layer(peer, ours, other, x)
 

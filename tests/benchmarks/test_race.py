@@ -13,19 +13,19 @@ from tests.bench.small_sizes import SIZES
 
 LATENT = [
     "model.attention=mla",
-    "model.num_query_groups=4",
-    "model.q_lora_rank=16",
-    "model.kv_lora_rank=16",
-    "model.qk_nope_head_dim=8",
-    "model.qk_rope_head_dim=8",
-    "model.v_head_dim=8",
-    "model.rope_interleaved=true",
-    "model.router_score=sigmoid",
-    "model.router_normalize=true",
-    "model.num_groups=2",
-    "model.top_groups=1",
-    "model.expert_bias=true",
-    "model.shared_expert_ffn_hidden_size=24",
+    "model.attention.num_kv_heads=4",
+    "model.attention.q_lora_rank=16",
+    "model.attention.kv_lora_rank=16",
+    "model.attention.qk_nope_head_dim=8",
+    "model.attention.qk_rope_head_dim=8",
+    "model.attention.v_head_dim=8",
+    "model.rope.interleaved=true",
+    "model.ffn.moe.router=sigmoid",
+    "model.ffn.moe.router.normalize=true",
+    "model.ffn.moe.router.num_groups=2",
+    "model.ffn.moe.router.top_groups=1",
+    "model.ffn.moe.router.expert_bias=true",
+    "model.ffn.moe.shared.intermediate_size=24",
 ]
 
 

@@ -13,14 +13,14 @@ from tests.bench.small_sizes import SIZES
 
 KINDS = {
     "mixtral": [],
-    "qwen3": ["model.qk_norm=true", "model.head_dim=16"],
+    "qwen3": ["model.attention.qk_norm={}", "model.attention.head_dim=16"],
     "qwen2": [
-        "model.router_softmax=pre",
-        "model.qkv_bias=true",
-        "model.shared_expert_ffn_hidden_size=40",
-        "model.shared_expert_gate=true",
+        "model.ffn.moe.router.softmax=pre",
+        "model.attention.qkv_bias=true",
+        "model.ffn.moe.shared.intermediate_size=40",
+        "model.ffn.moe.shared.gate=true",
     ],
-    "yarn": ["model.rope_scaling=yarn", "model.rope_scaling_factor=4", "model.rope_original_seq_len=8"],
+    "yarn": ["model.rope.scaling=yarn", "model.rope.scaling.factor=4", "model.rope.scaling.original_seq_len=8"],
 }
 
 
@@ -54,5 +54,5 @@ def test_what_it_cannot_compute_is_said():
     assert "grouped-query" in baseline_unsupported_reason(
         replace(latent, router_score="softmax", num_groups=1, top_groups=1, expert_bias=False), with_attention=True
     )
-    for rope in ({"rope_interleaved": True}, {"rope_fraction": 0.5}, {"rope_pattern": "RN"}):
+    for rope in ({"rope.interleaved": True}, {"attention.rope_fraction": 0.5}, {"rope_pattern": "RN"}):
         assert "RoPE" in baseline_unsupported_reason(replace(plain, **rope), with_attention=True)

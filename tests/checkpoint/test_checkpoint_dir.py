@@ -25,6 +25,7 @@ from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
@@ -222,7 +223,7 @@ def test_a_changed_number_of_updates_must_divide_the_step(tmp_path, resume):
 
 def test_another_model_is_refused_with_what_differs(tmp_path):
     write(tmp_path, 5)
-    wrong = replace(MODEL, num_layers=3, num_experts=16)
+    wrong = edit_model(MODEL, {"num_layers": 3, "ffn.moe.num_experts": 16})
     message = "is of another model: num_layers 2 there, 3 here; num_experts 8 there, 16 here; give the recipe its sizes"
     with pytest.raises(ConfigError, match=message):
         find_resume(recipe(tmp_path, model=wrong))
@@ -296,7 +297,7 @@ def test_auto_refuses_other_data_and_a_named_checkpoint_takes_it(tmp_path, chang
 
 def test_sizes_that_nothing_reads_and_other_spellings_of_a_pattern_are_the_same_model(tmp_path):
     path = write(tmp_path, 5)
-    same = replace(MODEL, ffn_hidden_size=64, layer_pattern="MM")
+    same = edit_model(MODEL, {"ffn.dense.intermediate_size": 64, "layer_pattern": "MM"})
     assert find_resume(recipe(tmp_path, model=same)) == path
     with pytest.raises(ConfigError, match="layer_kinds 'MM' there, 'DM' here"):
         find_resume(recipe(tmp_path, model=replace(MODEL, layer_pattern="DM")))

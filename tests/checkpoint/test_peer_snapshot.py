@@ -175,8 +175,8 @@ def _recipe(world_size: int, **changes: Any) -> Config:
         model={
             "num_layers": 2,
             "vocab_size": 25,
-            "router_score": "sigmoid",
-            "expert_bias": True,
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
             "tie_embeddings": True,
         },
         moe={"bias_update_rate": 0.1},

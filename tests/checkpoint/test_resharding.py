@@ -68,7 +68,7 @@ def expected() -> list[float]:
 LATENT_MODEL = LATENT | {
     "num_layers": 2,
     "tie_embeddings": False,
-    "qk_norm": False,
+    "attention.qk_norm": "none",
     "mtp_layers": 1,
 }
 
@@ -78,10 +78,10 @@ def _recipe(name: str, run_dir: Path, **model: object) -> Config:
         model={
             "tie_embeddings": True,
             "num_layers": 4,
-            "qk_norm": True,
-            "num_experts": 4,
-            "router_score": "sigmoid",
-            "expert_bias": True,
+            "attention.qk_norm": {},
+            "ffn.moe.num_experts": 4,
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
             **model,
         },
         moe={"bias_update_rate": 0.1},
@@ -160,8 +160,8 @@ UNEVEN_VOCAB = {
     "vocab_size": 19,
     "tie_embeddings": False,
     "head_bias": True,
-    "num_attention_heads": 12,
-    "num_query_groups": 12,
+    "attention.num_heads": 12,
+    "attention.num_kv_heads": 12,
 }
 """Of 7 + 7 + 5 rows on three tp ranks; the 10 and 9 rows on two are cut over dp = 3 into 4 + 4 + 2 and 3 + 3 + 3."""
 UNEVEN_MAPPINGS = [{"world_size": 6, "tp": 2, "zero": 3}, {}, {"world_size": 3, "tp": 3}, {"world_size": 4, "tp": 4}]

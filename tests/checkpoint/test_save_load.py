@@ -43,6 +43,7 @@ from moefold.checkpoint.save_load import (
 )
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.edit import edit_model
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -157,7 +158,7 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
 
 def test_the_sparse_stage_does_not_resume_the_warm_up_of_its_indexers(pool, tmp_path):
     cfg = recipe(tmp_path)
-    cfg = replace(cfg, model=replace(cfg.model, index_topk=4))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"attention.indexer.top_k": 4}))
     pool.run(1, _save_broken, replace(cfg, train=replace(cfg.train, indexer_stage="warmup")), "", "")
     (error,) = pool.run(1, _load, cfg)
     assert "is of a run with train.indexer_stage='warmup', which trained the indexers alone; begin the sparse" in error

@@ -197,7 +197,7 @@ COMMANDS = {
     "resume": "train {b}/imported/recipe.toml checkpoint.resume={c} checkpoint.init_from= run.dir={f}/out run.steps=2 "
     + SIZES,
     "init_from": "train {b}/imported/recipe.toml checkpoint.init_from={c} run.dir={f}/out run.steps=1 " + SIZES,
-    "upcycle": "upcycle {c} {f}/out model.num_experts=4 model.top_k=2",
+    "upcycle": "upcycle {c} {f}/out model.ffn.moe.num_experts=4 model.ffn.moe.top_k=2",
     "show": "checkpoint show {c}",
     "diff": "checkpoint diff {c} {b}/run",
     "export": "export {c} {f}/out",

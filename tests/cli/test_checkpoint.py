@@ -103,7 +103,7 @@ def _seal(checkpoint: Path) -> None:
         (lambda meta: meta.update(format=99), "has format 99"),
         (lambda meta: meta.update(step="two"), "has a broken moefold.json: step is 'two'"),
         (lambda meta: meta["model"].update(hidden_size=2**50), "model.hidden_size=1125899906842624 must be"),
-        (lambda meta: meta["model"].update(num_experts=2**40), "model.num_experts=1099511627776 must be"),
+        (lambda meta: meta["model"].update(num_experts=2**40), "model.ffn.moe.num_experts=1099511627776 must be"),
         (
             lambda meta: meta["model"].update(vocab_size=4),
             "describes tensors that it does not have: embedding.weight of",

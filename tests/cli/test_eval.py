@@ -39,7 +39,7 @@ WRONG = {
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --batch-size 0": "--batch-size 0 must be at least 1",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --dtype half": "--dtype half must be auto or one of",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 parallel.ep=3": "parallel.ep=3 must divide",
-    "{f}/run --tokens {f}/ids.npy --seq-len 8 model.top_k=1": "model.top_k cannot be set here",
+    "{f}/run --tokens {f}/ids.npy --seq-len 8 model.ffn.moe.top_k=1": "model.ffn.moe.top_k cannot be set here",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/out.txt": "must end in .npy",
     "{f}/run --tokens {f}/ids.npy --seq-len 8 --logits {f}/no/out.npy": "the folder '{f}/no' does not exist",
     "{f}/run --text {f}/text.txt --seq-len 8 --logits {f}/ids.npy": "ids.npy exists already; add --force to replace it",

@@ -16,7 +16,7 @@ RECIPE = """
 num_layers = 4
 hidden_size = 256
 layer_pattern = "M"
-num_experts = 8
+ffn = { moe = { num_experts = 8 } }
 [parallel]
 world_size = 8
 cp = 2

@@ -176,7 +176,7 @@ def test_commands_import_torch_and_each_other_only_when_they_work(name):
         (["train.lrr=1"], "unknown key train.lrr; did you mean train.lr?"),
         (["run.steps=two"], "run.steps='two' must be an integer"),
         (["parallel.tp=3"], "parallel.tp=3 must divide world_size/pp=4; choose one of 1, 2, 4"),
-        (["model.num_experts=6"], "parallel.ep=4 must divide model.num_experts=6"),
+        (["model.ffn.moe.num_experts=6"], "parallel.ep=4 must divide model.ffn.moe.num_experts=6"),
         (["train.seq_len=250"], "train.seq_len=250 must be divisible by cp*tp=2*2=4; choose 248 or 252"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -276,22 +276,24 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
     model = load_config(None, ["model.preset=tiny"]).model
     shape = TraceShape(
         layers=model.moe_layer_numbers,
-        num_experts=model.num_experts,
-        top_k=model.top_k,
+        num_experts=model.ffn.moe.num_experts,
+        top_k=model.ffn.moe.top_k,
         global_batch_size=4,
         seq_len=16,
     )
     # All tokens go to the first experts: the first ep rank has everything.
-    choices = np.broadcast_to(np.arange(model.top_k), (4, 16, model.top_k)).astype(shape.dtype)
+    choices = np.broadcast_to(np.arange(model.ffn.moe.top_k), (4, 16, model.ffn.moe.top_k)).astype(shape.dtype)
     RoutingTraceWriter(tmp_path, shape).write(1, [choices] * len(shape.layers))
     fixed = ("--fix", "ep=4,tp=1,cp=1,pp=1,mbs=1,dispatcher=alltoall")
     even = answer(capsys, *fixed)["mappings"][0]
     traced = answer(capsys, *fixed, "--trace", str(tmp_path))["mappings"][0]
-    forced = answer(capsys, *fixed, "--imbalance", str(min(4.0, model.num_experts / model.top_k)))["mappings"][0]
+    forced = answer(capsys, *fixed, "--imbalance", str(min(4.0, model.ffn.moe.num_experts / model.ffn.moe.top_k)))[
+        "mappings"
+    ][0]
     assert traced["step_time_s"] == pytest.approx(forced["step_time_s"])
     assert traced["step_time_s"] > even["step_time_s"]
     # Its files too are of the recorded load.
-    load, steps = str(min(4.0, model.num_experts / model.top_k)), []
+    load, steps = str(min(4.0, model.ffn.moe.num_experts / model.ffn.moe.top_k)), []
     for more in (("--trace", str(tmp_path)), ("--imbalance", load), ()):
         answer(capsys, *fixed, *more, "--force", "--timeline", str(tmp_path / "step.json"))
         steps.append((tmp_path / "step.json").read_text())

@@ -166,7 +166,10 @@ def test_simulating_needs_no_torch(recipe):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ('[model]\nindex_topk = 64\n[train]\nindexer_stage = "warmup"\n', "train.indexer_stage='warmup'"),
+        (
+            '[model]\nattention = { indexer = { top_k = 64 } }\n[train]\nindexer_stage = "warmup"\n',
+            "train.indexer_stage='warmup'",
+        ),
         ("[lora]\nrank = 8\n", "lora.rank=8"),
     ],
 )

@@ -69,8 +69,8 @@ def test_keys_are_listed_without_a_recipe(capsys):
             ["train.lr", "train.lr_schedule.min_lr", "train.lr_schedule", "sites.lr"],
             ["train.optimizer.beta1", "[moe]", "Presets"],
         ),
-        ("PARALLEL.*p", ["parallel.tp", "parallel.etp"], ["parallel.zero", "model.top_k"]),
-        ("top_k", ["model.top_k"], ["moe.choice"]),
+        ("PARALLEL.*p", ["parallel.tp", "parallel.etp"], ["parallel.zero", "model.ffn.moe.top_k"]),
+        ("top_k", ["model.ffn.moe.top_k"], ["moe.choice"]),
         ("deepseek-v2", ["model.attention"], ["train.lr"]),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_name_of_ours_has_no_other_meaning():
     ("word", "answer"),
     [
         ("train.learning_rate=1e-3", "unknown key train.learning_rate; moefold calls this train.lr"),
-        ("model.num_experts_per_tok=2", "unknown key model.num_experts_per_tok; moefold calls this model.top_k"),
+        ("model.num_experts_per_tok=2", "unknown key model.num_experts_per_tok; moefold calls this model.ffn.moe.top_k"),
         ("train.max_steps=3", "unknown key train.max_steps; moefold calls this run.steps"),
         ("parallel.tensor_parallel_size=2", "moefold calls this parallel.tp"),
         ("parallel.tensor-model-parallel-size=2", "moefold calls this parallel.tp"),
@@ -70,7 +70,7 @@ def test_a_recipe_is_answered_as_an_override_is(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert "unknown key learning_rate; moefold calls this train.lr" in str(error.value)
-    assert "unknown key model.num_local_experts; moefold calls this model.num_experts" in str(error.value)
+    assert "unknown key model.num_local_experts; moefold calls this model.ffn.moe.num_experts" in str(error.value)
 
 
 @pytest.mark.parametrize(

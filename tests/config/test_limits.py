@@ -109,7 +109,7 @@ def test_hostile_recipes_are_one_message_at_once(tmp_path, capsys, text, message
             "give different pp groups",
         ),
         ("train {recipe} model.hidden_size=99999999999999999999", "model.hidden_size=99999999999999999999 must be at"),
-        ("train {recipe} model.num_experts=1000000007", "model.num_experts=1000000007 must be at most"),
+        ("train {recipe} model.ffn.moe.num_experts=1000000007", "model.ffn.moe.num_experts=1000000007 must be at most"),
         ("train {recipe} model.num_layers=1000000007", "model.num_layers=1000000007 must be at most"),
         ("train {recipe} train.global_batch_size=1000000000000000000", "train.global_batch_size=1000000000000000000 "),
         ("train {recipe} run.steps=100000000000000000000", "run.steps=100000000000000000000 must be at most 10"),

@@ -2,16 +2,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moefold.config.load import config_from_dict
-from moefold.config.model import ModelConfig
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.validate.config import check_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -249,14 +246,3 @@ def test_an_automatic_mapping_is_asked_for_in_one_word_on_the_command_line(tmp_p
     path.write_text("[parallel]\ntp = 2\n")
     cfg = load_config(path, ["parallel=auto"])
     assert (cfg.parallel.mapping, cfg.parallel.tp) == ("auto", 2)
-
-
-@pytest.mark.parametrize(
-    ("key", "is_on", "choices"),
-    [("qk_norm_width", "qk_norm", "'head', 'all_heads'"), ("attention_gate_width", "attention_gate", "'dim', 'head'")],
-)
-def test_a_wrong_word_of_a_program_is_refused_with_the_choices(key, is_on, choices):
-    switch: dict[str, Any] = {is_on: True, key: "haed"}
-    with pytest.raises(ConfigError) as refused:
-        check_config(Config(model=ModelConfig(**switch)))
-    assert str(refused.value) == f"model.{key}='haed' must be one of {choices}; did you mean 'head'?"

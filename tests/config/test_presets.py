@@ -3,7 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.part import keys_of
 from moefold.config.presets import load_preset, preset_names, preset_summary
+from moefold.config.upgrade import flat_settings
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
@@ -13,8 +15,10 @@ from moefold.validate.config import check_config
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_a_model_that_can_run(name):
     cfg = load_config(None, [f"model.preset={name}"])
-    check_config(replace(cfg, train=replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.index_topk))))
-    assert all(getattr(cfg.model, key) == value for key, value in load_preset(name).items())
+    check_config(replace(cfg, train=replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.selected_keys))))
+    ours = flat_settings({f"model.{key}": value for key, value in keys_of(cfg.model).items()})
+    preset = flat_settings({f"model.{key}": value for key, value in load_preset(name).items()})
+    assert {name: ours[name] for name in preset} == preset
 
 
 # Totals and active parameters as the model cards print them, with a decimal more where the weights' index gives it.
@@ -96,8 +100,18 @@ def test_heads_of_128_where_the_published_config_leaves_them_open(name):
 
 def test_the_bench_preset_is_the_shape_of_the_speed_bar():
     model = load_config(None, ["model.preset=bench-small"]).model
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_query_groups) == (4, 256, 8, 4)
-    assert (model.num_experts, model.top_k, model.moe_ffn_hidden_size, model.vocab_size) == (8, 2, 512, 4096)
+    assert (model.num_layers, model.hidden_size, model.attention.num_heads, model.attention.num_kv_heads) == (
+        4,
+        256,
+        8,
+        4,
+    )
+    assert (model.ffn.moe.num_experts, model.ffn.moe.top_k, model.ffn.moe.intermediate_size, model.vocab_size) == (
+        8,
+        2,
+        512,
+        4096,
+    )
 
 
 def test_the_quickstart_preset_is_small():

@@ -66,14 +66,16 @@ class RankRecord:
 def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
     """Ten plain steps of AdamW, without any loss but the language model's, and without what no gradient moves."""
     model = read_model_config(model_folder)
-    if model.index_topk and parallel.get("cp", 1) > 1:
+    if model.attention.indexer.top_k and parallel.get("cp", 1) > 1:
         parallel["context"] = "allgather"
     return Config(
         run=RunConfig(device="cpu", dtype="float32", steps=STEPS, seed=1),
         model=model,
         parallel=ParallelConfig(**parallel),
         # A SparseMixer samples with the noise of moefold.
-        moe=MoEConfig(aux_loss=0.0, bias_update_rate=0.0, sparsemixer_sampling=model.router_softmax != "sparsemixer"),
+        moe=MoEConfig(
+            aux_loss=0.0, bias_update_rate=0.0, sparsemixer_sampling=model.ffn.moe.router.softmax != "sparsemixer"
+        ),
         train=TrainConfig(
             seq_len=SEQ_LEN,
             global_batch_size=4,
@@ -83,7 +85,7 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
             optimizer=make_part("optimizer", "adamw", weight_decay=0.1),
             clip_grad=1.0,
             # The indexers of transformers have no loss.
-            indexer_loss=0.0 if model.index_topk else 1.0,
+            indexer_loss=0.0 if model.attention.indexer.top_k else 1.0,
         ),
         data=DataConfig(kind="synthetic"),
         checkpoint=CheckpointConfig(init_from=str(start), every=0, at_end=False),

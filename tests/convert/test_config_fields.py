@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
@@ -132,7 +133,7 @@ def _outcome(keys: dict[str, object]) -> ModelConfig | str:
     """The model of a config.json, with its size of heads spelled out, or why there is none."""
     try:
         model = read_keys(keys, Path("hf"))
-        return replace(model, head_dim=model.softmax_attention.head_dim)
+        return edit_model(model, {"attention.head_dim": model.softmax_attention.head_dim})
     except ConfigError as error:
         return str(error)
 
@@ -142,7 +143,7 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
     for key in ("n_group", "topk_group"):
         del keys[key]
     model = read_keys(keys, Path("hf"))
-    assert (model.num_groups, model.top_groups) == (8, 4)
+    assert (model.ffn.moe.router.num_groups, model.ffn.moe.router.top_groups) == (8, 4)
     # The four of four that a token may choose from by default are no choice.
     assert read_keys(keys | {"n_group": 4}, Path("hf")).num_groups == 1
 
@@ -201,7 +202,7 @@ def test_no_qwen2_moe_folder_is_without_shared_expert(width):
     keys = FAMILIES["qwen2_moe"].write(_model_for("qwen2_moe"))
     with pytest.raises(ConfigError, match=f"shared_expert_intermediate_size={width}, whose empty tensors moefold"):
         read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
-    model = replace(_model_for("qwen2_moe"), shared_expert_ffn_hidden_size=0, shared_expert_gate=False)
+    model = edit_model(_model_for("qwen2_moe"), {"ffn.moe.shared": "none", "ffn.moe.shared.gate": False})
     assert "shared_expert_intermediate_size=0" in family_unsupported_reason(FAMILIES["qwen2_moe"], model)
 
 
@@ -241,10 +242,12 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
 )
 def test_layers_that_share_a_selection_are_read_and_written(keys, pattern):
     model = read_keys(_keys_of_glm(keys), Path("hf"))
-    assert (model.index_topk, model.index_pattern) == (32, pattern)
+    assert (model.attention.indexer.top_k, model.index_pattern) == (32, pattern)
     expected = ["shared" if layer.attention.shares_selection else "full" for layer in model.layers]
     assert FAMILIES["glm_moe_dsa"].write(model)["indexer_types"] == expected
-    reason = family_unsupported_reason(FAMILIES["deepseek_v32"], replace(model, index_rope_interleaved=False))
+    reason = family_unsupported_reason(
+        FAMILIES["deepseek_v32"], edit_model(model, {"attention.indexer.rope_interleaved": False})
+    )
     assert ("shared_selections" in reason) == ("S" in pattern), reason
 
 
@@ -258,8 +261,12 @@ def test_families_with_an_indexer_and_without_do_not_stand_in_for_each_other(fam
     model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
     assert [found.name for found in families_for(model)] == [family]
     assert family_unsupported_reason(FAMILIES[family], model) == ""
-    assert "index_topk=0" in family_unsupported_reason(FAMILIES[family], replace(model, index_topk=0))
-    assert "q_lora_rank=0" in family_unsupported_reason(FAMILIES[family], replace(model, q_lora_rank=0))
+    assert "index_topk=0" in family_unsupported_reason(
+        FAMILIES[family], edit_model(model, {"attention.indexer": "none"})
+    )
+    assert "q_lora_rank=0" in family_unsupported_reason(
+        FAMILIES[family], edit_model(model, {"attention.q_lora_rank": 0})
+    )
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -267,7 +274,7 @@ def test_no_deepseek_folder_is_without_shared_experts(family):
     model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
     assert family_unsupported_reason(FAMILIES[family], model) == ""
     assert "n_shared_experts=0" in family_unsupported_reason(
-        FAMILIES[family], replace(model, shared_expert_ffn_hidden_size=0)
+        FAMILIES[family], edit_model(model, {"ffn.moe.shared": "none"})
     )
 
 
@@ -394,7 +401,7 @@ def test_older_spellings_mean_the_published_model(preset):
     keys, lacking = RELEASED[preset]
     written = families_for(model)[0].write(model)
     found = read_keys({key: value for key, value in written.items() if key not in lacking} | keys, Path("hf"))
-    assert replace(found, head_dim=0, init_std=0.02) == replace(model, preset="", head_dim=0)
+    assert replace(found, head_dim=0, init_std=0.02) == edit_model(model, {"preset": "", "attention.head_dim": 0})
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ WRONG_KEYS: list[tuple[str, dict[str, object], str]] = [
     ("mixtral", {"hidden_size": 10**400}, f"hidden_size={10**400}, which should be a whole number"),
     ("mixtral", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, which should be a number"),
     ("mixtral", {"rms_norm_eps": 10**400}, f"rms_norm_eps={10**400}, which should be a number"),
-    ("mixtral", {"num_attention_heads": 0}, "model.num_attention_heads=0 must be at least 1"),
+    ("mixtral", {"num_attention_heads": 0}, "model.attention.num_heads=0 must be at least 1"),
     ("mixtral", {"model_type": ["mixtral"]}, "is of model_type ['mixtral'], which moefold does not know"),
     ("mixtral", {"model_type": None}, "is of model_type None, which moefold does not know"),
     ("qwen3_moe", {"layer_types": [["a"]]}, "layer_types=[['a']], which moefold does not compute"),
@@ -233,7 +233,11 @@ WRONG_KEYS: list[tuple[str, dict[str, object], str]] = [
     ("deepseek_v3", {"first_k_dense_replace": [1]}, "first_k_dense_replace=[1] of num_hidden_layers=2"),
     ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 of moe_intermediate_size=8"),
     ("deepseek_v3", {"n_group": "2", "topk_group": 1}, "n_group='2', which should be a whole number"),
-    ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "model.num_groups=3 must divide model.num_experts=16"),
+    (
+        "deepseek_v3",
+        {"n_group": 3, "topk_group": 1},
+        "model.ffn.moe.router.num_groups=3 must divide model.ffn.moe.num_experts=16",
+    ),
 ]
 
 

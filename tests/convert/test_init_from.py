@@ -33,12 +33,9 @@ device = "cpu"
 [model]
 num_layers = 2
 hidden_size = 16
-num_attention_heads = 2
-num_query_groups = 2
+attention = { num_heads = 2, num_kv_heads = 2 }
 vocab_size = 256
-num_experts = 4
-top_k = 2
-moe_ffn_hidden_size = 8
+ffn = { moe = { num_experts = 4, top_k = 2, intermediate_size = 8 } }
 mtp_layers = 1
 [train]
 seq_len = 16
@@ -137,7 +134,7 @@ def test_weights_without_their_layers_of_multi_token_prediction(tmp_path, monkey
     ("words", "message"),
     [
         (["checkpoint.init_from=gone"], "checkpoint.init_from='gone': it does not exist or is no folder"),
-        (["checkpoint.init_from=hf", "model.qk_norm=true"], "it is of another model: "),
+        (["checkpoint.init_from=hf", "model.attention.qk_norm={}"], "it is of another model: "),
         (["checkpoint.init_from=hf", "model.upcycle_from=hf"], "both give the first weights"),
         (["model.upcycle_noise=0.1"], "has no effect: nothing reads it with model.upcycle_from=''"),
     ],
@@ -154,7 +151,13 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     """Dense run, warm-up of the indexers alone, sparse run, generation; each starts with the weights before it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dense.toml").write_text(MTP)
-    sparse = ["dense.toml", "model.index_topk=6", "model.index_heads=2", "model.index_head_dim=8", "data.kind=text"]
+    sparse = [
+        "dense.toml",
+        "model.attention.indexer.top_k=6",
+        "model.attention.indexer.num_heads=2",
+        "model.attention.indexer.head_dim=8",
+        "data.kind=text",
+    ]
     sparse += ["data.path=dense.toml", "checkpoint.init_from=runs/dense"]
     assert main(["train", "dense.toml", "data.kind=text", "data.path=dense.toml", "run.dir=runs/dense"]) == 0
     assert (
@@ -181,7 +184,12 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     assert main(["train", *sparse, *resumed]) == 0
     assert "at step 1" in capsys.readouterr().out
     # The weights do not depend on the number of selected keys, and layers may come to share a selection.
-    fewer = ["checkpoint.init_from=runs/warm", "model.index_topk=5", "model.index_pattern=FS", "run.dir=runs/fewer"]
+    fewer = [
+        "checkpoint.init_from=runs/warm",
+        "model.attention.indexer.top_k=5",
+        "model.index_pattern=FS",
+        "run.dir=runs/fewer",
+    ]
     assert main(["train", *sparse[:-1], *fewer]) == 0
     assert "without the indexers of layers 1, which attend to the keys of earlier" in capsys.readouterr().out
     assert main(["train", *sparse[:-1], "checkpoint.init_from=runs/fewer", "run.dir=runs/again"]) == 0

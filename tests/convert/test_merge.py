@@ -13,6 +13,7 @@ from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
+from moefold.config.edit import edit_model
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
@@ -32,7 +33,10 @@ MAPPINGS = {
 def _branch(root: Path, name: str, steps: int, *, seed: int, start: str = "start", **parallel: object) -> Config:
     """A run on other data that begins with the weights of the run `start`."""
     cfg = recipe(root / name, steps, dtype="float32", every=steps, **parallel)
-    model = replace(cfg.model, expert_bias=True, router_score="sigmoid", num_layers=2, tie_embeddings=True)
+    model = edit_model(
+        cfg.model,
+        {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "num_layers": 2, "tie_embeddings": True},
+    )
     start_path = str(root / start) if start else ""
     cfg = replace(cfg, model=model, checkpoint=replace(cfg.checkpoint, init_from=start_path))
     return replace(cfg, run=replace(cfg.run, seed=seed), moe=replace(cfg.moe, bias_update_rate=0.01))

@@ -31,22 +31,25 @@ def test_keys_of_the_released_folders_are_read(tmp_path):
     change = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": older, "sliding_window": 384}
     folder = _folder(tmp_path, change | {"max_position_embeddings": 384, "original_max_position_embeddings": 96})
     model = read_model_config(folder)
-    assert (model.norm, model.router_softmax, model.head_bias) == ("layernorm", "sparsemixer", True)
+    assert (model.norm, model.ffn.moe.router.softmax, model.head_bias) == ("layernorm", "sparsemixer", True)
     assert (model.attention_pattern, model.sliding_window) == ("F", 0)
-    assert (model.rope_theta, model.rope_original_seq_len, model.rope_scaling_factor) == (10000.0, 96, 4.0)
-    assert (model.rope_short_factors, model.rope_long_factors) == ((1.0, 1.5), (2.0, 5.0))
-    assert (model.rope_short_mscale, model.rope_long_mscale) == (1.2, 1.3)
+    assert (model.rope.theta, model.rope.scaling.original_seq_len, model.rope.scaling.factor) == (10000.0, 96, 4.0)
+    assert (model.rope.scaling.short_factors, model.rope.scaling.long_factors) == ((1.0, 1.5), (2.0, 5.0))
+    assert (model.rope.scaling.short_mscale, model.rope.scaling.long_mscale) == (1.2, 1.3)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_experts_per_tok": 3}, "num_experts_per_tok=3, which moefold does not compute; only 2"),
-        ({"router_jitter_noise": 0.0}, "model.sparsemixer_jitter=0.0 must be greater than 0"),
+        ({"router_jitter_noise": 0.0}, "model.ffn.moe.router.softmax.jitter=0.0 must be greater than 0"),
         ({"sliding_window": 0}, "sliding_window=0, which should be 1 or more"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', which moefold does not compute"),
-        ({"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "model.rope_short_factors has 1 numbers"),
-        ({"rope_parameters": LONGROPE | {"long_factor": [1.0, -2.0]}}, "model.rope_long_factors has the number -2.0"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0]}}, "model.rope.scaling.short_factors has 1 numbers"),
+        (
+            {"rope_parameters": LONGROPE | {"long_factor": [1.0, -2.0]}},
+            "model.rope.scaling.long_factors has the number -2.0",
+        ),
         ({"rope_parameters": LONGROPE | {"long_factor": 2.0}}, "long_factor=2.0, which should be a list of numbers"),
         ({"rope_parameters": LONGROPE | {"long_factor": [1.0, "2"]}}, "long_factor='2', which should be a number"),
         ({"rope_parameters": LONGROPE | {"long_mscale": 0.0}}, "long_mscale=0.0, which should be above 0"),

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
-from moefold.config.model import ModelConfig
 from moefold.config.upgrade import FORMAT
 from moefold.convert.export_folder import max_positions
 from moefold.convert.hf_shards import MANIFEST_FILE
@@ -27,6 +26,7 @@ from tests.convert.hf_models import (
     tokens_of,
     transformers,
 )
+from tests.models import model_of
 from tests.slow import slow
 
 
@@ -253,7 +253,7 @@ def test_transformers_loads_an_export_in_another_type(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(("kind", "length"), [("none", 2048), ("linear", 2048), ("llama3", 100), ("yarn", 100)])
 def test_a_stretched_model_takes_as_many_positions_as_its_rotation_reaches(kind, length):
-    model = ModelConfig(rope_scaling=kind, rope_scaling_factor=2.5, rope_original_seq_len=40)
+    model = model_of({"rope.scaling": kind, "rope.scaling.factor": 2.5, "rope.scaling.original_seq_len": 40})
     fields = dict.fromkeys(("step", "samples", "tokens"), 0) | {"format": FORMAT, "model": {}, "parallel": {}}
     assert max_positions(model, CheckpointMeta(order={}, **fields)) == length
     assert max_positions(model, CheckpointMeta(order={"seq_len": 4096}, **fields)) == 4096

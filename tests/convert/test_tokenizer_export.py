@@ -15,8 +15,8 @@ from tests.convert.hf_models import make_model, save_model, transformers
 
 END = "<|endoftext|>"
 TEXT = "Rivers carry 12345 stones, and it's far  to the sea.\n\n" * 40
-SIZES = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_query_groups=4"]
-SIZES += ["model.moe_ffn_hidden_size=16", "model.num_experts=4", "model.top_k=2"]
+SIZES = ["model.num_layers=1", "model.hidden_size=32", "model.attention.num_heads=4", "model.attention.num_kv_heads=4"]
+SIZES += ["model.ffn.moe.intermediate_size=16", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]
 RUN = ["run.device=cpu", "run.dtype=float32", "run.steps=1", "train.seq_len=16", "train.global_batch_size=2"]
 RUN += ["checkpoint.every=1", "data.validation_fraction=0.2"]
 
@@ -252,6 +252,6 @@ def test_an_upcycled_run_has_the_tokenizer_of_the_run(place, capsys):
     make_tokenizer(Path("hf/tokenizer.json"), merges=20)
     make_tokenizer(Path("words/tokenizer.json"))
     train("data.tokenizer=words/tokenizer.json", *sizes_of("hf"))
-    assert main(["upcycle", "run", "moe", "model.num_experts=4", "model.top_k=2"]) == 0
+    assert main(["upcycle", "run", "moe", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]) == 0
     assert f'tokenizer = "{place}/words/tokenizer.json"' in Path("moe/recipe.toml").read_text()
     assert not Path("moe/hf/tokenizer.json").exists()

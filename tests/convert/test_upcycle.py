@@ -191,7 +191,7 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
     """A Llama becomes a Mixtral that transformers loads, with the same logits."""
     theirs, folder = dense
     monkeypatch.chdir(tmp_path)
-    assert main(["upcycle", str(folder), "moe", "model.num_experts=4", "model.top_k=2"]) == 0
+    assert main(["upcycle", str(folder), "moe", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]) == 0
     assert "computes at first what the dense model does" in capsys.readouterr().out
     assert read_meta(Path("moe")).origin.startswith("upcycle of ")
     assert CheckpointSource(Path("moe")).shapes["layers.0.ffn.experts.w_up"] == (4, 24, 36)
@@ -210,24 +210,33 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.num_experts=6", "model.top_k=3", "--granularity", "2"], "must be multiples of 2"),
+        (["model.ffn.moe.num_experts=6", "model.ffn.moe.top_k=3", "--granularity", "2"], "must be multiples of 2"),
         (["--granularity", "5"], "--granularity 5 must divide the width 36"),
         (["model.hidden_size=32"], "it is of another shape: "),
         (
-            ["model.moe_hidden_size=12"],
-            "model.moe_hidden_size=12, the width of latent experts; leave moe_hidden_size out",
+            ["model.ffn.moe.latent_size=12"],
+            "model.ffn.moe.latent_size=12, the width of latent experts; leave latent_size out",
         ),
-        (["model.num_experts=4", "model.num_groups=2"], "choose between their members"),
-        (["model.moe_activation=clamped_swiglu"], "moe_activation 'swiglu' there, 'clamped_swiglu' here"),
+        (["model.ffn.moe.num_experts=4", "model.ffn.moe.router.num_groups=2"], "choose between their members"),
+        (["model.ffn.moe.activation=clamped_swiglu"], "moe_activation 'swiglu' there, 'clamped_swiglu' here"),
         (["train.lr=1"], "is no key of [model]"),
         (["model.num_expert=4"], "did you mean"),
         (["model.preset=mixtral-8x7b"], "model.preset has no effect on moefold upcycle"),
         (["model.upcycle_from=other"], "model.upcycle_from is DENSE"),
         (
-            ["model.num_experts=8", "model.top_k=4", "model.moe_ffn_hidden_size=12", "--granularity", "2"],
-            "model.moe_ffn_hidden_size=12 is not the width 18 that --granularity 2 gives",
+            [
+                "model.ffn.moe.num_experts=8",
+                "model.ffn.moe.top_k=4",
+                "model.ffn.moe.intermediate_size=12",
+                "--granularity",
+                "2",
+            ],
+            "model.ffn.moe.intermediate_size=12 is not the width 18 that --granularity 2 gives",
         ),
-        (["model.moe_ffn_hidden_size=18", "--granularity", "1"], "is not the width 36 that --granularity 1 gives"),
+        (
+            ["model.ffn.moe.intermediate_size=18", "--granularity", "1"],
+            "is not the width 36 that --granularity 1 gives",
+        ),
     ],
 )
 def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, message):
@@ -239,8 +248,8 @@ def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, 
 
 def test_slices_are_given_by_their_number_or_their_width(dense, tmp_path):
     _, folder = dense
-    sizes = ["model.num_experts=8", "model.top_k=4"]
-    ways = {"number": ["--granularity", "2"], "width": ["model.moe_ffn_hidden_size=18"]}
+    sizes = ["model.ffn.moe.num_experts=8", "model.ffn.moe.top_k=4"]
+    ways = {"number": ["--granularity", "2"], "width": ["model.ffn.moe.intermediate_size=18"]}
     ways["both"] = ways["number"] + ways["width"]
     for name, words in ways.items():
         assert main(["upcycle", str(folder), str(tmp_path / name), *sizes, *words]) == 0
@@ -252,7 +261,7 @@ def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
     folder = tmp_path / "dense"
     shutil.copytree(dense[1], folder)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-    sizes = ["model.num_experts=4", "model.top_k=2"]
+    sizes = ["model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]
     assert main(["upcycle", str(folder), str(tmp_path / "moe"), *sizes]) == 0
     note = "note: recipe.toml names no tokenizer: '" + str(folder)
     assert f"{note}' has tokenizer.model, but no tokenizer.json, which moefold reads" in capsys.readouterr().out
@@ -284,7 +293,7 @@ def test_the_tokenizer_of_a_run_comes_from_the_recipe(dense, tmp_path, monkeypat
     Path("words").mkdir()
     Path("words/tokenizer.json").write_text("{}")
     for name in ("text", "letters"):
-        assert main(["upcycle", f"{name}-ckpt", f"{name}-moe", "model.num_experts=4"]) == 0
+        assert main(["upcycle", f"{name}-ckpt", f"{name}-moe", "model.ffn.moe.num_experts=4"]) == 0
     assert f'tokenizer = "{tmp_path}/words/tokenizer.json"' in Path("text-moe/recipe.toml").read_text()
     assert 'tokenizer = "bytes"' in Path("letters-moe/recipe.toml").read_text()
     assert find_source("letters-moe").data.tokenizer == "bytes"
@@ -296,16 +305,16 @@ def test_the_tokenizer_of_a_run_comes_from_the_recipe(dense, tmp_path, monkeypat
 )
 def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys, name):
     folder = add_tokenizer(save_model(make_model(name), tmp_path / "hf"))
-    assert main(["upcycle", str(folder), str(tmp_path / "moe"), "model.num_experts=4"]) == 2
+    assert main(["upcycle", str(folder), str(tmp_path / "moe"), "model.ffn.moe.num_experts=4"]) == 2
     assert "it has experts already" in capsys.readouterr().err
 
 
 def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     add_tokenizer(save_model(make_model("qwen2"), Path("hf")))
-    words = ["model.num_experts=4", "model.top_k=2"]
+    words = ["model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]
     assert main(["upcycle", "hf", "bare", *words]) == 0
-    way_out = ["model.shared_expert_ffn_hidden_size=36", "model.shared_expert_gate=true"]
+    way_out = ["model.ffn.moe.shared.intermediate_size=36", "model.ffn.moe.shared.gate=true"]
     note = f"so moefold export cannot write it; with {' '.join(way_out)} it is qwen2_moe"
     assert note in capsys.readouterr().out
     assert main(["export", "bare", "out"]) == 2
@@ -328,8 +337,8 @@ def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_pa
     [
         ({}, ""),
         ({"mtp_layers": 1}, ""),
-        ({"router_softmax": "pre"}, "with model.router_softmax=post it is mixtral"),
-        ({"router_softmax": "pre", "top_k": 1}, "model.shared_expert_gate=true it is qwen2_moe"),
+        ({"router_softmax": "pre"}, "with model.ffn.moe.router.softmax=post it is mixtral"),
+        ({"router_softmax": "pre", "top_k": 1}, "model.ffn.moe.shared.gate=true it is qwen2_moe"),
         ({"moe_bias": True}, "the nearest is mixtral: moe_bias True there, False here"),
     ],
 )

@@ -48,24 +48,24 @@ from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_mem
 from tests.slow import slow
 
 MODEL = {
-    "num_layers": 2, "layer_pattern": "DM", "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
-    "head_dim": 16, "ffn_hidden_size": 160, "moe_ffn_hidden_size": 96, "num_experts": 4, "top_k": 2, "vocab_size": 256,
-    "shared_expert_ffn_hidden_size": 80,
+    "num_layers": 2, "layer_pattern": "DM", "hidden_size": 64, "attention.num_heads": 4, "attention.num_kv_heads": 2,
+    "attention.head_dim": 16, "ffn.dense.intermediate_size": 160, "ffn.moe.intermediate_size": 96, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "vocab_size": 256,
+    "ffn.moe.shared.intermediate_size": 80,
 }  # fmt: skip
 LATENT = {
-    "attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
-    "v_head_dim": 16,
+    "attention": "mla", "attention.q_lora_rank": 24, "attention.kv_lora_rank": 20, "attention.qk_nope_head_dim": 12, "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 16,
 }  # fmt: skip
 LINEAR = {
-    "attention_pattern": "FL", "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 48,
+    "attention_pattern": "FL", "linear_attention.num_key_heads": 2, "linear_attention.num_value_heads": 4, "linear_attention.key_head_dim": 32,
+    "linear_attention.value_head_dim": 48,
 }  # fmt: skip
 LLAMA4 = {
-    "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "qk_norm": True,
-    "qk_norm_weight": False, "nope_temperature_scale": 0.1, "router_probs_on_input": True,
+    "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "attention.qk_norm": {},
+    "attention.qk_norm.weight": False, "attention.temperature.scale": 0.1, "ffn.moe.probs_on_input": True,
 }  # fmt: skip
-HEAD_GATE = {"attention_gate": True, "attention_gate_width": "head"}
-SPARSE = {"index_topk": 24, "index_heads": 3, "index_head_dim": 16}
+HEAD_GATE = {"attention.gate": {}, "attention.gate.per": "head"}
+SPARSE = {"attention.indexer.top_k": 24, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 16}
 CHOICES = [
     (), ("norms",), ("core_attention",), ("dense_mlp",), ("expert_activation",), ("shared_experts",), ("moe",),
     ("layer",), ("norms", "moe"), ("norms", "dense_mlp", "expert_activation"),
@@ -224,7 +224,7 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
     "settings",
     [
         {"model": LATENT, "train": {"recompute": ("mla_up",)}},
-        {"model": LATENT | {"v_head_dim": 8, "q_lora_rank": 0}},
+        {"model": LATENT | {"attention.v_head_dim": 8, "attention.q_lora_rank": 0}},
         {"moe": {"weight_in_expert": True}},
         {"moe": {"input_jitter": 0.1}},
         {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
@@ -241,7 +241,10 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": LLAMA4},
         {"model": {"norm": "layernorm", "head_bias": True, "mtp_layers": 1}, "train": {"recompute": ("norms",)}},
         {"model": {"norm": "layernorm", "head_bias": True, "vocab_size": 4096}, "train": {"loss_chunk": 32}},
-        {"model": {"router_softmax": "sparsemixer", "num_experts": 4, "top_k": 4}, "moe": {"choice": "topk"}},
+        {
+            "model": {"ffn.moe.router.softmax": "sparsemixer", "ffn.moe.num_experts": 4, "ffn.moe.top_k": 4},
+            "moe": {"choice": "topk"},
+        },
     ],
     ids=[
         "mla_up",
@@ -272,8 +275,14 @@ def test_settings_that_are_counted_together(settings, dtype):
 
 @pytest.mark.parametrize("mtp_layers", [0, 1])
 def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
-    sizes = {"hidden_size": 256, "vocab_size": 64, "layer_pattern": "D", "num_layers": 1, "ffn_hidden_size": 32}
-    sizes |= {"shared_expert_ffn_hidden_size": 0, "mtp_layers": mtp_layers}
+    sizes = {
+        "hidden_size": 256,
+        "vocab_size": 64,
+        "layer_pattern": "D",
+        "num_layers": 1,
+        "ffn.dense.intermediate_size": 32,
+    }
+    sizes |= {"ffn.moe.shared": "none", "mtp_layers": mtp_layers}
     peaks = []
     for divisor in (1.0, 3.0):
         cfg = _config(model=sizes | {"logits_divisor": divisor}, moe={"choice": "topk"})
@@ -283,9 +292,12 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
 
 
 def test_output_gates_of_sparse_latent_attention_are_counted_to_the_byte():
-    sizes = LATENT | SPARSE | {"layer_pattern": "D", "ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 0}
-    sizes |= {"num_attention_heads": 16, "v_head_dim": 64}
-    cfgs = [_config(model=sizes | {"attention_gate": gate}, moe={"choice": "topk"}) for gate in (False, True)]
+    sizes = LATENT | SPARSE | {"layer_pattern": "D", "ffn.dense.intermediate_size": 32, "ffn.moe.shared": "none"}
+    sizes |= {"attention.num_heads": 16, "attention.v_head_dim": 64}
+    cfgs = [
+        _config(model=sizes | {"attention.gate": {} if gate else "none"}, moe={"choice": "topk"})
+        for gate in (False, True)
+    ]
     measured, gated = (_on_one_rank(cfg).activations for cfg in cfgs)
     formula, formula_gated = (_formulas(cfg)[0].activations.total for cfg in cfgs)
     assert formula_gated - formula == gated - measured > 0
@@ -309,7 +321,7 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
 
     monkeypatch.setattr("moefold.parts.attention.mla.module.takes_narrow_values", lambda device: True)
     monkeypatch.setattr(CausalAttention, "__call__", attend)
-    cfg = _config(dtype, model=LATENT | {"v_head_dim": 8}, train={"recompute": parts})
+    cfg = _config(dtype, model=LATENT | {"attention.v_head_dim": 8}, train={"recompute": parts})
     narrow = replace(CPU_KERNELS, narrow_values=True)
     _assert_close(cfg, [_on_one_rank(cfg)], narrow)
     saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
@@ -319,13 +331,13 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
 def test_latent_attention_whose_work_moves_between_ranks_pads_its_values():
     narrow = replace(CPU_KERNELS, narrow_values=True)
     for keys, is_padded in (({"attention_hosts": "balanced"}, True), ({"placement": "balanced"}, True), ({}, False)):
-        cfg = _config(model=LATENT | {"v_head_dim": 8}, world_size=2, context="planned", **keys)
+        cfg = _config(model=LATENT | {"attention.v_head_dim": 8}, world_size=2, context="planned", **keys)
         saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
         assert (saved[0] == saved[1]) == is_padded, keys
 
 
 def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
-    plain, split = (_config(schedule=schedule, model={"top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
+    plain, split = (_config(schedule=schedule, model={"ffn.moe.top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
     measured = _on_one_rank(split)
     assert measured.activations == _on_one_rank(plain).activations
     assert compute_rank_memory(split, kernels=CPU_KERNELS) == compute_rank_memory(plain, kernels=CPU_KERNELS)
@@ -511,7 +523,7 @@ def test_every_axis_and_zero_level(pool, parallel):
     ],
 )
 def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, etp, dtype):
-    model = {"num_experts": 8, "layer_pattern": "M"}
+    model = {"ffn.moe.num_experts": 8, "layer_pattern": "M"}
     train = {"global_batch_size": 16, "recompute": ("layer",)}
     parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
     cfg = _config(dtype, model, train, **parallel)
@@ -542,22 +554,22 @@ def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kerne
     recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
     formula = ExpertMemory(cfg, recompute, CUDA_KERNELS, 1.0)
     model = cfg.model
-    tokens = formula.routed_tokens // model.top_k
+    tokens = formula.routed_tokens // model.ffn.moe.top_k
     experts = Experts(
-        model.num_experts, model.hidden_size, model.moe_ffn_hidden_size, applies_probs=weight_in_expert
+        model.ffn.moe.num_experts, model.hidden_size, model.ffn.moe.intermediate_size, applies_probs=weight_in_expert
     ).bfloat16()
     # The operations of a CUDA device, in torch: grouped, with the permutation fused if there are kernels.
     experts.ops = GroupedExpertOps() if kernels == "auto" else GroupedMMExpertOps()
     experts.saves_fc1 = saves_fc1
     x_TH = torch.randn(tokens, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    ids_TK = torch.arange(tokens * model.top_k).view(tokens, -1) % model.num_experts
-    probs_TK = torch.rand(tokens, model.top_k, requires_grad=True)
+    ids_TK = torch.arange(tokens * model.ffn.moe.top_k).view(tokens, -1) % model.ffn.moe.num_experts
+    probs_TK = torch.rand(tokens, model.ffn.moe.top_k, requires_grad=True)
     saved: list[torch.Tensor] = []
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
         groups = ParallelGroups.create(fold(world_size=1), torch.device("cpu"))
         moe = groups.moe
-        dispatcher = AllToAllDispatcher(moe.ep, moe.etp, moe.experts, moe.expert_coordinates, model.num_experts)
+        dispatcher = AllToAllDispatcher(moe.ep, moe.etp, moe.experts, moe.expert_coordinates, model.ffn.moe.num_experts)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             run_to_end(dispatcher.run(x_TH, RoutingMap(ids_TK, probs_TK), experts))
     finally:

@@ -16,7 +16,7 @@ from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 
-SHARED = {"shared_expert_ffn_hidden_size": 512, "layer_pattern": "DM"}
+SHARED = {"ffn.moe.shared.intermediate_size": 512, "layer_pattern": "DM"}
 LATENT = {"attention": "mla"}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from moefold.config.edit import edit_model
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -16,64 +17,73 @@ from moefold.cost.flops import count_parameters, step_flops_per_token, train_flo
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model
 from moefold.ops.rope import NO_ROPE
+from tests.models import model_of
 
-MIXTRAL_8X7B = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_query_groups=8,
-    moe_ffn_hidden_size=14336,
-    vocab_size=32000,
-    num_experts=8,
-    top_k=2,
+MIXTRAL_8X7B = model_of(
+    {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "attention.num_heads": 32,
+        "attention.num_kv_heads": 8,
+        "ffn.moe.intermediate_size": 14336,
+        "vocab_size": 32000,
+        "ffn.moe.num_experts": 8,
+        "ffn.moe.top_k": 2,
+    }
 )
 MIXTRAL_8X22B = replace(
     MIXTRAL_8X7B, num_layers=56, hidden_size=6144, num_attention_heads=48, moe_ffn_hidden_size=16384, vocab_size=32768
 )
-QWEN3_30B_A3B = ModelConfig(
-    num_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_query_groups=4,
-    head_dim=128,
-    moe_ffn_hidden_size=768,
-    vocab_size=151936,
-    num_experts=128,
-    top_k=8,
-    qk_norm=True,
+QWEN3_30B_A3B = model_of(
+    {
+        "num_layers": 48,
+        "hidden_size": 2048,
+        "attention.num_heads": 32,
+        "attention.num_kv_heads": 4,
+        "attention.head_dim": 128,
+        "ffn.moe.intermediate_size": 768,
+        "vocab_size": 151936,
+        "ffn.moe.num_experts": 128,
+        "ffn.moe.top_k": 8,
+        "attention.qk_norm": {},
+    }
 )
 QWEN3_235B_A22B = replace(
     QWEN3_30B_A3B, num_layers=94, hidden_size=4096, num_attention_heads=64, moe_ffn_hidden_size=1536
 )
-QWEN2_57B_A14B = ModelConfig(
-    num_layers=28,
-    hidden_size=3584,
-    num_attention_heads=28,
-    num_query_groups=4,
-    moe_ffn_hidden_size=2560,
-    vocab_size=151936,
-    num_experts=64,
-    top_k=8,
-    shared_expert_ffn_hidden_size=20480,
-    shared_expert_gate=True,
-    qkv_bias=True,
+QWEN2_57B_A14B = model_of(
+    {
+        "num_layers": 28,
+        "hidden_size": 3584,
+        "attention.num_heads": 28,
+        "attention.num_kv_heads": 4,
+        "ffn.moe.intermediate_size": 2560,
+        "vocab_size": 151936,
+        "ffn.moe.num_experts": 64,
+        "ffn.moe.top_k": 8,
+        "ffn.moe.shared.intermediate_size": 20480,
+        "ffn.moe.shared.gate": True,
+        "attention.qkv_bias": True,
+    }
 )
-SMALL = ModelConfig(
-    num_layers=3,
-    hidden_size=12,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=5,
-    ffn_hidden_size=20,
-    vocab_size=50,
-    layer_pattern="DM2",
-    num_experts=6,
-    top_k=2,
-    moe_ffn_hidden_size=7,
-    shared_expert_ffn_hidden_size=9,
-    shared_expert_gate=True,
-    qk_norm=True,
-    qkv_bias=True,
+SMALL = model_of(
+    {
+        "num_layers": 3,
+        "hidden_size": 12,
+        "attention.num_heads": 4,
+        "attention.num_kv_heads": 2,
+        "attention.head_dim": 5,
+        "ffn.dense.intermediate_size": 20,
+        "vocab_size": 50,
+        "layer_pattern": "DM2",
+        "ffn.moe.num_experts": 6,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 7,
+        "ffn.moe.shared.intermediate_size": 9,
+        "ffn.moe.shared.gate": True,
+        "attention.qk_norm": {},
+        "attention.qkv_bias": True,
+    }
 )
 
 
@@ -120,7 +130,7 @@ def test_parts_a_model_lacks_are_zero() -> None:
     assert (count.router, count.experts, count.shared_experts, count.active_experts) == (0, 0, 0, 0)
     assert count.active == count.total
     # A gate without a shared expert has nothing to scale.
-    assert count_parameters(replace(SMALL, shared_expert_ffn_hidden_size=0)).shared_experts == 0
+    assert count_parameters(edit_model(SMALL, {"ffn.moe.shared": "none"})).shared_experts == 0
 
 
 def test_mixtral_8x22b_as_in_the_folding_paper() -> None:
@@ -170,7 +180,10 @@ def test_a_window_counts_the_keys_that_it_leaves() -> None:
 
 
 def test_biases_and_sinks_are_parameters() -> None:
-    added = replace(SMALL, attention_output_bias=True, attention_sinks=True, moe_bias=True, router_bias=True)
+    added = edit_model(
+        SMALL,
+        {"attention.output_bias": True, "attention.sinks": True, "ffn.moe.bias": True, "ffn.moe.router.bias": True},
+    )
     plain, count = count_parameters(SMALL), count_parameters(added)
     assert count.attention - plain.attention == 3 * (12 + 4)
     assert count.router - plain.router == 2 * 6
@@ -193,7 +206,7 @@ def test_matches_the_flop_counter_of_torch() -> None:
 
 def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
     """Count what torch computes for a dense layer and its adapters, without the core attention, which it recomputes."""
-    model = replace(SMALL, layer_pattern="D", num_layers=1, qk_norm=False)
+    model = edit_model(SMALL, {"layer_pattern": "D", "num_layers": 1, "attention.qk_norm": "none"})
     cfg = Config(model=model, lora=LoraConfig(rank=2))
     layer = build_model(cfg).layers["0"].double()
     freeze_all_but_adapters(layer)
@@ -213,7 +226,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
 def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
     """The matrix products of a transformer with the sizes of `model`, written out; no masks, norms or activations."""
     tokens, hidden, head_dim = seq_len * batch, model.hidden_size, model.softmax_attention.head_dim
-    heads, groups = model.num_attention_heads, model.num_query_groups
+    heads, groups = model.attention.num_heads, model.attention.num_kv_heads
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, requires_grad=True)
@@ -231,31 +244,33 @@ def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
         attended = (q @ k.transpose(-1, -2) @ v).transpose(1, 2).reshape(tokens, heads * head_dim)
         x_TH = x_TH + attended @ weight(heads * head_dim, hidden)
         if not layer.ffn.is_routed:
-            x_TH = x_TH + swiglu(x_TH, model.ffn_hidden_size)
+            x_TH = x_TH + swiglu(x_TH, model.ffn.dense.intermediate_size)
             continue
-        probs_TE = x_TH @ weight(hidden, model.num_experts)
-        experts_TK = probs_TE.topk(model.top_k, dim=-1).indices
+        probs_TE = x_TH @ weight(hidden, model.ffn.moe.num_experts)
+        experts_TK = probs_TE.topk(model.ffn.moe.top_k, dim=-1).indices
         routed = torch.zeros_like(x_TH)
-        for expert in range(model.num_experts):
+        for expert in range(model.ffn.moe.num_experts):
             rows = (experts_TK == expert).any(dim=-1).nonzero().squeeze(-1)
             routed = routed.index_add(
-                0, rows, swiglu(x_TH[rows], model.moe_ffn_hidden_size) * probs_TE[rows, expert, None]
+                0, rows, swiglu(x_TH[rows], model.ffn.moe.intermediate_size) * probs_TE[rows, expert, None]
             )
-        shared = swiglu(x_TH, model.shared_expert_ffn_hidden_size) * (x_TH @ weight(hidden, 1))
+        shared = swiglu(x_TH, model.ffn.moe.shared.intermediate_size) * (x_TH @ weight(hidden, 1))
         x_TH = x_TH + routed + shared
     return (x_TH @ weight(hidden, model.vocab_size)).sum()
 
 
-LATENT = replace(
+LATENT = edit_model(
     SMALL,
-    attention="mla",
-    qkv_bias=False,
-    qk_norm=False,
-    q_lora_rank=6,
-    kv_lora_rank=5,
-    qk_nope_head_dim=3,
-    qk_rope_head_dim=2,
-    v_head_dim=4,
+    {
+        "attention": "mla",
+        "attention.qkv_bias": False,
+        "attention.qk_norm": "none",
+        "attention.q_lora_rank": 6,
+        "attention.kv_lora_rank": 5,
+        "attention.qk_nope_head_dim": 3,
+        "attention.qk_rope_head_dim": 2,
+        "attention.v_head_dim": 4,
+    },
 )
 
 
@@ -273,7 +288,7 @@ def test_latent_attention_by_hand() -> None:
 
 def test_sparse_attention_by_hand() -> None:
     """Two heads of the indexer of 8 dims, and 6 selected keys; latent attention is in the space of 6 + 2 dims."""
-    sparse = {"index_topk": 6, "index_heads": 2, "index_head_dim": 8}
+    sparse = {"attention.indexer.top_k": 6, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 8}
     dense, latent = train_flops_per_token(MIXTRAL_8X7B, 64), replace(LATENT, **sparse)
     flops = train_flops_per_token(replace(MIXTRAL_8X7B, **sparse), 64)
     scores = 2 * 64 * 2 * (8 + 1)

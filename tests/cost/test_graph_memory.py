@@ -40,9 +40,9 @@ def _allocated(cfg: Config, has_router: bool) -> int:
 @pytest.mark.parametrize(
     ("model", "dtype", "mapping"),
     [
-        ({"qkv_bias": True, "qk_norm": True}, "bfloat16", {}),
+        ({"attention.qkv_bias": True, "attention.qk_norm": {}}, "bfloat16", {}),
         (HYBRID, "float64", {"world_size": 2, "pp": 2}),
-        ({"router_bias": True, "router_score": "sigmoid"}, "bfloat16", {"world_size": 2, "zero": 1, "ep": 2}),
+        ({"ffn.moe.router.bias": True, "ffn.moe.router": "sigmoid"}, "bfloat16", {"world_size": 2, "zero": 1, "ep": 2}),
     ],
 )
 @pytest.mark.parametrize("mode", ["attention", "attention_router"])

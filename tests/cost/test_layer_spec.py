@@ -5,24 +5,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.model import ModelConfig
+from moefold.config.edit import edit_model
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.convert.weights import parameter_shapes
 from moefold.cost.layer_spec import model_weights
 from moefold.model.transformer import build_model
 from moefold.recipe import load_config
+from tests.models import model_of
 
-MODEL = ModelConfig(
-    num_layers=2, layer_pattern="DM", hidden_size=24, num_attention_heads=4, num_query_groups=2, head_dim=6,
-    ffn_hidden_size=20, moe_ffn_hidden_size=10, num_experts=3, vocab_size=32,
-)  # fmt: skip
-WITH_EVERYTHING = replace(
-    MODEL, shared_expert_ffn_hidden_size=8, shared_expert_gate=True, moe_bias=True, router_bias=True, expert_bias=True,
-    qkv_bias=True, attention_output_bias=True, attention_sinks=True, qk_norm=True, mtp_layers=2,
-)  # fmt: skip
-LATENT = replace(
-    MODEL, attention="mla", q_lora_rank=5, kv_lora_rank=7, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+MODEL = model_of({"num_layers": 2, "layer_pattern": "DM", "hidden_size": 24, "attention.num_heads": 4, "attention.num_kv_heads": 2, "attention.head_dim": 6, "ffn.dense.intermediate_size": 20, "ffn.moe.intermediate_size": 10, "ffn.moe.num_experts": 3, "vocab_size": 32})  # fmt: skip
+WITH_EVERYTHING = edit_model(MODEL, {"ffn.moe.shared.intermediate_size": 8, "ffn.moe.shared.gate": True, "ffn.moe.bias": True, "ffn.moe.router.bias": True, "ffn.moe.router.expert_bias": True, "attention.qkv_bias": True, "attention.output_bias": True, "attention.sinks": True, "attention.qk_norm": {}, "mtp_layers": 2})  # fmt: skip
+LATENT = edit_model(
+    MODEL,
+    {
+        "attention": "mla",
+        "attention.q_lora_rank": 5,
+        "attention.kv_lora_rank": 7,
+        "attention.qk_nope_head_dim": 4,
+        "attention.qk_rope_head_dim": 2,
+        "attention.v_head_dim": 3,
+    },
 )
 MODELS = {
     "everything": WITH_EVERYTHING,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.model import ModelConfig
+from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -23,6 +23,7 @@ from moefold.cost.overlap_memory import (
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.cost.stages import plan_stages
 from moefold.topology.collective_order import stage_collectives
+from tests.models import model_of
 
 Intervals = tuple[CommInterval, ...]
 
@@ -56,7 +57,7 @@ def test_hand_worked_turns(forward, backward, expected):
 
 
 def _config(parts: tuple[str, ...] = (), **parallel: object) -> Config:
-    model = ModelConfig(num_layers=8, layer_pattern="DMM", num_experts=8, mtp_layers=1)
+    model = model_of({"num_layers": 8, "layer_pattern": "DMM", "ffn.moe.num_experts": 8, "mtp_layers": 1})
     train = TrainConfig(seq_len=256, global_batch_size=64, recompute=parts)
     return Config(model=model, parallel=ParallelConfig(overlap_experts=True, **parallel), train=train)
 
@@ -87,7 +88,7 @@ def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
 @pytest.mark.parametrize("parts", [(), ("norms", "shared_experts"), ("moe",), ("layer",)])
 def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernels):
     cfg = _config(parts, world_size=4, ep=4)
-    cfg = replace(cfg, model=replace(cfg.model, shared_expert_ffn_hidden_size=64))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.shared.intermediate_size": 64}))
     formula = ActivationMemory(cfg, kernels=kernels)
     (stage,) = plan_stages(cfg).stages
     chunk = recipe_chunk(cfg.model, stage.parts)

@@ -21,7 +21,13 @@ TRAINED = [
 
 def _recipe(mapping: dict[str, int], **model: object) -> Config:
     return tiny(
-        model={"num_layers": 2, "vocab_size": 25, "expert_bias": True, "router_score": "sigmoid", **model},
+        model={
+            "num_layers": 2,
+            "vocab_size": 25,
+            "ffn.moe.router.expert_bias": True,
+            "ffn.moe.router": "sigmoid",
+            **model,
+        },
         train={"global_batch_size": 8},
         **mapping,
     )

@@ -23,7 +23,11 @@ MAPPINGS = [
     {"world_size": 4, "pp": 2, "schedule": "zbv", "virtual_stages": 2},
 ]
 MODELS = {
-    "a bias of experts, tied embeddings": {"expert_bias": True, "router_score": "sigmoid", "tie_embeddings": True},
+    "a bias of experts, tied embeddings": {
+        "ffn.moe.router.expert_bias": True,
+        "ffn.moe.router": "sigmoid",
+        "tie_embeddings": True,
+    },
     "multi-token prediction": {"mtp_layers": 1},
 }
 

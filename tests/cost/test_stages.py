@@ -77,7 +77,7 @@ def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
     assert stage_cost(one, whole.parts).num_parameters == count_parameters(cfg.model).total
 
 
-TIGHT = {"vocab_size": 5000, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
+TIGHT = {"vocab_size": 5000, "hidden_size": 64, "attention.num_heads": 4, "ffn.dense.intermediate_size": 128}
 ORACLE = {
     "plain": ({}, {}, {}),
     "vocabulary": ({"vocab_size": 200_000}, {}, {}),

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.run import RunConfig
@@ -20,6 +19,7 @@ from moefold.errors import ConfigError
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
+from tests.models import model_of
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
 
@@ -32,18 +32,24 @@ def random_config(seed: int) -> Config:
         degrees |= {axis: pick.choice([d for d in (1, 2, 3, 4, 8, 16) if world % d == 0]) for axis in ("ep", "etp")}
         latent = pick.random() < 0.3
         groups = pick.choice((1, 2, 6))
-        model = ModelConfig(
-            num_layers=pick.choice((2, 3, 5)), layer_pattern=pick.choice(("M", "DM", "D")),
-            hidden_size=pick.choice((24, 40)), num_attention_heads=12, num_query_groups=groups, head_dim=6,
-            attention="mla" if latent else "gqa", q_lora_rank=pick.choice((0, 10)), kv_lora_rank=7,
-            qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, ffn_hidden_size=48, num_experts=12,
-            vocab_size=240 - seed % 2,
-            moe_ffn_hidden_size=20, shared_expert_ffn_hidden_size=pick.choice((0, 24)), mtp_layers=pick.choice((0, 2)),
-            shared_expert_gate=pick.random() < 0.3, moe_bias=pick.random() < 0.3, router_bias=pick.random() < 0.3,
-            expert_bias=pick.random() < 0.5, qkv_bias=not latent and pick.random() < 0.3,
-            attention_output_bias=not latent and pick.random() < 0.3,
-            attention_sinks=not latent and pick.random() < 0.3, qk_norm=(qk_norm := not latent and pick.random() < 0.4),
-            qk_norm_width=pick.choice(("head", "all_heads")) if qk_norm else "head", tie_embeddings=pick.random() < 0.3,
+        attention = {"attention.num_heads": 12, "attention.num_kv_heads": groups, "attention.head_dim": 6} | {
+            f"attention.{key}": pick.random() < 0.3 for key in ("qkv_bias", "output_bias", "sinks")
+        }
+        if latent:
+            attention = {"attention": "mla", "attention.num_heads": 12, "attention.q_lora_rank": pick.choice((0, 10))}
+            attention |= {"attention.kv_lora_rank": 7, "attention.qk_nope_head_dim": 4, "attention.v_head_dim": 5}
+            attention["attention.qk_rope_head_dim"] = 2
+        elif pick.random() < 0.4:
+            attention["attention.qk_norm.over"] = pick.choice(("head", "all_heads"))
+        shared = {"ffn.moe.shared.intermediate_size": 24, "ffn.moe.shared.gate": pick.random() < 0.3}
+        model = model_of(
+            {
+                "num_layers": pick.choice((2, 3, 5)), "layer_pattern": pick.choice(("M", "DM", "D")),
+                "hidden_size": pick.choice((24, 40)), "vocab_size": 240 - seed % 2, "mtp_layers": pick.choice((0, 2)),
+                "ffn.dense.intermediate_size": 48, "ffn.moe.num_experts": 12, "ffn.moe.intermediate_size": 20,
+                "ffn.moe.bias": pick.random() < 0.3, "ffn.moe.router.bias": pick.random() < 0.3,
+                "ffn.moe.router.expert_bias": pick.random() < 0.5, "tie_embeddings": pick.random() < 0.3,
+            } | attention | pick.choice(({}, shared))
         )  # fmt: skip
         muon = pick.random() < 0.4
         groups = {"groups": ("attention", "experts")} if muon else {}
@@ -97,7 +103,16 @@ def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
 @pytest.mark.parametrize("pp", [1, 2])
 def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(factor, pp):
     # Rows of 66 bytes, which are aligned to 80; two stages on each rank of a pipeline.
-    model = ModelConfig(num_layers=4, hidden_size=33, head_dim=8, vocab_size=96, num_experts=4, moe_ffn_hidden_size=32)
+    model = model_of(
+        {
+            "num_layers": 4,
+            "hidden_size": 33,
+            "attention.head_dim": 8,
+            "vocab_size": 96,
+            "ffn.moe.num_experts": 4,
+            "ffn.moe.intermediate_size": 32,
+        }
+    )
     parallel = ParallelConfig(
         world_size=4 * pp, ep=2, tp=2, pp=pp, dispatcher="symm_mem", receive_factor=factor,
         schedule="interleaved" if pp > 1 else "1f1b", virtual_stages=pp,
@@ -105,7 +120,7 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
     train = TrainConfig(seq_len=16, micro_batch_size=3, global_batch_size=24)
     cfg = Config(run=RunConfig(dtype="bfloat16", device="cuda"), model=model, parallel=parallel, train=train)
     check_config(cfg)
-    routed = 16 // 2 * 3 * model.top_k
+    routed = 16 // 2 * 3 * model.ffn.moe.top_k
     expected = 3 * max(routed, math.ceil(routed * factor)) * 80 + 4 * 2 * 4 * 8
     plain = replace(cfg, parallel=replace(parallel, dispatcher="alltoall", receive_factor=2.0))
     for pp_rank in range(pp):
@@ -117,7 +132,15 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
 @pytest.mark.parametrize(("num_layers", "ep", "prefetched"), [(1, 1, 0), (5, 1, 1), (5, 2, "dense")])
 def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     """Experts that one rank has alone, as with ep = dp, are not gathered, and so not ahead."""
-    model = ModelConfig(num_layers=num_layers, hidden_size=48, vocab_size=96, num_experts=4, moe_ffn_hidden_size=32)
+    model = model_of(
+        {
+            "num_layers": num_layers,
+            "hidden_size": 48,
+            "vocab_size": 96,
+            "ffn.moe.num_experts": 4,
+            "ffn.moe.intermediate_size": 32,
+        }
+    )
     run = RunConfig(dtype="bfloat16")
     train = TrainConfig(seq_len=16, global_batch_size=2)
     parallel = ParallelConfig(world_size=2, ep=ep, zero=3)
@@ -147,7 +170,15 @@ def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
 
 
 def test_an_update_that_needs_more_than_the_passes_counts():
-    model = ModelConfig(num_layers=1, layer_pattern="D", hidden_size=64, ffn_hidden_size=4096, vocab_size=4096)
+    model = model_of(
+        {
+            "num_layers": 1,
+            "layer_pattern": "D",
+            "hidden_size": 64,
+            "ffn.dense.intermediate_size": 4096,
+            "vocab_size": 4096,
+        }
+    )
     train = TrainConfig(seq_len=16, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1)
     cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
     (rank,) = compute_rank_memory(cfg)
@@ -160,7 +191,7 @@ def test_an_update_that_needs_more_than_the_passes_counts():
 
 def test_a_thousand_ranks_cost_milliseconds():
     cfg = Config(
-        model=ModelConfig(preset="", num_layers=64, num_experts=128),
+        model=model_of({"preset": "", "num_layers": 64, "ffn.moe.num_experts": 128}),
         parallel=ParallelConfig(world_size=1024, tp=4, pp=16, ep=64),
         train=TrainConfig(global_batch_size=1024),
     )

@@ -11,10 +11,10 @@ BAD = {
     "unknown key": (["train.seq_length=64"], "unknown key train.seq_length; moefold calls this train.seq_len"),
     "wrong type": (["run.steps=many"], "run.steps='many' must be an integer"),
     "degree": (["parallel.world_size=8", "parallel.tp=3"], "parallel.tp=3 must divide"),
-    "heads": (["parallel.world_size=16", "parallel.tp=16"], "parallel.tp=16 must divide model.num_attention_heads=8"),
+    "heads": (["parallel.world_size=16", "parallel.tp=16"], "parallel.tp=16 must divide model.attention.num_heads=8"),
     "experts": (
         ["parallel.world_size=3", "parallel.ep=3", "train.global_batch_size=9"],
-        "parallel.ep=3 must divide model.num_experts=8",
+        "parallel.ep=3 must divide model.ffn.moe.num_experts=8",
     ),
     "sequence": (
         ["parallel.world_size=4", "parallel.cp=4", "train.seq_len=60"],

@@ -57,7 +57,13 @@ def test_a_new_start_has_nothing_of_an_old_one_which_stays(tmp_path):
     train(run_dir, *TRACED, "run.steps=3")
     before = _routing(run_dir)
     # Choices of zero-computation experts are in no count.
-    train(run_dir, "run.steps=2", "metrics.expert_counts_every=2", "model.zero_experts=3", "model.router_softmax=pre")
+    train(
+        run_dir,
+        "run.steps=2",
+        "metrics.expert_counts_every=2",
+        "model.ffn.moe.zero_experts=3",
+        "model.ffn.moe.router.softmax=pre",
+    )
     assert not (tmp_path / "run-2" / "routing").exists()
     for path, steps in ((run_dir, [1, 2, 3]), (tmp_path / "run-2", [2])):
         counts = read_expert_counts(path)

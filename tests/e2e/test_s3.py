@@ -13,8 +13,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 INSTALL = "pip install s3fs 'moto[server]'"
 RUN = ["run.device=cpu", "run.dtype=float32", "train.seq_len=16", "train.global_batch_size=8", "train.eval_every=0"]
-RUN += ["model.num_layers=2", "model.hidden_size=32", "model.num_experts=4", "model.moe_ffn_hidden_size=16"]
-RUN += ["model.num_attention_heads=4", "model.num_query_groups=4", "model.top_k=2", "model.vocab_size=256"]
+RUN += [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.ffn.moe.num_experts=4",
+    "model.ffn.moe.intermediate_size=16",
+]
+RUN += [
+    "model.attention.num_heads=4",
+    "model.attention.num_kv_heads=4",
+    "model.ffn.moe.top_k=2",
+    "model.vocab_size=256",
+]
 RUN += ["data.kind=text", "train.lr_schedule=constant"]
 
 

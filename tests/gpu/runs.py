@@ -27,6 +27,6 @@ def losses_on(cfg: Config, device_type: str, steps: int) -> list[float]:
 
 def small_recipe(dtype: str, **sizes: object) -> Config:
     """Sizes that the kernels of GPUs take."""
-    small = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 64, "init_std": 0.05}
+    small = {"hidden_size": 64, "attention.head_dim": 16, "ffn.moe.intermediate_size": 64, "init_std": 0.05}
     cfg = tiny(model=small | sizes, train={"seq_len": 64, "global_batch_size": 8, "micro_batch_size": 4})
     return replace(cfg, run=replace(cfg.run, dtype=dtype, steps=20))

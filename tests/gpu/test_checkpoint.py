@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def _recipe(run_dir: Path, steps: int, *, async_save: bool = False, resume: str = "auto") -> Config:
-    sizes = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 64, "init_std": 0.05}
+    sizes = {"hidden_size": 64, "attention.head_dim": 16, "ffn.moe.intermediate_size": 64, "init_std": 0.05}
     cfg = tiny(model=sizes, train={"seq_len": 64, "global_batch_size": 8, "micro_batch_size": 4})
     return replace(
         cfg,

@@ -17,7 +17,11 @@ pytestmark = [
 @pytest.mark.parametrize("compiled_parts", ["none", "blocks"])
 @pytest.mark.parametrize("graphs", ["attention", "attention_router", "full"])
 def test_graphs_give_the_losses_of_eager_training(graphs, compiled_parts):
-    cfg = small_recipe("bfloat16", hidden_size=256, head_dim=64, moe_ffn_hidden_size=256, qk_norm=True)
+    cfg = small_recipe(
+        "bfloat16",
+        hidden_size=256,
+        **{"attention.head_dim": 64, "ffn.moe.intermediate_size": 256, "attention.qk_norm": {}},
+    )
     cfg = replace(cfg, run=replace(cfg.run, device="cuda", compile=compiled_parts))
     cfg = replace(cfg, moe=replace(cfg.moe, input_jitter=0.1))
     graphed = replace(cfg, run=replace(cfg.run, cuda_graphs=graphs))
@@ -26,7 +30,7 @@ def test_graphs_give_the_losses_of_eager_training(graphs, compiled_parts):
 
 @pytest.mark.parametrize("graphs", ["attention_router", "full"])
 def test_graphs_give_the_bits_of_eager_training_with_deterministic_kernels(graphs):
-    cfg = small_recipe("bfloat16", hidden_size=256, head_dim=64, moe_ffn_hidden_size=256)
+    cfg = small_recipe("bfloat16", hidden_size=256, **{"attention.head_dim": 64, "ffn.moe.intermediate_size": 256})
     cfg = replace(cfg, run=replace(cfg.run, device="cuda", deterministic=True))
     graphed = replace(cfg, run=replace(cfg.run, cuda_graphs=graphs))
     assert losses_on(graphed, "cuda", 10) == losses_on(cfg, "cuda", 10)

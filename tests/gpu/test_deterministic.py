@@ -14,7 +14,12 @@ pytestmark = [
 ]
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 ONE_RANK = tuple(f"parallel.{name}=1" for name in ("world_size", "tp", "cp", "pp", "ep", "etp"))
-SIZES = ("model.hidden_size=256", "model.head_dim=64", "model.moe_ffn_hidden_size=256", "train.seq_len=128")
+SIZES = (
+    "model.hidden_size=256",
+    "model.attention.head_dim=64",
+    "model.ffn.moe.intermediate_size=256",
+    "train.seq_len=128",
+)
 
 
 def _losses(run_dir: Path, *words: str) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SIZES = {"hidden_size": 256, "head_dim": 64, "moe_ffn_hidden_size": 256}
+SIZES = {"hidden_size": 256, "attention.head_dim": 64, "ffn.moe.intermediate_size": 256}
 
 
 def test_kernels_on_and_off_give_the_same_losses():

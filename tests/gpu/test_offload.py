@@ -4,22 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.transformer import build_model
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.recompute import apply_recompute
+from tests.models import model_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = ModelConfig(
-    num_layers=16, hidden_size=512, num_attention_heads=8, num_query_groups=8, num_experts=8, moe_ffn_hidden_size=1024,
-    vocab_size=512,
-)  # fmt: skip
+MODEL = model_of({"num_layers": 16, "hidden_size": 512, "attention.num_heads": 8, "attention.num_kv_heads": 8, "ffn.moe.num_experts": 8, "ffn.moe.intermediate_size": 1024, "vocab_size": 512})  # fmt: skip
 STEPS = 3
 
 

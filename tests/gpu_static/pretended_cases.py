@@ -15,15 +15,15 @@ DOCUMENTS = {"document_end": 2}
 WINDOW = {"attention_pattern": "WF", "sliding_window": 5}
 LINEAR = {
     "attention_pattern": "LF",
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
+    "linear_attention.num_key_heads": 4,
+    "linear_attention.num_value_heads": 4,
+    "linear_attention.key_head_dim": 4,
+    "linear_attention.value_head_dim": 4,
 }
 SHORT_CONVOLUTION = {"attention_pattern": "LF", "linear_attention": "short_convolution"}
-SPARSE = {"index_topk": 4, "index_heads": 2, "index_head_dim": 4}
-SIGMOID = {"expert_bias": True, "router_score": "sigmoid"}
-SHARED = {"shared_expert_ffn_hidden_size": 16}
+SPARSE = {"attention.indexer.top_k": 4, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 4}
+SIGMOID = {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}
+SHARED = {"ffn.moe.shared.intermediate_size": 16}
 HOST = {"offload_min_kib": 0}
 SSD = HOST | {"offload_dir": "{folder}"}
 FEATURES: dict[str, Case] = {
@@ -65,15 +65,15 @@ FEATURES: dict[str, Case] = {
     "aux loss of sequences": {"moe": {"aux_kind": "sequence"}},
     "aux loss of a global batch": {"moe": {"aux_kind": "global_batch"}},
     "aux loss of the last batch": {"moe": {"aux_kind": "last_global_batch"}},
-    "shared expert": {"model": SHARED | {"shared_expert_gate": True}},
+    "shared expert": {"model": SHARED | {"ffn.moe.shared.gate": True}},
     "tied": {"model": {"tie_embeddings": True}},
-    "latent experts": {"model": {"moe_hidden_size": 6} | SHARED | SIGMOID},
-    "zero experts": {"model": {"zero_experts": 2}},
-    "shortcut": {"model": {"moe_shortcut": True, "layer_pattern": "MD"} | SHARED},
-    "groups": {"model": {"num_groups": 4, "top_groups": 2} | SIGMOID},
-    "SparseMixer": {"model": {"router_softmax": "sparsemixer"}},
-    "QK norm of all heads": {"model": {"qk_norm": True, "qk_norm_width": "all_heads"}},
-    "Gated DeltaNet": {"model": LINEAR | {"linear_attention": "gated_deltanet", "linear_num_key_heads": 2}},
+    "latent experts": {"model": {"ffn.moe.latent_size": 6} | SHARED | SIGMOID},
+    "zero experts": {"model": {"ffn.moe.zero_experts": 2}},
+    "shortcut": {"model": {"ffn.moe.shortcut": True, "layer_pattern": "MD"} | SHARED},
+    "groups": {"model": {"ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2} | SIGMOID},
+    "SparseMixer": {"model": {"ffn.moe.router.softmax": "sparsemixer"}},
+    "QK norm of all heads": {"model": {"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}},
+    "Gated DeltaNet": {"model": LINEAR | {"linear_attention": "gated_deltanet", "linear_attention.num_key_heads": 2}},
     "KDA": {"model": LINEAR | {"linear_attention": "kda"}},
     "GLA": {"model": LINEAR | {"linear_attention": "gla"}},
     "short convolution": {"model": SHORT_CONVOLUTION},
@@ -88,26 +88,30 @@ FEATURES: dict[str, Case] = {
 
 TILED = {
     "hidden_size": 64,
-    "head_dim": 16,
-    "moe_ffn_hidden_size": 64,
-    "ffn_hidden_size": 128,
+    "attention.head_dim": 16,
+    "ffn.moe.intermediate_size": 64,
+    "ffn.dense.intermediate_size": 128,
     "init_std": 0.05,
     "num_layers": 2,
-    "num_experts": 4,
+    "ffn.moe.num_experts": 4,
     "vocab_size": 16,
 }
 """Sizes that the kernels of GPUs take."""
 TILED_MLA = {
     "attention": "mla",
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "rope_interleaved": True,
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 16,
+    "attention.qk_nope_head_dim": 8,
+    "attention.qk_rope_head_dim": 8,
+    "attention.v_head_dim": 8,
+    "rope.interleaved": True,
 }
-TILED_GPT_OSS = GPT_OSS_MODEL | {"swiglu_limit": 0.1}
-TILED_LINEAR = LINEAR | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+TILED_GPT_OSS = GPT_OSS_MODEL | {"ffn.moe.activation.limit": 0.1}
+TILED_LINEAR = LINEAR | {
+    "linear_attention.num_key_heads": 2,
+    "linear_attention.key_head_dim": 16,
+    "linear_attention.value_head_dim": 16,
+}
 BFLOAT16: dict[str, Case] = {
     "plain": {},
     "documents": {"model": SMALL_VOCABULARY, "data": DOCUMENTS},
@@ -116,24 +120,28 @@ BFLOAT16: dict[str, Case] = {
     "gpt-oss": {"model": TILED_GPT_OSS},
     "gpt-oss, documents": {"model": TILED_GPT_OSS | SMALL_VOCABULARY, "data": DOCUMENTS},
     "dense layer, shared expert": {
-        "model": {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True}
-        | {"qk_norm": True}
+        "model": {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 64, "ffn.moe.shared.gate": True}
+        | {"attention.qk_norm": {}}
     },
-    "groups": {"model": {"num_groups": 4, "top_groups": 2, "num_experts": 8} | SIGMOID},
+    "groups": {
+        "model": {"ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2, "ffn.moe.num_experts": 8} | SIGMOID
+    },
     "drop": {"moe": {"capacity_factor": 0.75}},
     "drop and pad": {"moe": {"capacity_factor": 0.75, "pad_to_capacity": True}},
     "weights inside the experts": {"moe": {"weight_in_expert": True}},
-    "zero experts": {"model": {"zero_experts": 2}},
+    "zero experts": {"model": {"ffn.moe.zero_experts": 2}},
     "loss in chunks": {"train": {"loss_chunk": 16}},
     "recompute": {"train": {"recompute": ("norms", "expert_activation", "core_attention")}},
     "FP8": {"train": {"precision": "fp8-blockwise"}},
     "FP8 dispatch": {"moe": {"dispatch_precision": "fp8-blockwise"}},
     "Gated DeltaNet": {"model": TILED_LINEAR | {"linear_attention": "gated_deltanet"}},
-    "KDA": {"model": TILED_LINEAR | {"linear_attention": "kda", "linear_num_key_heads": 4}},
-    "GLA": {"model": TILED_LINEAR | {"linear_attention": "gla", "linear_num_key_heads": 4}},
-    "sparse attention": {"model": {"index_topk": 8, "index_heads": 2, "index_head_dim": 16}},
+    "KDA": {"model": TILED_LINEAR | {"linear_attention": "kda", "linear_attention.num_key_heads": 4}},
+    "GLA": {"model": TILED_LINEAR | {"linear_attention": "gla", "linear_attention.num_key_heads": 4}},
+    "sparse attention": {
+        "model": {"attention.indexer.top_k": 8, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 16}
+    },
     "MTP, tied": {"model": {"mtp_layers": 1, "tie_embeddings": True}},
-    "latent experts": {"model": {"moe_hidden_size": 32, "shared_expert_ffn_hidden_size": 64}},
+    "latent experts": {"model": {"ffn.moe.latent_size": 32, "ffn.moe.shared.intermediate_size": 64}},
 }
 """Features in bfloat16, whose kernels are interpreted."""
 
@@ -150,7 +158,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GLA": LINEAR | {"linear_attention": "gla"},
     "short convolution": SHORT_CONVOLUTION,
     "sparse attention": SPARSE,
-    "zero experts": {"zero_experts": 2},
-    "groups": {"num_groups": 4, "top_groups": 2} | SIGMOID,
+    "zero experts": {"ffn.moe.zero_experts": 2},
+    "groups": {"ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2} | SIGMOID,
 }
 """Models of the rollout engine."""

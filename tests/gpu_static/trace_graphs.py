@@ -65,7 +65,7 @@ def counts(name: str) -> dict[str, object]:
     """Return the counts of a micro-batch after the first step."""
     mode = name.partition(",")[0]
     cfg = layer_config("qwen3-30b-a3b", TOKENS, **CASES[name])
-    trace = Trace(TOKENS * cfg.model.top_k, cfg.model.top_k)
+    trace = Trace(TOKENS * cfg.model.ffn.moe.top_k, cfg.model.ffn.moe.top_k)
     with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace):
         groups = replace(groups, device=CUDA)
         (stage,) = build_sharded_stages(cfg, groups, for_training=False).stages

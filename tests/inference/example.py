@@ -41,57 +41,57 @@ def recipe(family: str, run_dir: Path, dtype: str = "float32", moe: dict[str, An
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {
         "attention": "mla",
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 14,
-        "num_query_groups": 4,
-        "head_dim": 0,
+        "attention.q_lora_rank": 12,
+        "attention.kv_lora_rank": 10,
+        "attention.qk_nope_head_dim": 6,
+        "attention.qk_rope_head_dim": 4,
+        "attention.v_head_dim": 14,
+        "attention.num_kv_heads": 4,
+        "attention.head_dim": 0,
         "layer_pattern": "DMM",
-        "router_score": "sigmoid",
-        "expert_bias": True,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.expert_bias": True,
         "mtp_layers": 1,
-        "attention_gate": True,
-        "attention_gate_width": "head",
+        "attention.gate": {},
+        "attention.gate.per": "head",
     },
     "gpt-oss": {
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "attention_sinks": True,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.sinks": True,
         "attention_pattern": "WF",
         "sliding_window": 4,
-        "moe_bias": True,
-        "moe_activation": "clamped_swiglu",
-        "swiglu_limit": 0.3,
-        "router_bias": True,
+        "ffn.moe.bias": True,
+        "ffn.moe.activation": "clamped_swiglu",
+        "ffn.moe.activation.limit": 0.3,
+        "ffn.moe.router.bias": True,
     },
     "windows": {
         "attention_pattern": "WF",
         "sliding_window": 3,
-        "qk_norm": True,
-        "qk_norm_width": "all_heads",
+        "attention.qk_norm": {},
+        "attention.qk_norm.over": "all_heads",
         # Two tp ranks do not divide it.
         "vocab_size": 65,
         "head_bias": True,
     },
     "linear": {
         "attention_pattern": "LF",
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
+        "linear_attention.num_key_heads": 2,
+        "linear_attention.num_value_heads": 4,
+        "linear_attention.key_head_dim": 6,
+        "linear_attention.value_head_dim": 10,
     },
 }
-SPARSE = {"index_topk": 5, "index_heads": 3, "index_head_dim": 16}
+SPARSE = {"attention.indexer.top_k": 5, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 16}
 KINDS["sparse_latent"] = KINDS["deepseek-v3"] | SPARSE | {"num_layers": 4, "index_pattern": "FS"}
 """Kinds of attention that decoding must bear: latent, with sinks or windows, with states, and sparse."""
 SLOW_KINDS = {
-    name: KINDS["linear"] | {"linear_attention": name, "attention_gate": True, "attention_gate_width": "head"}
+    name: KINDS["linear"] | {"linear_attention": name, "attention.gate": {}, "attention.gate.per": "head"}
     for name in ("gla", "short_convolution")
 }
 SLOW_KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
-SLOW_KINDS["sparse"] = SPARSE | {"attention_sinks": True}
+SLOW_KINDS["sparse"] = SPARSE | {"attention.sinks": True}
 """Further kinds: linear attention without a convolution, without a recurrence, and in all layers; sparse with heads."""
 
 

@@ -56,7 +56,7 @@ def test_an_import_reads_and_ends_texts_as_its_folder_does(folder, imported):
 def test_same_text_has_the_same_loss_and_continuation(folder, imported, tmp_path, capsys):
     (tmp_path / "text").write_text(TEXT)
     upcycled = str(tmp_path / "moe")
-    assert main(["upcycle", str(folder), upcycled, "model.num_experts=4", "model.top_k=2"]) == 0
+    assert main(["upcycle", str(folder), upcycled, "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]) == 0
     capsys.readouterr()
     said = []
     for model in (str(folder), str(imported), upcycled):

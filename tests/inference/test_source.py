@@ -18,7 +18,7 @@ def test_the_newest_checkpoint_of_a_run_is_found_from_anywhere(tmp_path, name):
     (tmp_path / "checkpoints" / "step-000030").mkdir()
     source = find_source(str(tmp_path / name))
     assert source.path.name == "step-000020"
-    assert source.model.num_experts == cfg.model.num_experts
+    assert source.model.ffn.moe.num_experts == cfg.model.ffn.moe.num_experts
     assert (source.kind, source.dtype, source.context) == ("checkpoint", "float32", cfg.train.seq_len)
     assert (source.moe.router_dtype, source.moe.trace_every) == ("float64", 0)
 
@@ -76,7 +76,7 @@ def test_a_run_of_another_model_above_the_checkpoint_does_not_count(tmp_path):
     tree["model"]["num_experts"] = 16
     file.write_text(json.dumps(tree))
     source = find_source(str(tmp_path))
-    assert (source.model.num_experts, source.moe.router_dtype) == (8, "float32")
+    assert (source.model.ffn.moe.num_experts, source.moe.router_dtype) == (8, "float32")
 
 
 def test_what_is_no_model(tmp_path):
@@ -101,7 +101,7 @@ def test_what_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_attention_heads", 0, "model.num_attention_heads=0 must be at least 1"),
+        ("num_attention_heads", 0, "model.attention.num_heads=0 must be at least 1"),
         ("layer_pattern", "x", "model.layer_pattern: unexpected 'x'"),
     ],
 )

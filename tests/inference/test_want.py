@@ -28,12 +28,9 @@ dir = "FOLDER/run"
 [model]
 num_layers = 1
 hidden_size = 16
-num_attention_heads = 2
-num_query_groups = 2
+attention = { num_heads = 2, num_kv_heads = 2 }
 vocab_size = 256
-num_experts = 4
-top_k = 2
-moe_ffn_hidden_size = 8
+ffn = { moe = { num_experts = 4, top_k = 2, intermediate_size = 8 } }
 [train]
 seq_len = 64
 global_batch_size = 2

@@ -16,15 +16,15 @@ transformers = pytest.importorskip("transformers", reason="transformers comes wi
 SIZES = {
     "num_layers": 3,
     "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "head_dim": 8,
-    "ffn_hidden_size": 48,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 2,
+    "attention.head_dim": 8,
+    "ffn.dense.intermediate_size": 48,
     "vocab_size": 64,
-    "num_experts": 8,
-    "top_k": 2,
-    "moe_ffn_hidden_size": 16,
-    "rope_theta": 5000.0,
+    "ffn.moe.num_experts": 8,
+    "ffn.moe.top_k": 2,
+    "ffn.moe.intermediate_size": 16,
+    "rope.theta": 5000.0,
     "init_std": 0.3,
 }
 SHARED = {
@@ -38,14 +38,14 @@ SHARED = {
     "max_position_embeddings": 64,
     "use_cache": False,
     "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "rope_parameters": {"rope_type": "default", "rope.theta": 5000.0},
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
 FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "mixtral": ({}, "Mixtral", {"intermediate_size": 16, "num_local_experts": 8}),
     "qwen3-moe": (
-        {"qk_norm": True, "layer_pattern": "DMM"},
+        {"attention.qk_norm": {}, "layer_pattern": "DMM"},
         "Qwen3Moe",
         {
             "intermediate_size": 48,
@@ -57,7 +57,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         },
     ),
     "qwen2-moe": (
-        {"qkv_bias": True, "router_softmax": "pre", "shared_expert_ffn_hidden_size": 24, "shared_expert_gate": True},
+        {
+            "attention.qkv_bias": True,
+            "ffn.moe.router.softmax": "pre",
+            "ffn.moe.shared.intermediate_size": 24,
+            "ffn.moe.shared.gate": True,
+        },
         "Qwen2Moe",
         {
             "moe_intermediate_size": 16,
@@ -70,9 +75,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "llama3": (
         {
             "layer_pattern": "D",
-            "rope_scaling": "llama3",
-            "rope_scaling_factor": 8.0,
-            "rope_original_seq_len": 32,
+            "rope.scaling": "llama3",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_seq_len": 32,
             "tie_embeddings": True,
         },
         "Llama",
@@ -81,7 +86,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "rope_parameters": {
                 "rope_type": "llama3",
-                "rope_theta": 5000.0,
+                "rope.theta": 5000.0,
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,

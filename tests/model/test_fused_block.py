@@ -33,9 +33,9 @@ from tests.slow import slow
 pytestmark = needs_compiler
 
 KINDS = {name: model for name, (model, *_) in FAMILIES.items()} | {
-    "norms-around-zero": {"zero_centered_norms": True, "qk_norm": True},
-    "qk-norm-of-all-heads": {"qk_norm": True, "qk_norm_width": "all_heads"},
-    "other-activation": {"moe_bias": True, "moe_activation": "clamped_swiglu", "swiglu_limit": 0.3},
+    "norms-around-zero": {"norm.zero_centered": True, "attention.qk_norm": {}},
+    "qk-norm-of-all-heads": {"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"},
+    "other-activation": {"ffn.moe.bias": True, "ffn.moe.activation": "clamped_swiglu", "ffn.moe.activation.limit": 0.3},
 }
 OF_MODULES = ("qk-norm-of-all-heads", "other-activation")
 """Kinds whose layers are computed by their modules."""
@@ -133,7 +133,7 @@ def test_a_fused_layer_has_the_bits_of_its_modules(kind, dtype):
 
 @pytest.mark.parametrize("router_softmax", ["pre", "post"])
 def test_equal_logits_choose_the_experts_that_the_router_chooses(router_softmax):
-    stage = build(recipe({"router_softmax": router_softmax, "top_k": 3}))
+    stage = build(recipe({"ffn.moe.router.softmax": router_softmax, "ffn.moe.top_k": 3}))
     with torch.no_grad():
         for layer in stage.moe_layers().values():
             # Pairs of equal experts.
@@ -149,16 +149,16 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     model = {
         "num_layers": 2,
         "hidden_size": draw(st.sampled_from([24, 40, 50])),
-        "num_query_groups": groups,
-        "num_attention_heads": groups * draw(st.sampled_from([1, 2, 7])),
-        "head_dim": draw(st.sampled_from([6, 16, 34])),
-        "num_experts": experts,
-        "top_k": draw(st.integers(1, 3)),
-        "moe_ffn_hidden_size": draw(st.sampled_from([5, 33])),
+        "attention.num_kv_heads": groups,
+        "attention.num_heads": groups * draw(st.sampled_from([1, 2, 7])),
+        "attention.head_dim": draw(st.sampled_from([6, 16, 34])),
+        "ffn.moe.num_experts": experts,
+        "ffn.moe.top_k": draw(st.integers(1, 3)),
+        "ffn.moe.intermediate_size": draw(st.sampled_from([5, 33])),
         "layer_pattern": draw(st.sampled_from(["M", "DM"])),
-        "router_score": draw(st.sampled_from(["softmax", "sigmoid"])),
-        "router_bias": draw(st.booleans()),
-        "router_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "ffn.moe.router": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "ffn.moe.router.bias": draw(st.booleans()),
+        "ffn.moe.router.scaling_factor": draw(st.sampled_from([1.0, 2.5])),
     }
     if model["router_score"] == "softmax":
         model["router_softmax"] = draw(st.sampled_from(["pre", "post"]))
@@ -167,7 +167,7 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     if draw(st.booleans()):
         model |= {"attention_pattern": "WF", "sliding_window": draw(st.sampled_from([1, 5, 66]))}
     if draw(st.booleans()):
-        model |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": draw(st.booleans())}
+        model |= {"ffn.moe.shared.intermediate_size": 12, "ffn.moe.shared.gate": draw(st.booleans())}
     return model, draw(st.sampled_from(["float32", "bfloat16"]))
 
 
@@ -313,7 +313,7 @@ def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatc
 @pytest.mark.parametrize("replaces", [False, True])
 def test_choices_are_recorded_and_replaced_as_in_the_modules(replaces):
     stage = build(recipe({}))
-    num_experts = stage.cfg.model.num_experts if replaces else 0
+    num_experts = stage.cfg.model.ffn.moe.num_experts if replaces else 0
     chosen = []
     found = []
     for fuses in (True, False):

@@ -13,25 +13,43 @@ from moefold.model.transformer import Transformer, build_model
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
 KIND = {
-    "qkv_bias": True,
-    "attention_output_bias": True,
-    "attention_sinks": True,
+    "attention.qkv_bias": True,
+    "attention.output_bias": True,
+    "attention.sinks": True,
     "attention_pattern": "WF",
-    "moe_bias": True,
-    "moe_activation": "clamped_swiglu",
-    "router_bias": True,
-    "norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "rope_scaling": "yarn",
-    "rope_truncate": False,
+    "ffn.moe.bias": True,
+    "ffn.moe.activation": "clamped_swiglu",
+    "ffn.moe.router.bias": True,
+    "norm.eps": 1e-5,
+    "rope.theta": 150000.0,
+    "rope.scaling": "yarn",
+    "rope.scaling.truncate": False,
     "init_std": 0.3,
 }
 """What makes a model of this family, whatever its sizes."""
 SIZES: list[dict[str, Any]] = [
-    {"num_attention_heads": 4, "num_query_groups": 2, "sliding_window": 7, "num_layers": 3},
-    {"num_attention_heads": 6, "num_query_groups": 1, "sliding_window": 1, "head_dim": 10, "swiglu_limit": 0.5},
-    {"num_attention_heads": 3, "num_query_groups": 3, "sliding_window": 24, "num_experts": 5, "top_k": 3},
-    {"num_attention_heads": 8, "num_query_groups": 4, "sliding_window": 3, "attention_pattern": "FFW", "num_layers": 4},
+    {"attention.num_heads": 4, "attention.num_kv_heads": 2, "sliding_window": 7, "num_layers": 3},
+    {
+        "attention.num_heads": 6,
+        "attention.num_kv_heads": 1,
+        "sliding_window": 1,
+        "attention.head_dim": 10,
+        "ffn.moe.activation.limit": 0.5,
+    },
+    {
+        "attention.num_heads": 3,
+        "attention.num_kv_heads": 3,
+        "sliding_window": 24,
+        "ffn.moe.num_experts": 5,
+        "ffn.moe.top_k": 3,
+    },
+    {
+        "attention.num_heads": 8,
+        "attention.num_kv_heads": 4,
+        "sliding_window": 3,
+        "attention_pattern": "FFW",
+        "num_layers": 4,
+    },
 ]
 SEQ_LEN = 24
 
@@ -40,14 +58,14 @@ def _model(sizes: dict[str, Any]) -> dict[str, Any]:
     common = {
         "num_layers": 2,
         "hidden_size": 32,
-        "head_dim": 8,
+        "attention.head_dim": 8,
         "vocab_size": 64,
-        "num_experts": 6,
-        "top_k": 2,
-        "moe_ffn_hidden_size": 20,
-        "rope_scaling_factor": 8.0,
-        "rope_original_seq_len": 12,
-        "swiglu_limit": 2.0,
+        "ffn.moe.num_experts": 6,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 20,
+        "rope.scaling.factor": 8.0,
+        "rope.scaling.original_seq_len": 12,
+        "ffn.moe.activation.limit": 2.0,
     }
     return common | KIND | sizes
 
@@ -83,7 +101,7 @@ def _theirs(model: dict[str, Any], windows: tuple[int, ...]) -> torch.nn.Module:
         max_position_embeddings=96,
         rope_parameters={
             "rope_type": "yarn",
-            "rope_theta": model["rope_theta"],
+            "rope.theta": model["rope_theta"],
             "factor": 8.0,
             "beta_fast": 32.0,
             "beta_slow": 1.0,

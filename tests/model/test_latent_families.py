@@ -26,11 +26,11 @@ def _rope(rng: random.Random, stretches: bool) -> tuple[Sizes, Sizes]:
     """The same rotation in our words and in theirs."""
     theta = rng.uniform(50.0, 5000.0)
     if not stretches:
-        return {"rope_theta": theta}, {"rope_type": "default", "rope_theta": theta}
-    theirs = {"rope_type": "yarn", "rope_theta": theta, "factor": rng.uniform(2.0, 40.0), "beta_fast": 3.0}
+        return {"rope.theta": theta}, {"rope_type": "default", "rope.theta": theta}
+    theirs = {"rope_type": "yarn", "rope.theta": theta, "factor": rng.uniform(2.0, 40.0), "beta_fast": 3.0}
     theirs |= {"beta_slow": 0.7, "original_max_position_embeddings": 16}
-    ours = {"rope_theta": theta, "rope_scaling": "yarn", "rope_scaling_factor": theirs["factor"]}
-    ours |= {"rope_beta_fast": 3.0, "rope_beta_slow": 0.7, "rope_original_seq_len": 16}
+    ours = {"rope.theta": theta, "rope.scaling": "yarn", "rope.scaling.factor": theirs["factor"]}
+    ours |= {"rope.scaling.beta_fast": 3.0, "rope.scaling.beta_slow": 0.7, "rope.scaling.original_seq_len": 16}
     if rng.random() < 0.7:
         mscales = {"mscale": rng.uniform(0.3, 1.0), "mscale_all_dim": rng.uniform(0.3, 1.5)}
         theirs |= mscales
@@ -44,25 +44,34 @@ def _latent(rng: random.Random) -> tuple[Sizes, Sizes]:
     heads, num_layers = rng.choice([1, 3, 5]), rng.choice([2, 3])
     dense = rng.randint(0, num_layers - 1)
     shared = rng.choice([1, 2])
-    widths = {"kv_lora_rank": rng.choice([5, 11]), "q_lora_rank": rng.choice([0, 7])}
-    widths |= {"qk_nope_head_dim": rng.choice([3, 7]), "qk_rope_head_dim": rng.choice([2, 6])}
-    widths |= {"v_head_dim": rng.choice([4, 5, 16])}
-    ours = {"num_layers": num_layers, "hidden_size": heads * 9, "num_attention_heads": heads, "attention": "mla"}
-    ours |= {"layer_pattern": f"D{dense}M{num_layers - dense}" if dense else "M", "rope_interleaved": True}
-    ours |= {"moe_ffn_hidden_size": 13, "shared_expert_ffn_hidden_size": 13 * shared, "ffn_hidden_size": 19}
+    widths = {"attention.kv_lora_rank": rng.choice([5, 11]), "attention.q_lora_rank": rng.choice([0, 7])}
+    widths |= {"attention.qk_nope_head_dim": rng.choice([3, 7]), "attention.qk_rope_head_dim": rng.choice([2, 6])}
+    widths |= {"attention.v_head_dim": rng.choice([4, 5, 16])}
+    ours = {"num_layers": num_layers, "hidden_size": heads * 9, "attention.num_heads": heads, "attention": "mla"}
+    ours |= {"layer_pattern": f"D{dense}M{num_layers - dense}" if dense else "M", "rope.interleaved": True}
+    ours |= {
+        "ffn.moe.intermediate_size": 13,
+        "ffn.moe.shared.intermediate_size": 13 * shared,
+        "ffn.dense.intermediate_size": 19,
+    }
     theirs = {"num_hidden_layers": num_layers, "hidden_size": heads * 9, "num_attention_heads": heads}
     theirs |= {"num_key_value_heads": heads, "first_k_dense_replace": dense, "rope_parameters": stretched[1]}
     theirs |= {"moe_intermediate_size": 13, "n_shared_experts": shared, "intermediate_size": 19}
-    return ours | widths | stretched[0], theirs | widths | {"q_lora_rank": widths["q_lora_rank"] or None}
+    return ours | widths | stretched[0], theirs | widths | {"attention.q_lora_rank": widths["q_lora_rank"] or None}
 
 
 def _deepseek_v2(rng: random.Random) -> tuple[Sizes, Sizes]:
     ours, theirs = _latent(rng)
     has_groups, factor = rng.random() < 0.6, rng.choice([1.0, 3.7])
-    ours |= {"num_experts": 12, "top_k": 3, "router_softmax": "pre", "router_scaling_factor": factor}
+    ours |= {
+        "ffn.moe.num_experts": 12,
+        "ffn.moe.top_k": 3,
+        "ffn.moe.router.softmax": "pre",
+        "ffn.moe.router.scaling_factor": factor,
+    }
     theirs |= {"n_routed_experts": 12, "num_experts_per_tok": 3, "routed_scaling_factor": factor}
     if has_groups:
-        ours |= {"num_groups": 4, "top_groups": 2}
+        ours |= {"ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2}
         theirs |= {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     return ours, theirs
 
@@ -70,12 +79,21 @@ def _deepseek_v2(rng: random.Random) -> tuple[Sizes, Sizes]:
 def _deepseek_v3(rng: random.Random) -> tuple[Sizes, Sizes]:
     ours, theirs = _latent(rng)
     groups, normalizes, interleaves = rng.choice([1, 3]), rng.random() < 0.5, rng.random() < 0.5
-    ours |= {"num_experts": 12, "top_k": 3, "router_score": "sigmoid", "router_scaling_factor": 2.5}
-    ours |= {"router_normalize": normalizes, "expert_bias": True, "rope_interleaved": interleaves}
+    ours |= {
+        "ffn.moe.num_experts": 12,
+        "ffn.moe.top_k": 3,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.scaling_factor": 2.5,
+    }
+    ours |= {
+        "ffn.moe.router.normalize": normalizes,
+        "ffn.moe.router.expert_bias": True,
+        "rope.interleaved": interleaves,
+    }
     theirs |= {"n_routed_experts": 12, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "n_group": groups}
     theirs |= {"norm_topk_prob": normalizes, "topk_group": min(groups, 2), "rope_interleave": interleaves}
     if groups > 1:
-        ours |= {"num_groups": groups, "top_groups": 2}
+        ours |= {"ffn.moe.router.num_groups": groups, "ffn.moe.router.top_groups": 2}
     return ours, theirs
 
 
@@ -83,9 +101,15 @@ def _olmoe(rng: random.Random) -> tuple[Sizes, Sizes]:
     groups, share = rng.choice([1, 3]), rng.choice([1, 2])
     heads, normalizes = groups * share, rng.random() < 0.5
     stretched = _rope(rng, stretches=False)
-    ours = {"num_layers": 2, "hidden_size": heads * 10, "num_attention_heads": heads, "num_query_groups": groups}
-    ours |= {"num_experts": 7, "top_k": 3, "moe_ffn_hidden_size": 11, "qk_norm": True, "qk_norm_width": "all_heads"}
-    ours |= {"router_softmax": "post" if normalizes else "pre"}
+    ours = {"num_layers": 2, "hidden_size": heads * 10, "attention.num_heads": heads, "attention.num_kv_heads": groups}
+    ours |= {
+        "ffn.moe.num_experts": 7,
+        "ffn.moe.top_k": 3,
+        "ffn.moe.intermediate_size": 11,
+        "attention.qk_norm": {},
+        "attention.qk_norm.over": "all_heads",
+    }
+    ours |= {"ffn.moe.router.softmax": "post" if normalizes else "pre"}
     theirs = {"num_hidden_layers": 2, "hidden_size": heads * 10, "num_attention_heads": heads}
     theirs |= {"num_key_value_heads": groups, "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 11}
     theirs |= {"norm_topk_prob": normalizes, "rope_parameters": stretched[1]}

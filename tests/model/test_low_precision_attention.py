@@ -17,7 +17,7 @@ from tests.verify.recipes import tiny
 
 KDA = {"linear_attention": "kda"}
 ZERO_3 = {"world_size": 2, "zero": 3}
-GATES = {"attention_gate": True, "attention_gate_width": "head"}
+GATES = {"attention.gate": {}, "attention.gate.per": "head"}
 
 
 def test_the_last_projections_stay_in_the_type_of_their_input():
@@ -32,7 +32,9 @@ def test_the_last_projections_stay_in_the_type_of_their_input():
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("kind", [GATES, *slow([(KDA | GATES,), (KDA | {"linear_full_rank_gates": True},)])], ids=str)
+@pytest.mark.parametrize(
+    "kind", [GATES, *slow([(KDA | GATES,), (KDA | {"linear_attention.full_rank_gates": True},)])], ids=str
+)
 def test_hybrids_train_in_fp8_on_several_ranks_as_on_one(pool, kind):
     """Scales of activations do not depend on the mapping; gradients of weights have other blocks of tokens."""
     model = HYBRID | kind | {"hidden_size": 32}

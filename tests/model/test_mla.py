@@ -17,17 +17,27 @@ S, B, PAGES = 9, 3, 3
 SIZES = {
     "attention": "mla",
     "hidden_size": 12,
-    "num_attention_heads": 3,
-    "kv_lora_rank": 5,
-    "qk_nope_head_dim": 3,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "rope_theta": 30.0,
+    "attention.num_heads": 3,
+    "attention.kv_lora_rank": 5,
+    "attention.qk_nope_head_dim": 3,
+    "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 6,
+    "rope.theta": 30.0,
     "vocab_size": 16,
 }
-YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 6.0, "rope_original_seq_len": 12, "rope_interleaved": True}
-YARN |= {"rope_beta_fast": 2.0, "rope_beta_slow": 0.5, "rope_mscale": 0.7, "rope_mscale_all_dim": 1.2}
-KINDS = [{}, {"q_lora_rank": 7, "v_head_dim": 11}, YARN, YARN | {"v_head_dim": 9}]
+YARN = {
+    "rope.scaling": "yarn",
+    "rope.scaling.factor": 6.0,
+    "rope.scaling.original_seq_len": 12,
+    "rope.interleaved": True,
+}
+YARN |= {
+    "rope.scaling.beta_fast": 2.0,
+    "rope.scaling.beta_slow": 0.5,
+    "rope.scaling.mscale": 0.7,
+    "rope.scaling.mscale_all_dim": 1.2,
+}
+KINDS = [{}, {"attention.q_lora_rank": 7, "attention.v_head_dim": 11}, YARN, YARN | {"attention.v_head_dim": 9}]
 
 
 class Example:
@@ -85,7 +95,14 @@ def test_pieces_equal_the_whole(kind, window, ends):
 
 
 @pytest.mark.parametrize(
-    "kind", [{"v_head_dim": 6}, {"v_head_dim": 7}, {"v_head_dim": 11}, YARN, YARN | {"v_head_dim": 5}]
+    "kind",
+    [
+        {"attention.v_head_dim": 6},
+        {"attention.v_head_dim": 7},
+        {"attention.v_head_dim": 11},
+        YARN,
+        YARN | {"attention.v_head_dim": 5},
+    ],
 )
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("packed", [False, True])

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES
@@ -26,7 +24,7 @@ def _model(**keys: Any) -> ModelConfig:
 
 
 def _rotated_factor(cfg: ModelConfig, seq_len: int = 0) -> float:
-    return chosen_in(cfg, RopeScalingPart).rotated_factor(seq_len)
+    return cfg.rope.scaling.rotated_factor(seq_len)
 
 
 def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
@@ -47,11 +45,15 @@ def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
         theirs["attention_factor"] = rng.uniform(0.5, 2.0)
     elif kind == "mscale":
         theirs |= {"mscale": rng.uniform(0.2, 2.0), "mscale_all_dim": rng.uniform(0.2, 2.0)}
-    names = {"factor": "scaling_factor", "original_max_position_embeddings": "original_seq_len"}
-    names |= {"rope_theta": "theta", "partial_rotary_factor": "fraction"}
-    ours = {f"rope_{names.get(key, key)}": value for key, value in theirs.items() if key != "rope_type"}
+    names = {
+        "original_max_position_embeddings": "rope.scaling.original_seq_len",
+        "rope_theta": "rope.theta",
+        "partial_rotary_factor": "attention.rope_fraction",
+    }
+    ours = {names.get(key, f"rope.scaling.{key}"): value for key, value in theirs.items() if key != "rope_type"}
     return _model(
-        hidden_size=64, num_attention_heads=2, rope_scaling="yarn", head_dim=rng.choice([8, 24, 64]), **ours
+        hidden_size=64,
+        **({"attention.num_heads": 2, "rope.scaling": "yarn", "attention.head_dim": rng.choice([8, 24, 64])} | ours),
     ), theirs
 
 
@@ -69,7 +71,7 @@ def test_yarn_equals_transformers(seed):
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     # transformers computes in float32.
-    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope_settings), expected.double(), rtol=3e-5, atol=1e-10)
     assert _rotated_factor(cfg) == pytest.approx(factor, rel=1e-12)
 
 
@@ -77,22 +79,44 @@ def test_llama3_without_a_blend_equals_transformers():
     """Llama 4 Scout gives both factors as 1: each frequency is scaled in full or not at all."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    theirs = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 64}
+    theirs = {"rope_type": "llama3", "rope.theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 64}
     theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
     config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=9000, rope_parameters=theirs)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    ours = {"rope_scaling": "llama3", "rope_scaling_factor": 16.0, "rope_theta": 5e5, "rope_original_seq_len": 64}
-    cfg = _model(head_dim=32, rope_low_freq_factor=1.0, rope_high_freq_factor=1.0, **ours)
-    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
+    ours = {
+        "rope.scaling": "llama3",
+        "rope.scaling.factor": 16.0,
+        "rope.theta": 5e5,
+        "rope.scaling.original_seq_len": 64,
+    }
+    cfg = _model(
+        **({"attention.head_dim": 32, "rope.scaling.low_freq_factor": 1.0, "rope.scaling.high_freq_factor": 1.0} | ours)
+    )
+    torch.testing.assert_close(rope_frequencies(cfg.rope_settings), expected.double(), rtol=3e-5, atol=1e-10)
 
 
 def test_yarn_by_hand():
     """Four pairs of base 16 turn 64, 32, 16 and 8 times in 402 positions: the betas 32 and 16 blend from 1 to 2."""
     seq_len = round(64 * 2 * math.pi)
-    keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": seq_len, "rope_theta": 16.0}
-    cfg = _model(head_dim=8, rope_beta_fast=32.0, rope_beta_slow=16.0, rope_truncate=False, **keys)
+    keys = {
+        "rope.scaling": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_seq_len": seq_len,
+        "rope.theta": 16.0,
+    }
+    cfg = _model(
+        **(
+            {
+                "attention.head_dim": 8,
+                "rope.scaling.beta_fast": 32.0,
+                "rope.scaling.beta_slow": 16.0,
+                "rope.scaling.truncate": False,
+            }
+            | keys
+        )
+    )
     expected = torch.tensor([1.0, 1 / 2, 1 / 16, 1 / 32], dtype=torch.float64)
-    torch.testing.assert_close(rope_frequencies(cfg.rope), expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(rope_frequencies(cfg.rope_settings), expected, rtol=2e-3, atol=0)
     assert _rotated_factor(cfg) == 1 + math.log(4) / 10
 
 
@@ -100,19 +124,21 @@ def test_yarn_by_hand():
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_scores_equal_the_oracle(is_interleaved, fraction):
     """The order in which pairs come out is free, the products of queries and keys are not."""
-    keys = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_seq_len": 20, "rope_theta": 50.0}
-    cfg = _model(head_dim=8, rope_interleaved=is_interleaved, rope_fraction=fraction, **keys)
+    keys = {"rope.scaling": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_seq_len": 20, "rope.theta": 50.0}
+    cfg = _model(
+        **({"attention.head_dim": 8, "rope.interleaved": is_interleaved, "attention.rope_fraction": fraction} | keys)
+    )
     generator = torch.Generator().manual_seed(1)
     query, key = (torch.randn(5, 2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
-    turn = build_rope(cfg.rope, torch.arange(5), torch.float64)
+    turn = build_rope(cfg.rope_settings, torch.arange(5), torch.float64)
     given = torch.einsum("sbhd,tbhd->bhst", turn(query), turn(key))
     positions = torch.arange(5).expand(2, 5)
-    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rope.rotary_dim, positions) for x in (query, key))
+    query, key = (apply_rope(cfg, x.transpose(0, 1), cfg.rope_settings.rotary_dim, positions) for x in (query, key))
     torch.testing.assert_close(given, torch.einsum("bshd,bthd->bhst", query, key), rtol=1e-12, atol=1e-12)
 
 
 def test_the_two_kinds_of_pairs_differ():
-    ropes = [_model(head_dim=8, rope_interleaved=flag).rope for flag in (False, True)]
+    ropes = [_model(**{"attention.head_dim": 8, "rope.interleaved": flag}).rope for flag in (False, True)]
     query = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(2))
     scores = [
         torch.einsum("sbhd,tbhd->st", *[build_rope(rope, torch.arange(5), torch.float32)(query)] * 2) for rope in ropes
@@ -126,19 +152,19 @@ def test_longrope_equals_transformers(seq_len, attention_factor_given):
     """Within the original context of 64 tokens, and beyond it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    theirs: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64}
+    theirs: dict[str, Any] = {"rope_type": "longrope", "rope.theta": 500.0, "original_max_position_embeddings": 64}
     theirs |= {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "factor": 4.0}
     theirs |= {} if attention_factor_given is None else {"attention_factor": attention_factor_given}
     config = transformers.LlamaConfig(head_dim=8, max_position_embeddings=256, rope_parameters=theirs)
     expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=seq_len)
     cfg = parse_model_config({**config.to_dict(), "vocab_size": 64}, Path("folder"))
-    torch.testing.assert_close(rope_frequencies(cfg.rope, seq_len), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope_settings, seq_len), expected.double(), rtol=3e-5, atol=1e-10)
     assert _rotated_factor(cfg, seq_len) == pytest.approx(factor, rel=1e-12)
     # The keys that a family writes read back.
     assert parse_model_config(FAMILIES["llama"].write(cfg), Path("folder")) == cfg
 
 
-_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope.theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +191,7 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     theirs = _YARN | keys
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     sizes |= {"intermediate_size": 48, "max_position_embeddings": 384, "num_key_value_heads": 4, "hidden_act": "swish"}
-    sizes |= {} if family == "deepseek_v3" else {"head_dim": 8}
+    sizes |= {} if family == "deepseek_v3" else {"attention.head_dim": 8}
     if family == "deepseek_v3":
         sizes |= {"n_routed_experts": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
         sizes |= {"qk_rope_head_dim": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 1}
@@ -174,11 +200,11 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     expected, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu")
     folder_keys = {"model_type": family, **sizes, "rope_scaling": theirs, "rope_theta": 3.0}
     cfg = parse_model_config(folder_keys, Path("folder"))
-    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope_settings), expected.double(), rtol=3e-5, atol=1e-10)
     assert _rotated_factor(cfg) == pytest.approx(factor, rel=1e-12)
     if family == "deepseek_v3" and keys.get("factor", 1):
         scores = modeling_deepseek_v3.yarn_apply_mscale(config.rope_parameters, 1.0)
-        assert chosen_in(cfg, RopeScalingPart).score_factor == pytest.approx(scores, rel=1e-12)
+        assert cfg.rope.scaling.score_factor == pytest.approx(scores, rel=1e-12)
     # The keys that a family writes read back.
     assert parse_model_config(FAMILIES[family].write(cfg), Path("folder")) == cfg
 
@@ -191,11 +217,11 @@ def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     cfg = parse_model_config(keys, Path("folder"))
     assert cfg.rope_original_seq_len == 32
-    torch.testing.assert_close(rope_frequencies(cfg.rope), expected.double(), rtol=3e-5, atol=1e-10)
+    torch.testing.assert_close(rope_frequencies(cfg.rope_settings), expected.double(), rtol=3e-5, atol=1e-10)
 
 
 def test_scores_that_other_scalings_would_scale_are_refused():
     keys = FAMILIES["deepseek_v3"].write(parse_model_config(transformers.DeepseekV3Config().to_dict(), Path("folder")))
-    keys["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
+    keys["rope_parameters"] = {"rope_type": "linear", "rope.theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
     with pytest.raises(ConfigError, match="mscale_all_dim=1.0 of rope_type='linear', with which moefold does not"):
         parse_model_config(keys, Path("folder"))

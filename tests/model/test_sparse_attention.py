@@ -12,24 +12,30 @@ S = 12
 SIZES = {
     "num_layers": 2,
     "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 2,
     "vocab_size": 32,
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 8,
+    "ffn.moe.num_experts": 4,
+    "ffn.moe.intermediate_size": 8,
     "init_std": 0.3,
 }
 LATENT = {
     "attention": "mla",
-    "q_lora_rank": 5,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 3,
-    "rope_interleaved": True,
+    "attention.q_lora_rank": 5,
+    "attention.kv_lora_rank": 6,
+    "attention.qk_nope_head_dim": 4,
+    "attention.qk_rope_head_dim": 2,
+    "attention.v_head_dim": 3,
+    "rope.interleaved": True,
 }
-INDEXER = {"index_heads": 3, "index_head_dim": 6}
-OPTIONS = {"qkv_bias": True, "attention_sinks": True, "attention_gate": True, "qk_norm": True, "attention_scale": 0.4}
+INDEXER = {"attention.indexer.num_heads": 3, "attention.indexer.head_dim": 6}
+OPTIONS = {
+    "attention.qkv_bias": True,
+    "attention.sinks": True,
+    "attention.gate": {},
+    "attention.qk_norm": {},
+    "attention.scale": 0.4,
+}
 
 
 def _model(settings: dict[str, object], train: dict[str, object] | None = None) -> Transformer:
@@ -54,9 +60,9 @@ def _tokens() -> torch.Tensor:
 @pytest.mark.parametrize("settings", [{}, OPTIONS, LATENT], ids=["gqa", "options", "mla"])
 def test_selecting_all_keys_is_dense_attention(settings):
     dense = _model(settings)(_tokens())
-    sparse = _model(settings | INDEXER | {"index_topk": S})(_tokens())
+    sparse = _model(settings | INDEXER | {"attention.indexer.top_k": S})(_tokens())
     torch.testing.assert_close(sparse, dense, rtol=1e-12, atol=1e-12)
-    fewer = _model(settings | INDEXER | {"index_topk": 3})(_tokens())
+    fewer = _model(settings | INDEXER | {"attention.indexer.top_k": 3})(_tokens())
     # The first tokens see no more than they select.
     torch.testing.assert_close(fewer[:3], dense[:3], rtol=1e-12, atol=1e-12)
     assert (fewer[3:] - dense[3:]).abs().max() > 1e-3
@@ -64,13 +70,13 @@ def test_selecting_all_keys_is_dense_attention(settings):
 
 @pytest.mark.parametrize("settings", [{}, LATENT], ids=["gqa", "mla"])
 def test_an_indexer_without_a_loss_has_no_gradient(settings):
-    model = _model(settings | INDEXER | {"index_topk": 3}, {"indexer_loss": 0.0})
+    model = _model(settings | INDEXER | {"attention.indexer.top_k": 3}, {"indexer_loss": 0.0})
     model(_tokens()).square().sum().backward()
     assert all((p.grad is None) == (".indexer." in name) for name, p in model.named_parameters() if "ffn" not in name)
 
 
 def test_the_loss_is_counted_once_and_never_in_evaluation():
-    model = _model(INDEXER | {"index_topk": 3})
+    model = _model(INDEXER | {"attention.indexer.top_k": 3})
     out = model(_tokens())
     assert [float(indexer.loss_sum) for indexer in model.indexers().values()] == [0.0, 0.0]
     out.sum().backward()
@@ -83,7 +89,7 @@ def test_the_loss_is_counted_once_and_never_in_evaluation():
 @pytest.mark.parametrize("length", [S - 3, S + 5])
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_padded_texts_of_any_length_are_evaluated(stage, length):
-    model = _model(INDEXER | {"index_topk": 3}, {"indexer_stage": stage}).eval()
+    model = _model(INDEXER | {"attention.indexer.top_k": 3}, {"indexer_stage": stage}).eval()
     model.set_positions(torch.arange(length))
     tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))
     weights = torch.ones(2, length)

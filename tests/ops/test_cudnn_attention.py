@@ -91,7 +91,7 @@ def test_the_probe_reports_an_operator_that_raises():
         ({"cp": 2, "context": "ulysses"}, "cuda", False, False),
         ({"cp": 2, "context": "ring"}, "cpu", False, False),
         ({"cp": 2, "context": "ring"}, "cuda", True, False),
-        ({"model": {"attention_sinks": True}}, "cuda", False, True),
+        ({"model": {"attention.sinks": True}}, "cuda", False, True),
         ({}, "cuda", False, False),
     ],
     ids=str,
@@ -128,7 +128,7 @@ def test_kernels_of_every_precision_have_it(monkeypatch, precision):
 
 def test_layers_get_the_kernel():
     kernel = CudnnAttention()
-    stage = build_model(tiny(model={"attention_sinks": True}))
+    stage = build_model(tiny(model={"attention.sinks": True}))
     select_ops.apply_kernels(stage, select_ops.SelectedKernels(block_attention=kernel))
     assert all(block.attention.core_attention.block_kernel is kernel for block in stage.layers.values())
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from moefold.config.chosen import chosen
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -17,23 +18,34 @@ from moefold.parts.optimizer.muon.module import logical_matrices, newton_schulz
 from moefold.parts.optimizer.muon.oracle import matrix_indices
 from moefold.parts.optimizer.muon.oracle import newton_schulz as oracle_newton_schulz
 from moefold.parts.optimizer.muon.part import MUON_GROUPS, Muon
+from tests.models import model_of
 from tests.optim.alone import build_alone
 
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_query_groups=1,
-    ffn_hidden_size=24,
-    moe_ffn_hidden_size=8,
-    num_experts=3,
-    layer_pattern="DM",
-    shared_expert_ffn_hidden_size=8,
-    shared_expert_gate=True,
-    mtp_layers=1,
-    vocab_size=32,
+MODEL = model_of(
+    {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "attention.num_heads": 2,
+        "attention.num_kv_heads": 1,
+        "ffn.dense.intermediate_size": 24,
+        "ffn.moe.intermediate_size": 8,
+        "ffn.moe.num_experts": 3,
+        "layer_pattern": "DM",
+        "ffn.moe.shared.intermediate_size": 8,
+        "ffn.moe.shared.gate": True,
+        "mtp_layers": 1,
+        "vocab_size": 32,
+    }
 )
-LATENT = ModelConfig(attention="mla", q_lora_rank=8, kv_lora_rank=6, num_attention_heads=3, qk_nope_head_dim=4)
+LATENT = model_of(
+    {
+        "attention": "mla",
+        "attention.q_lora_rank": 8,
+        "attention.kv_lora_rank": 6,
+        "attention.num_heads": 3,
+        "attention.qk_nope_head_dim": 4,
+    }
+)
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (4, 10), (10, 4), (1, 7)])
@@ -69,7 +81,7 @@ BY_GROUP = {
 
 
 def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
-    cfg = Config(model=replace(MODEL, moe_hidden_size=4))
+    cfg = Config(model=edit_model(MODEL, {"ffn.moe.latent_size": 4}))
     names = [name for name, _ in build_model(cfg).named_parameters()]
     weights = model_weights(cfg.model)
     assert set(BY_GROUP) == set(MUON_GROUPS)
@@ -94,13 +106,13 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
         ({"linear_attention": "kda"}, "wb conv_q conv_k conv_v"),
         ({"linear_attention": "gla"}, ""),
         ({"linear_attention": "short_convolution"}, "conv"),
-        ({"attention_pattern": "F", "attention_gate": True, "attention_gate_width": "head"}, "wg"),
-        ({"attention_pattern": "F", "attention_gate": True}, ""),
+        ({"attention_pattern": "F", "attention.gate": {}, "attention.gate.per": "head"}, "wg"),
+        ({"attention_pattern": "F", "attention.gate": {}}, ""),
     ],
     ids=str,
 )
 def test_matrices_of_one_row_a_head_and_convolutions_are_left_to_adamw(model, left):
-    cfg = replace(MODEL, **{"attention_pattern": "L", "num_query_groups": 2} | model)
+    cfg = replace(MODEL, **{"attention_pattern": "L", "attention.num_kv_heads": 2} | model)
     part = _part(cfg)
     weights = [weight for weight in model_weights(cfg).values() if weight.part == "attention" and weight.is_matrix]
     assert {weight.name.rpartition(".")[2] for weight in weights if not part.gathers(weight)} == set(left.split())

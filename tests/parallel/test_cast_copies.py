@@ -89,9 +89,12 @@ CASES = {
     "parts recomputed": ({}, {"recompute": ("norms", "moe")}),
     "muon": ({}, {"optimizer": "muon"}),
     "bfloat16 moments": ({}, {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")}),
-    "latent attention, biases": ({**LATENT, "head_dim": 0, "moe_bias": True, "router_bias": True}, {}),
+    "latent attention, biases": (
+        {**LATENT, "attention.head_dim": 0, "ffn.moe.bias": True, "ffn.moe.router.bias": True},
+        {},
+    ),
     "a decay without a gradient": (
-        {"shared_expert_ffn_hidden_size": 8},
+        {"ffn.moe.shared.intermediate_size": 8},
         {"optimizer": make_part("optimizer", "adamw", weight_decay=0.1)},
     ),
 }

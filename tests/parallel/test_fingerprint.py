@@ -46,7 +46,11 @@ def _fingerprints(cfg: Config) -> dict[str, set[float]]:
 
 @pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, MAPPINGS[:2]), ids=str)
 def test_each_gradient_is_reduced_over_exactly_its_ranks(pool, mapping):
-    cfg = tiny(model={"shared_expert_ffn_hidden_size": 16, "qk_norm": True}, train={"global_batch_size": 8}, **mapping)
+    cfg = tiny(
+        model={"ffn.moe.shared.intermediate_size": 16, "attention.qk_norm": {}},
+        train={"global_batch_size": 8},
+        **mapping,
+    )
     layout = check_config(cfg)
     kinds = {"experts": 0, "router": 0, "wq": 0, "norm": 0, "shared": 0}
     for rank, found in enumerate(pool.run(8, _fingerprints, cfg)):

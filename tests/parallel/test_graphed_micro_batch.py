@@ -78,7 +78,7 @@ def _assert_replayed_equals_eager(cfg: Config, keeps_counts_on_device: bool = Fa
         ({"tie_embeddings": True}, {"input_jitter": 0.3}, {}),
         (LATENT | {"mtp_layers": 1}, {"aux_kind": "global_batch"}, {"recompute": ("moe", "norms")}),
         (
-            {"router_score": "sigmoid", "expert_bias": True, "shared_expert_ffn_hidden_size": 8},
+            {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "ffn.moe.shared.intermediate_size": 8},
             {"aux_kind": "last_global_batch", "weight_in_expert": True},
             {"micro_batch_size": 2, "optimizer": "muon"},
         ),

@@ -64,9 +64,9 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
     [
         # Two layers. Micro-batch after micro-batch: one pair of graphs a layer.
         (LATENT | {"mtp_layers": 1}, {"recompute": ("moe",)}, {}, [3]),
-        ({"qk_norm": True}, {"micro_batch_size": 2}, {}, [2]),
+        ({"attention.qk_norm": {}}, {"micro_batch_size": 2}, {}, [2]),
         pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
-        ({"qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
+        ({"attention.qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
         # One layer on each rank, of which the first has two micro-batches between their passes.
         (HYBRID, {}, {"world_size": 2, "pp": 2}, [2, 1]),
         pytest.param(
@@ -84,17 +84,22 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
     [
         # The noise of each step differs, and only the gradients of the chosen probabilities arrive.
         ({}, {"input_jitter": 0.3, "aux_loss": 0.0, "z_loss": 0.0}, {}, [4]),
-        ({"router_score": "sigmoid", "expert_bias": True, "router_bias": True}, {"input_jitter": 0.3}, {}, [4]),
+        (
+            {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "ffn.moe.router.bias": True},
+            {"input_jitter": 0.3},
+            {},
+            [4],
+        ),
         ({}, {"choice": "sinkhorn"}, {"world_size": 2, "zero": 2, "ep": 2}, [4, 4]),
         pytest.param(
-            {"router_score": "sigmoid", "expert_bias": True},
+            {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True},
             {"choice": "quantile"},
             {"world_size": 2, "pp": 2},
             [4, 2],
             marks=pytest.mark.slow,
         ),
         (
-            {"router_softmax": "sparsemixer", "sparsemixer_jitter": 0.6},
+            {"ffn.moe.router.softmax": "sparsemixer", "ffn.moe.router.softmax.jitter": 0.6},
             {"input_jitter": 0.3},
             {"world_size": 2, "pp": 2},
             [4, 2],

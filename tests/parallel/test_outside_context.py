@@ -50,7 +50,7 @@ def _run(cfg: Config) -> DistributedRecord:
 
 
 def test_it_equals_one_rank(pool: WorkerPool) -> None:
-    one = tiny(model={"num_query_groups": 4}, train={"lr": 1e-2})
+    one = tiny(model={"attention.num_kv_heads": 4}, train={"lr": 1e-2})
     [alone] = pool.run(1, _run, one)
     two = replace(one, parallel=ParallelConfig(world_size=2, cp=2, ep=2, context=GatheringContext()))
     record = pool.run(2, _run, two)[0]

@@ -30,7 +30,13 @@ MAX_ROUND_BYTES = 3000
 
 def _recipe(training: dict[str, int], sampling: dict[str, int], **model: object) -> Config:
     cfg = tiny(
-        model={"num_layers": 4, "tie_embeddings": True, "router_score": "sigmoid", "expert_bias": True, **model},
+        model={
+            "num_layers": 4,
+            "tie_embeddings": True,
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
+            **model,
+        },
         train={"global_batch_size": 8},
         **training,
     )

@@ -132,7 +132,7 @@ def _only(of_ranks: list[Any]) -> Any:
 
 
 NORM, EXPERT, BIAS = "layers.0.attention_norm.weight", "layers.1.ffn.experts.w_up", "layers.1.ffn.router.expert_bias"
-MODEL = {"expert_bias": True, "router_score": "sigmoid"}
+MODEL = {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}
 CASES: list[tuple[dict[str, Any], list[tuple[str, int, set[tuple[str, tuple[int, ...]]]]]]] = [
     (
         {"world_size": 3, "zero": 0},

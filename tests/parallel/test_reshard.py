@@ -56,10 +56,10 @@ def _recipe(name: str, **model: object) -> Config:
             # No tp divides it; 13 and 12 rows on four data-parallel ranks are 4 + 4 + 4 + 1 and 3 each.
             "vocab_size": 25,
             "tie_embeddings": True,
-            "qk_norm": True,
-            "router_score": "sigmoid",
-            "expert_bias": True,
-            "shared_expert_ffn_hidden_size": 16,
+            "attention.qk_norm": {},
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
+            "ffn.moe.shared.intermediate_size": 16,
             **model,
         },
         moe={"bias_update_rate": 0.1},
@@ -189,9 +189,9 @@ def test_an_inference_model_gets_the_weights_in_its_own_dtype(pool, tmp_path, be
 @pytest.mark.parametrize(
     "model",
     [
-        LATENT | {"qk_norm": False, "mtp_layers": 1, "tie_embeddings": False},
-        HYBRID | {"linear_attention": "kda", "mtp_layers": 1, "moe_hidden_size": 8, "attention_gate": True},
-        HYBRID | {"mtp_layers": 1, "norm_placement": "both", "zero_centered_norms": True},
+        LATENT | {"attention.qk_norm": "none", "mtp_layers": 1, "tie_embeddings": False},
+        HYBRID | {"linear_attention": "kda", "mtp_layers": 1, "ffn.moe.latent_size": 8, "attention.gate": {}},
+        HYBRID | {"mtp_layers": 1, "residual": "both", "norm.zero_centered": True},
     ],
 )
 def test_parameters_of_other_blocks_and_multi_token_prediction(pool, tmp_path, model):
@@ -239,7 +239,11 @@ def _follow(cfg: Config, sample: Config, run_dir: str) -> tuple[list[int], list[
 def test_a_mapping_that_agrees_shares_its_parameters(pool, tmp_path, zero):
     """Without data parallelism a shard under ZeRO is the whole parameter too."""
     mapping = {"world_size": 2, "tp": 2, "ep": 2, "zero": zero}
-    cfg = tiny(model={"expert_bias": True, "router_score": "sigmoid"}, moe={"bias_update_rate": 0.1}, **mapping)
+    cfg = tiny(
+        model={"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"},
+        moe={"bias_update_rate": 0.1},
+        **mapping,
+    )
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32"))
     for sent, shared, is_one in pool.run(2, _follow, cfg, cfg, str(tmp_path)):
         assert sent == [0, 0]

@@ -38,7 +38,7 @@ MODELS = {
     "plain": {"num_layers": 4},
     "further tokens": {"num_layers": 3, "mtp_layers": 2},
     "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
-    "many experts": {"num_layers": 2, "mtp_layers": 1, "num_experts": 264, "moe_ffn_hidden_size": 8},
+    "many experts": {"num_layers": 2, "mtp_layers": 1, "ffn.moe.num_experts": 264, "ffn.moe.intermediate_size": 8},
     "documents": {"vocab_size": 8},
 }
 

@@ -86,7 +86,7 @@ class CacheCase:
         parallel = {"world_size": 2} | self.parallel
         samples = parallel["world_size"] // parallel.get("pp", 1) * MICRO_BATCHES
         cfg = tiny(
-            {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 8} | self.model,
+            {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 8} | self.model,
             self.moe,
             {"global_batch_size": samples, "precision": "fp8-blockwise"} | self.train,
             **parallel,
@@ -148,7 +148,7 @@ def _cached_bytes(cfg: Config) -> int:
 
 @pytest.mark.parametrize("attention", [{}, LATENT])
 def test_the_memory_formula_counts_every_quantised_weight(pool, attention):
-    model = {"mtp_layers": 1, "moe_bias": True}
+    model = {"mtp_layers": 1, "ffn.moe.bias": True}
     cfg = CacheCase({"ep": 2}, 0.0, model=model | attention).config()
     units = (*cfg.model.layers, "mtp")
     weights = [weight.shard(1, 2, 1) for unit in units for weight in unit_weights(cfg.model, cfg.lora, unit)]

@@ -1,13 +1,11 @@
 """Small recipes of each built-in kind, which is found by its file, and of each of its settings that is on or off."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 
 from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_group, find_part
-from moefold.config.groups.attention import OutputGate, QueryKeyNorm
-from moefold.config.layers import FEED_FORWARD_KINDS, SPANS
-from moefold.config.part import Part, flat_keys, flat_keys_of, make_part
+from moefold.config.layers import SPANS
+from moefold.config.part import Part, default_of_field, flat_keys
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings, part_keys
 from moefold.errors import ConfigError
@@ -19,36 +17,41 @@ Settings = dict[str, dict[str, object]]
 
 OF_LAYERS = ("attention", "ffn", "indexer", "norm", "residual", "span")
 """Groups of which each layer has a part."""
-SIZES = {
-    "q_lora_rank": 5, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
-    "linear_conv_kernel": 3, "linear_gate_rank": 3, "sliding_window": 5, "attention_chunk_size": 5, "index_heads": 3,
-    "index_head_dim": 6,
-}  # fmt: skip
+LINEAR_SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 4, "value_head_dim": 6}
+SIZES: dict[str, dict[str, object]] = {
+    "mla": {"q_lora_rank": 5, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},
+    "gated_deltanet": LINEAR_SIZES | {"conv_kernel": 3},
+    "kda": LINEAR_SIZES | {"conv_kernel": 3},
+    "gla": LINEAR_SIZES | {"gate_rank": 3},
+    "short_convolution": {"conv_kernel": 3},
+}
 """Sizes of the kinds of layers."""
-CONTEXT = {"rope_scaling_factor": 4.0, "rope_original_seq_len": 8}
+FACTOR = {"rope.scaling.factor": 4.0}
+CONTEXT = FACTOR | {"rope.scaling.original_seq_len": 8}
 NEEDS: dict[tuple[str, str], Settings] = {
-    ("choice", "quantile"): {"model": {"expert_bias": True}},
+    ("choice", "quantile"): {"model": {"ffn.moe.router.expert_bias": True}},
     ("drop", "position"): {"moe": {"capacity_factor": 0.75}},
     ("drop", "probs"): {"moe": {"capacity_factor": 0.75}},
     ("drop_scope", "sub_sequence"): {"moe": {"capacity_factor": 0.75}},
     ("drop_scope", "full_sequence"): {"moe": {"capacity_factor": 0.75}},
-    ("indexer", "lightning"): {"model": {"index_topk": 3}},
-    ("indexer", "shared"): {"model": {"index_topk": 3, "index_pattern": "FS"}},
-    ("rope_scaling", "linear"): {"model": CONTEXT},
+    ("indexer", "lightning"): {"model": {"attention.indexer.top_k": 3}},
+    ("indexer", "shared"): {"model": {"attention.indexer.top_k": 3, "index_pattern": "FS"}},
+    ("rope_scaling", "linear"): {"model": FACTOR},
     ("rope_scaling", "llama3"): {"model": CONTEXT},
     ("rope_scaling", "longrope"): {
-        "model": CONTEXT | {"rope_short_factors": (1.0, 1.5), "rope_long_factors": (2.0, 3.0)}
+        "model": CONTEXT | {"rope.scaling.short_factors": (1.0, 1.5), "rope.scaling.long_factors": (2.0, 3.0)}
     },
-    ("rope_scaling", "ntk"): {"model": CONTEXT},
+    ("rope_scaling", "ntk"): {"model": FACTOR},
     ("rope_scaling", "yarn"): {"model": CONTEXT},
-    ("router_softmax", "sparsemixer"): {"model": {"sparsemixer_jitter": 0.6}, "moe": {"choice": "topk"}},
+    ("router_softmax", "sparsemixer"): {"model": {"ffn.moe.router.softmax.jitter": 0.6}, "moe": {"choice": "topk"}},
 }
 """What a kind needs besides the key that chooses it."""
 ON = {int: 4, float: 0.5}
 """Value of a number that is 0 by default, by its type."""
 OTHER_WIDTH = {"head": "all_heads", "dim": "head"}
 """Other value of the widths of norms and gates."""
+TABLES = ("gate", "qk_norm", "temperature", "shared")
+"""Tables that a part may have, all of whose settings have defaults."""
 
 
 def kinds_of(groups: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -58,14 +61,17 @@ def kinds_of(groups: tuple[str, ...]) -> list[tuple[str, str]]:
 
 def settings(group: str, kind: str) -> Settings:
     """Return the settings of a recipe with a kind."""
-    found: Settings = {"model": dict(SIZES)}
-    if group == "attention" and find_part(group, kind).is_recurrent:
-        found["model"] |= {"attention_pattern": "LF", "linear_attention": kind}
-    elif group in ("ffn", "span"):
-        letters = {word: letter for letter, word in (FEED_FORWARD_KINDS | SPANS).items()}
-        found["model"]["layer_pattern" if group == "ffn" else "attention_pattern"] = letters[kind]
+    found: Settings = {"model": {"sliding_window": 5, "attention_chunk_size": 5}}
+    if group == "attention":
+        key = "linear_attention" if find_part(group, kind).is_recurrent else "attention"
+        found["model"] |= {key: kind} | {f"{key}.{name}": value for name, value in SIZES.get(kind, {}).items()}
+        found["model"] |= {"attention_pattern": "LF"} if key == "linear_attention" else {}
+    elif group == "ffn":
+        found["model"]["layer_pattern"] = {"swiglu": "D", "moe": "M"}[kind]
+    elif group == "span":
+        found["model"]["attention_pattern"] = next(letter for letter, (word, _) in SPANS.items() if word == kind)
     elif group != "indexer":
-        section, key = find_group(group).key.split(".")
+        section, _, key = find_group(group).key.partition(".")
         found.setdefault(section, {})[key] = kind
     return merged(found, NEEDS.get((group, kind), {}))
 
@@ -111,25 +117,29 @@ def _switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
     base = settings(group, kind)
     part = find_part(group, kind)
     for name in (name for _, name in flat_keys(group, kind) if isinstance(name, str)):
-        yield from _with_switched(base, name)
+        yield from _with_switched(base, name, default_of(*name.split(".")))
     for path, owners in kind_settings().items():
-        section, key, setting = path.split(".")
-        if part_keys()[f"{section}.{key}"] == group and kind in owners:
-            default = next(field.default for field in fields(part) if field.name == setting)
-            for value in _switched_values(default, is_given=False):
-                yield path, merged(base, {section: {key: make_part(group, kind, **{setting: value})}})
-    for field, nested, key in (("gate", OutputGate, "attention_gate"), ("qk_norm", QueryKeyNorm, "qk_norm")):
-        if field in part.__dataclass_fields__:
-            with_nested = merged(base, {"model": {key: True}})
-            yield f"model.{key}", with_nested
-            for _, name in flat_keys_of(nested):
-                yield from _with_switched(with_nested, name)
+        table = path.rpartition(".")[0]
+        if part_keys().get(table) == group and kind in owners and path not in part_keys():
+            default = default_of_field(part, path.rpartition(".")[2])
+            if path.rpartition(".")[2] in TABLES:
+                with_table = merged(base, _settings_at(path, {}))
+                yield path, with_table
+                for inner in (inner for inner in kind_settings() if inner.startswith(f"{path}.")):
+                    yield from _with_switched(with_table, inner, default_of(*inner.split(".", 1)))
+            else:
+                yield from _with_switched(base, path, default)
 
 
-def _with_switched(base: Settings, name: str) -> Iterator[tuple[str, Settings]]:
-    section, key = name.split(".")
-    for value in _switched_values(default_of(section, key), is_given=key in base.get(section, {})):
-        yield name, merged(base, {section: {key: value}})
+def _settings_at(path: str, value: object) -> Settings:
+    section, _, key = path.partition(".")
+    return {section: {key: value}}
+
+
+def _with_switched(base: Settings, path: str, default: object) -> Iterator[tuple[str, Settings]]:
+    section, _, key = path.partition(".")
+    for value in _switched_values(default, is_given=key in base.get(section, {})):
+        yield path, merged(base, _settings_at(path, value))
 
 
 def _switched_values(default: object, *, is_given: bool) -> Iterator[object]:

@@ -98,9 +98,9 @@ def _assert_judged(pool, cfg: Config, steps: int) -> None:
 
 
 MEASURED_SIZES = {
-    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
-    "sliding_window": 16, "attention_chunk_size": 16, "index_topk": 24, "index_head_dim": 16, "moe_hidden_size": 24,
+    "attention.q_lora_rank": 24, "attention.kv_lora_rank": 20, "attention.qk_nope_head_dim": 12, "attention.qk_rope_head_dim": 4, "attention.v_head_dim": 16,
+    "linear_attention.num_key_heads": 2, "linear_attention.num_value_heads": 4, "linear_attention.key_head_dim": 32, "linear_attention.value_head_dim": 48,
+    "sliding_window": 16, "attention_chunk_size": 16, "attention.indexer.top_k": 24, "attention.indexer.head_dim": 16, "ffn.moe.latent_size": 24,
 }  # fmt: skip
 """Sizes whose tensors are large beside what a step holds for a moment."""
 MEASURED = kinds_of((*OF_LAYERS, "activation", "router_score", "router_softmax", "wire"))
@@ -134,7 +134,7 @@ def attend(q, k, v, documents=None, sinks=None, scale=None):
 @pytest.mark.parametrize("kind", [kind for _, kind in ATTENTIONS if not find_part("attention", kind).is_recurrent])
 def test_its_core_flops_are_counted(kind):
     """By torch, with keys as wide as values, which would be padded else."""
-    cfg = tiny(**merged(settings("attention", kind), {"model": {"v_head_dim": 6}}))
+    cfg = tiny(**merged(settings("attention", kind), {"model": {"attention.v_head_dim": 6}}))
     layer = cfg.model.layers[0]
     model = build_model(cfg)
     model.set_positions(torch.arange(16))

@@ -2,24 +2,27 @@
 
 from dataclasses import replace
 
-from moefold.config.model import ModelConfig
+from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
+from tests.models import model_of
 
-SMALL = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-    moe_ffn_hidden_size=24,
-    vocab_size=64,
-    num_experts=4,
-    top_k=2,
-    layer_pattern="DM",
+SMALL = model_of(
+    {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "attention.num_heads": 4,
+        "attention.num_kv_heads": 2,
+        "ffn.dense.intermediate_size": 48,
+        "ffn.moe.intermediate_size": 24,
+        "vocab_size": 64,
+        "ffn.moe.num_experts": 4,
+        "ffn.moe.top_k": 2,
+        "layer_pattern": "DM",
+    }
 )
 
 RECIPES = {
@@ -31,12 +34,21 @@ RECIPES = {
     ),
     "windows and an uneven batch": Config(
         run=RunConfig(dtype="float32"),
-        model=replace(SMALL, num_layers=2, num_attention_heads=6, num_query_groups=3, head_dim=8, layer_pattern="M"),
+        model=edit_model(
+            SMALL,
+            {
+                "num_layers": 2,
+                "attention.num_heads": 6,
+                "attention.num_kv_heads": 3,
+                "attention.head_dim": 8,
+                "layer_pattern": "M",
+            },
+        ),
         train=TrainConfig(seq_len=24, global_batch_size=6, loss_chunk=10),
         parallel=ParallelConfig(context="ulysses"),
     ),
     "latent attention, padded to a capacity": Config(
-        model=replace(SMALL, attention="mla", mtp_layers=1, shared_expert_ffn_hidden_size=16),
+        model=edit_model(SMALL, {"attention": "mla", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}),
         moe=MoEConfig(capacity_factor=1.0, pad_to_capacity=True),
         train=TrainConfig(seq_len=16, global_batch_size=4),
         parallel=ParallelConfig(pipeline_layout="auto"),

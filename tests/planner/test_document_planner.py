@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
@@ -31,7 +32,7 @@ LENGTHS = [64] * 6 + [500, 900, 4096]
 def request(world_size: int, **fixed) -> PlanRequest:
     base = RECIPES["plain"]
     cfg: Config = on_ranks(base, world_size)
-    model = replace(base.model, hidden_size=512, num_attention_heads=8)
+    model = edit_model(base.model, {"hidden_size": 512, "attention.num_heads": 8})
     cfg = replace(cfg, model=model, train=replace(cfg.train, seq_len=SEQ_LEN, global_batch_size=8))
     cfg = replace(cfg, data=DataConfig(document_end=0))
     loads = DocumentLoads(StreamedSamples(ListedLengths("", "", LENGTHS)), SEQ_LEN)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from moefold.cli.main import main
-from moefold.config.model import ModelConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import load_device
 from moefold.cost.reshard_plan import plan_reshard
@@ -18,16 +17,19 @@ from moefold.planner.rollout import plan_rollouts
 from moefold.planner.rollout_cost import RolloutLengths, SamplingCost
 from moefold.recipe import load_config
 from moefold.topology.rollout_mapping import rollout_config
+from tests.models import model_of
 
-MODEL = ModelConfig(
-    num_layers=4,
-    hidden_size=512,
-    num_attention_heads=8,
-    num_query_groups=2,
-    vocab_size=1024,
-    num_experts=16,
-    top_k=2,
-    moe_ffn_hidden_size=256,
+MODEL = model_of(
+    {
+        "num_layers": 4,
+        "hidden_size": 512,
+        "attention.num_heads": 8,
+        "attention.num_kv_heads": 2,
+        "vocab_size": 1024,
+        "ffn.moe.num_experts": 16,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 256,
+    }
 )
 H100 = load_device("h100")
 IDEAL = replace(H100, host_launch_s=0.0, sync_s=0.0)
@@ -86,7 +88,7 @@ def test_the_cache_of_a_hybrid_rollout_has_keys_of_its_softmax_layers_and_states
     cfg = load_config(tmp_path / "rl.toml", words)
     model = cfg.model
     found = SamplingCost(cfg, IDEAL, lengths).times(ALONE).rollout_bytes
-    keys = 32 * 2 * model.num_query_groups * model.softmax_attention.head_dim * 2
+    keys = 32 * 2 * model.attention.num_kv_heads * model.softmax_attention.head_dim * 2
     assert found == keys + 3 * model.layers[0].core.state_bytes(1, 2)
 
 
@@ -94,14 +96,14 @@ def test_a_cache_of_heads_is_priced_as_such(tmp_path):
     """Latent attention caches keys and values of all heads, padded to one width, and reads them for each token."""
     (tmp_path / "rl.toml").write_text(RECIPE)
     lengths = RolloutLengths(prompt=20, new=12)
-    words = ["model.attention=mla", "model.v_head_dim=40"]
+    words = ["model.attention=mla", "model.attention.v_head_dim=40"]
     found = {}
     for cache in ("latents", "heads"):
         cfg = load_config(tmp_path / "rl.toml", [*words, f"rollout.cache={cache}"])
         found[cache] = SamplingCost(cfg, IDEAL, lengths).times(ALONE)
     model = cfg.model
-    latent = model.kv_lora_rank + model.qk_rope_head_dim
-    heads = 2 * model.num_attention_heads * 48
+    latent = model.attention.kv_lora_rank + model.attention.qk_rope_head_dim
+    heads = 2 * model.attention.num_heads * 48
     assert model.softmax_attention.head_dim == 48
     assert found["latents"].rollout_bytes == 32 * model.num_layers * latent * 2
     assert found["heads"].rollout_bytes == 32 * model.num_layers * heads * 2

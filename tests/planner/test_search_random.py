@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -18,6 +17,7 @@ from moefold.cost.hardware import Device, load_device
 from moefold.errors import ConfigError
 from moefold.planner.memory.budget import OVERHEAD_GIB
 from moefold.planner.search.search import Search
+from tests.models import model_of
 from tests.planner.recipes import on_ranks
 from tests.planner.search.test_search import check_folds, every_mapping, priced, searching
 
@@ -43,22 +43,24 @@ def random_world(random: Random) -> World:
     """A world that may not be legal."""
     one_of = random.choice
     num_experts, heads = one_of([2, 4, 6, 8]), one_of([2, 4, 6])
-    model = ModelConfig(
-        num_layers=one_of([1, 2, 3, 4, 5]),
-        hidden_size=96,
-        num_attention_heads=heads,
-        num_query_groups=one_of([groups for groups in (1, 2, 3, 4, 6) if heads % groups == 0]),
-        ffn_hidden_size=one_of([48, 96]),
-        moe_ffn_hidden_size=one_of([8, 24, 96]),
-        vocab_size=one_of([65, 512]),
-        num_experts=num_experts,
-        top_k=one_of([copies for copies in (1, 2, 3, 4, 6) if copies <= num_experts]),
-        router_score="sigmoid",
-        router_normalize=False,
-        layer_pattern=one_of(["M", "DM", "MMD"]),
-        mtp_layers=one_of([0, 0, 1]),
-        shared_expert_ffn_hidden_size=one_of([0, 16, 64]),
-        tie_embeddings=one_of([False, True]),
+    model = model_of(
+        {
+            "num_layers": one_of([1, 2, 3, 4, 5]),
+            "hidden_size": 96,
+            "attention.num_heads": heads,
+            "attention.num_kv_heads": one_of([groups for groups in (1, 2, 3, 4, 6) if heads % groups == 0]),
+            "ffn.dense.intermediate_size": one_of([48, 96]),
+            "ffn.moe.intermediate_size": one_of([8, 24, 96]),
+            "vocab_size": one_of([65, 512]),
+            "ffn.moe.num_experts": num_experts,
+            "ffn.moe.top_k": one_of([copies for copies in (1, 2, 3, 4, 6) if copies <= num_experts]),
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.normalize": False,
+            "layer_pattern": one_of(["M", "DM", "MMD"]),
+            "mtp_layers": one_of([0, 0, 1]),
+            "ffn.moe.shared.intermediate_size": one_of([0, 16, 64]),
+            "tie_embeddings": one_of([False, True]),
+        }
     )
     train = TrainConfig(
         seq_len=one_of([16, 24, 48, 64]),

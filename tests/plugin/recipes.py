@@ -17,7 +17,12 @@ PARTS = {
     "rl.objective": ("simple_policy", "simple_policy.py:SimplePolicy", "epsilon = 0.3"),
 }
 """Kind, file and settings of the part of each key."""
-BUILT_IN = ("model.attention_gate=true", "model.num_attention_heads=4", "model.num_query_groups=4", "model.head_dim=16")
+BUILT_IN = (
+    "model.attention.gate={}",
+    "model.attention.num_heads=4",
+    "model.attention.num_kv_heads=4",
+    "model.attention.head_dim=16",
+)
 """The attention of the package by keys of gqa."""
 FOUR = ("parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "parallel.ep=2")
 EIGHT = ("parallel.world_size=8", *FOUR[1:])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.config.part import describe_part
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import family_unsupported_reason
@@ -52,14 +53,14 @@ def scaling(tmp_path):
     file.write_text(FILE)
 
     def build(*settings):
-        words = [f"model.rope_scaling={file}:Slower", *(f"model.rope_scaling.{word}" for word in settings)]
-        return load_config(None, words).model.rope_scaling
+        words = [f"model.rope.scaling={file}:Slower", *(f"model.rope.scaling.{word}" for word in settings)]
+        return load_config(None, words).model.rope.scaling
 
     return build
 
 
 def _with(cfg, part):
-    return replace(cfg, model=replace(cfg.model, rope_scaling=part))
+    return replace(cfg, model=edit_model(cfg.model, {"rope.scaling": part}))
 
 
 @pytest.mark.parity
@@ -73,7 +74,7 @@ def test_it_is_judged_on_two_ranks(pool, scaling):
 
 
 def test_it_stays_in_a_smaller_recipe(scaling):
-    assert shrink(_with(tiny(), scaling())).model.rope_scaling == scaling()
+    assert shrink(_with(tiny(), scaling())).model.rope.scaling == scaling()
 
 
 def test_a_wrong_number_of_frequencies_is_refused_by_name(scaling):
@@ -91,5 +92,5 @@ def test_no_folder_of_transformers_can_have_it(scaling):
 
 def test_flat_keys_of_built_in_kinds_are_refused(tmp_path, scaling):
     scaling()
-    with pytest.raises(ConfigError, match="model.rope_scaling_factor=2.0 has no effect: .*'parts.py:Slower' does not"):
-        load_config(None, [f"model.rope_scaling={tmp_path / 'parts.py'}:Slower", "model.rope_scaling_factor=2"])
+    with pytest.raises(ConfigError, match="model.rope.scaling.factor=2.0 has no effect: .*'parts.py:Slower' does not"):
+        load_config(None, [f"model.rope.scaling={tmp_path / 'parts.py'}:Slower", "model.rope.scaling.factor=2"])

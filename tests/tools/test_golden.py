@@ -11,8 +11,8 @@ RECIPE = "recipes/snippet.toml"
 TEXT = """
 [model]
 preset = "quickstart"
-rope_theta = {theta}
-num_attention_heads = {heads}
+rope.theta = {theta}
+attention.num_heads = {heads}
 [train]
 seq_len = {seq_len}
 global_batch_size = {batch}

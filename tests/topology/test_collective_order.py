@@ -128,7 +128,7 @@ def _begun(cfg: Config) -> list[str]:
 @pytest.mark.parity
 def test_ranks_begin_what_was_said_before_they_started(pool):
     train = {"global_batch_size": 12, "recompute": ("moe",)}
-    model = {"num_layers": 2, "layer_pattern": "DM", "mtp_layers": 1, "shared_expert_ffn_hidden_size": 16}
+    model = {"num_layers": 2, "layer_pattern": "DM", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}
     cfg = tiny(model=model, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
     logs = pool.run(4, _begun, cfg)
     assert all(log == logs[0] for log in logs)

@@ -159,7 +159,7 @@ def _mapping(cfg: Config, cache: str) -> DistributedRecord:
 @pytest.mark.parity
 def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
     """The oracle reads the pairs of the recipe, and has its loss, with a uniform law for the reference."""
-    settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.num_query_groups=2")
+    settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.attention.num_kv_heads=2")
     cfg = _recipe(folder, "run", "pairs", *settings, "parallel.world_size=2", "parallel.cp=2")
     oracle = run_oracle(cfg, 1)
     assert 0.1 < oracle.steps[0].loss < 2
@@ -178,7 +178,7 @@ def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
     ids=str,
 )
 def test_the_reference_is_the_same_under_every_mapping(pool, folder: Path, mapping):
-    settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.num_query_groups=2")
+    settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.attention.num_kv_heads=2")
     alone = _recipe(folder, "run", "pairs", *settings)
     cache = str(folder / "cache")
     (expected,) = pool.run(1, _reference, alone, cache)

@@ -15,17 +15,28 @@ from moefold.validate.config import check_config
 from tests.nondeterministic_ops import NondeterministicOps
 from tests.verify.recipes import LATENT, tiny
 
-WINDOWS = {"attention_sinks": True, "attention_pattern": "WF", "sliding_window": 5, "moe_bias": True, "qkv_bias": True}
-BIASED = {"router_score": "sigmoid", "expert_bias": True, "num_groups": 4, "top_groups": 2}
+WINDOWS = {
+    "attention.sinks": True,
+    "attention_pattern": "WF",
+    "sliding_window": 5,
+    "ffn.moe.bias": True,
+    "attention.qkv_bias": True,
+}
+BIASED = {
+    "ffn.moe.router": "sigmoid",
+    "ffn.moe.router.expert_bias": True,
+    "ffn.moe.router.num_groups": 4,
+    "ffn.moe.router.top_groups": 2,
+}
 FEATURES = {
     "plain": {},
     "no kernels": {"kernels": "plain"},
     "documents, windows, sinks": {"model": WINDOWS, "data": {"document_end": 2}},
     "latent attention, further tokens": {
-        "model": {**LATENT, "head_dim": 0, "mtp_layers": 1, "tie_embeddings": True},
+        "model": {**LATENT, "attention.head_dim": 0, "mtp_layers": 1, "tie_embeddings": True},
         "train": {"loss_chunk": 4},
     },
-    "quantiles": {"model": {"router_score": "sigmoid", "expert_bias": True}, "moe": {"choice": "quantile"}},
+    "quantiles": {"model": {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}, "moe": {"choice": "quantile"}},
     "dropped": {"moe": {"capacity_factor": 1.0}},
     "expert bias, padded": {
         "model": BIASED,

@@ -37,7 +37,7 @@ def test_the_log_begins_with_what_runs(tmp_path):
     assert lines["ranks"] == "8 on cpu, float32; attention tp2 x cp1 x dp2 x pp2, experts etp1 x ep4 x edp1 x pp2"
     assert lines["saves"] == "every 500 steps and at the end, the newest 10 stay"
     assert "note" not in lines
-    warmup = ["model.index_topk=8", "model.index_head_dim=16", "train.indexer_stage=warmup"]
+    warmup = ["model.attention.indexer.top_k=8", "model.attention.indexer.head_dim=16", "train.indexer_stage=warmup"]
     lines = lines_of(load_config(None, [*words, "train.global_batch_size=16", *warmup]), tmp_path)
     assert lines["note"] == "train.indexer_stage='warmup' trains the indexers alone, not by moe.aux_loss"
 

@@ -57,7 +57,7 @@ def test_new_adapters_change_no_bit_and_training_leaves_the_base(pool, dtype):
 
     The base is in the compute type, in which it is read.
     """
-    model = MIXED | {"router_score": "sigmoid", "expert_bias": True}
+    model = MIXED | {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}
     cfg = tiny(model=model, lora=LORA, world_size=2, ep=2, zero=3)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
     losses, before, after = pool.run(2, _train_and_gather, cfg)[0]

@@ -18,8 +18,8 @@ from tests.verify.same_bits import assert_equal_bits
 
 pytestmark = pytest.mark.parity
 
-SHARED = {"shared_expert_ffn_hidden_size": 16, "layer_pattern": "DM"}
-BIG = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 32, "ffn_hidden_size": 96}
+SHARED = {"ffn.moe.shared.intermediate_size": 16, "layer_pattern": "DM"}
+BIG = {"hidden_size": 64, "attention.head_dim": 16, "ffn.moe.intermediate_size": 32, "ffn.dense.intermediate_size": 96}
 V = {"pp": 2, "virtual_stages": 2}
 MAPPINGS = {
     "one rank": {},

@@ -48,7 +48,7 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "tp ep zero 2": (MERGED, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}, {}),
     "zero 1": (MERGED, {"world_size": 2, "zero": 1}, {}),
     "zero 3, muon": (MERGED, {"world_size": 2, "zero": 3}, {"train": {"optimizer": "muon"}}),
-    "etp, biases": (MERGED, {"world_size": 4, "tp": 2, "etp": 2, "zero": 2}, {"model": {"moe_bias": True}}),
+    "etp, biases": (MERGED, {"world_size": 4, "tp": 2, "etp": 2, "zero": 2}, {"model": {"ffn.moe.bias": True}}),
     "pp, streaming": (STREAMED, {"world_size": 2, "pp": 2}, {}),
     "tp ep, streaming, muon": (STREAMED, {"world_size": 2, "tp": 2, "ep": 2}, {"train": {"optimizer": "muon"}}),
     "virtual stages, mtp": (
@@ -59,7 +59,7 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "ep, shared expert, four sites": (
         OWN | {"count": 4},
         {"world_size": 2, "ep": 2},
-        {"model": {"shared_expert_ffn_hidden_size": 8}},
+        {"model": {"ffn.moe.shared.intermediate_size": 8}},
     ),
     "offloaded moments": (
         MERGED,
@@ -197,7 +197,7 @@ def test_sites_that_own_experts_resume_under_another_mapping(pool, tmp_path):
 @pytest.mark.slow
 def test_experts_of_a_lost_site_stay_as_after_its_last_round(pool, tmp_path):
     """Site 2 is lost after step 3: the others go on, its experts stay, and it takes them back when it returns."""
-    cfg = owned(tmp_path, 10, OWN | {"count": 3, "every": 3}, {}, {"model": {"num_experts": 12}})
+    cfg = owned(tmp_path, 10, OWN | {"count": 3, "every": 3}, {}, {"model": {"ffn.moe.num_experts": 12}})
     go = tmp_path / "go"
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(3)]

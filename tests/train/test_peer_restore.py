@@ -34,7 +34,7 @@ LAST, STEPS = 2, 3
 
 def recipe(run_dir: Path, world_size: int, steps: int, **settings: Any) -> Config:
     parallel = {"world_size": world_size, "elastic": True} | settings.pop("parallel", {})
-    model = {"expert_bias": True, "router_score": "sigmoid"} | settings.pop("model", {})
+    model = {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"} | settings.pop("model", {})
     train = {"global_batch_size": 8, "lr_schedule": "constant"} | settings.pop("train", {})
     if train.get("offload_optimizer") == "ssd":
         train["offload_dir"] = str(run_dir.parent / "scratch")

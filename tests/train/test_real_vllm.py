@@ -13,6 +13,7 @@ import pytest
 
 from moefold.comm.groups import World
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
@@ -44,13 +45,15 @@ def policy(tmp_path: Path) -> Config:
     return replace(
         cfg,
         run=replace(cfg.run, dtype="float32"),
-        model=replace(
+        model=edit_model(
             cfg.model,
-            hidden_size=64,
-            num_attention_heads=2,
-            num_query_groups=1,
-            head_dim=32,
-            moe_ffn_hidden_size=64,
+            {
+                "hidden_size": 64,
+                "attention.num_heads": 2,
+                "attention.num_kv_heads": 1,
+                "attention.head_dim": 32,
+                "ffn.moe.intermediate_size": 64,
+            },
         ),
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.train.signals import StopSignals
@@ -93,7 +94,7 @@ def test_a_rank_elsewhere_in_a_stream_is_named(pool, tmp_path):
     def streaming(**parallel: int) -> Config:
         cfg = _checked(tmp_path / "run", **parallel)
         data = DataConfig(kind="huggingface", path=str(texts), streaming=True)
-        return replace(cfg, data=data, model=replace(cfg.model, vocab_size=256, num_query_groups=4))
+        return replace(cfg, data=data, model=edit_model(cfg.model, {"vocab_size": 256, "attention.num_kv_heads": 4}))
 
     found = pool.run(4, _message, streaming(world_size=4, tp=4, ep=4), _move_in_the_stream, 2)
     assert "the stream position on rank 2 differs from the 3 other ranks that hold it (tp)" in found[0]

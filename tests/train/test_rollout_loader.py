@@ -16,8 +16,8 @@ from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
 from moefold.config.metrics import MetricsConfig
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -48,6 +48,7 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_sampling_memory, min_training_memory
 from tests.metrics.undefined import undefined
+from tests.models import model_of
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 
@@ -67,17 +68,19 @@ def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
     )
     return Config(
         run=RunConfig(dir=str(tmp_path / "run"), seed=3, steps=steps, device="cpu", dtype="float64"),
-        model=ModelConfig(
-            num_layers=2,
-            hidden_size=16,
-            num_attention_heads=4,
-            num_query_groups=2,
-            head_dim=4,
-            vocab_size=256,
-            num_experts=4,
-            top_k=2,
-            moe_ffn_hidden_size=8,
-            init_std=0.2,
+        model=model_of(
+            {
+                "num_layers": 2,
+                "hidden_size": 16,
+                "attention.num_heads": 4,
+                "attention.num_kv_heads": 2,
+                "attention.head_dim": 4,
+                "vocab_size": 256,
+                "ffn.moe.num_experts": 4,
+                "ffn.moe.top_k": 2,
+                "ffn.moe.intermediate_size": 8,
+                "init_std": 0.2,
+            }
         ),
         # The load-balancing loss counts padding, which depends on the number of ranks.
         moe=MoEConfig(aux_loss=0.0),
@@ -486,10 +489,15 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
 def test_hybrid_models_sample_what_they_train(pool, tmp_path, kind, mapping, sampling):
     """States of few slots, shared prompts, replayed choices, latent experts: training has the same probabilities."""
     cfg = under(recipe(tmp_path, 3, replay="on"), tmp_path / "run", **mapping)
-    hybrid = {"linear_key_head_dim": 6, "linear_num_value_heads": 8, "linear_attention": kind, "moe_hidden_size": 8}
+    hybrid = {
+        "linear_attention.key_head_dim": 6,
+        "linear_attention.num_value_heads": 8,
+        "linear_attention": kind,
+        "ffn.moe.latent_size": 8,
+    }
     cfg = replace(
         cfg,
-        model=replace(cfg.model, attention_pattern="LF", attention_gate=True, **hybrid),
+        model=edit_model(cfg.model, {"attention_pattern": "LF", "attention.gate": {}, **hybrid}),
         rollout=replace(cfg.rollout, slots=3, pass_tokens=7, **sampling),
     )
     pool.run(2, _train, cfg)

@@ -9,6 +9,7 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_replay import RolloutReplay
@@ -155,7 +156,7 @@ def test_replay_lowers_the_mismatch_of_another_tp(pool, tmp_path):
         cfg,
         run=replace(cfg.run, dtype="bfloat16"),
         checkpoint=CheckpointConfig(every=0, at_end=False),
-        model=replace(cfg.model, num_layers=4, num_experts=16, top_k=2, init_std=0.4),
+        model=edit_model(cfg.model, {"num_layers": 4, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 2, "init_std": 0.4}),
         train=replace(cfg.train, global_batch_size=32),
         rollout=replace(cfg.rollout, tp=1),
     )
@@ -198,11 +199,17 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
         (True, {}, {}, False, ""),
         (False, {}, {}, True, "sampling differs by rounding"),
         (True, {"updates": 2}, {}, True, "rl.updates=2"),
-        (False, {"updates": 2}, {"expert_bias": True}, False, "moe.bias_update_rate=0.001 would count choices"),
+        (
+            False,
+            {"updates": 2},
+            {"ffn.moe.router.expert_bias": True},
+            False,
+            "moe.bias_update_rate=0.001 would count choices",
+        ),
         (False, {"replay": "off"}, {}, False, ""),
         (False, {"staleness": 1}, {}, False, "rl.staleness=1 keep no expert choices"),
         (True, {"replay": "on"}, {}, True, ""),
-        (False, {}, {"layer_pattern": "D", "ffn_hidden_size": 16}, False, ""),
+        (False, {}, {"layer_pattern": "D", "ffn.dense.intermediate_size": 16}, False, ""),
     ],
     ids=str,
 )
@@ -217,7 +224,7 @@ def test_the_decision(tmp_path, is_exact, rl, model, expected, message):
 
 def test_bias_updates_by_choices_of_older_weights_are_refused(tmp_path):
     cfg = recipe(tmp_path, updates=2, objective="clip", replay="on")
-    cfg = replace(cfg, model=replace(cfg.model, expert_bias=True, router_score="sigmoid"))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}))
     with pytest.raises(ConfigError, match=r"rl\.replay='on' with rl\.updates=2 would update the expert bias"):
         check_config(cfg)
     check_config(replace(cfg, moe=replace(cfg.moe, bias_update_rate=0.0)))

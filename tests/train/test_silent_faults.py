@@ -52,7 +52,7 @@ def write_tokens(path: Path, *, lacks: tuple[int, ...] = (), poisoned: tuple[int
 
 def recipe(run_dir: Path, data: Path, steps: int, faults: dict[str, Any], **parallel: object) -> Config:
     cfg = tiny(
-        model={"expert_bias": True, "router_score": "sigmoid"},
+        model={"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"},
         moe={"bias_update_rate": 0.05, "aux_kind": "last_global_batch"},
         train={"lr_schedule": "constant", "global_batch_size": BATCH, "seq_len": SEQ_LEN},
         **parallel,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.train.routing_probe import count_equal_choices
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
@@ -34,7 +35,7 @@ def test_loss_of_the_outer_weights_equals_the_oracle(pool, tmp_path, mapping):
     cfg = recipe(tmp_path, 4, STREAMING, every=1, **mapping)
     cfg = replace(
         cfg,
-        model=replace(cfg.model, expert_bias=False),
+        model=edit_model(cfg.model, {"ffn.moe.router.expert_bias": False}),
         moe=replace(cfg.moe, bias_update_rate=0.0),
         train=replace(cfg.train, eval_every=1, eval_samples=6),
         data=replace(cfg.data, validation_fraction=0.2),

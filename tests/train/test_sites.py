@@ -16,6 +16,7 @@ from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
 from moefold.config.lora import LoraConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -51,7 +52,7 @@ DILOCO = {"count": 2, "every": 2, "lr": 0.7, "momentum": 0.9}
 
 def recipe(run_dir: Path, steps: int, sites: dict[str, Any], *, every: int = 0, **parallel: Any) -> Config:
     cfg = tiny(
-        model={"expert_bias": True, "router_score": "sigmoid", "tie_embeddings": True},
+        model={"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "tie_embeddings": True},
         moe={"aux_loss": 0.0, "bias_update_rate": 0.01},
         train={"lr_schedule": "constant", "global_batch_size": 4},
         **parallel,
@@ -176,7 +177,7 @@ def adapted(run_dir: Path, **parallel: Any) -> Config:
     cfg = recipe(run_dir, 4, DILOCO | {"precision": "float32"}, every=1, **parallel)
     return replace(
         cfg,
-        model=replace(cfg.model, expert_bias=False),
+        model=edit_model(cfg.model, {"ffn.moe.router.expert_bias": False}),
         moe=replace(cfg.moe, bias_update_rate=0.0),
         lora=LoraConfig(rank=2, alpha=6.0),
     )
@@ -252,7 +253,9 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
         "clip_grad": 0.0,
     }
     cfg = recipe(tmp_path, 4, {"count": 2, "every": 1}, world_size=1)
-    cfg = replace(cfg, train=replace(cfg.train, **linear), model=replace(cfg.model, expert_bias=False))
+    cfg = replace(
+        cfg, train=replace(cfg.train, **linear), model=edit_model(cfg.model, {"ffn.moe.router.expert_bias": False})
+    )
     train_sites(pool, cfg)
     joined = replace(
         cfg,

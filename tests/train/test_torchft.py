@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefold.config.edit import edit_model
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
@@ -134,7 +135,7 @@ def test_streaming_rounds_equal_torchft(pool, tmp_path):
     cfg = recipe(tmp_path, LAST + OVERLAP, settings | {"lr": LR, "momentum": MOMENTUM}, every=LAST // 2)
     cfg = replace(
         cfg,
-        model=replace(cfg.model, layer_pattern="D", expert_bias=False),
+        model=edit_model(cfg.model, {"layer_pattern": "D", "ffn.moe.router.expert_bias": False}),
         moe=replace(cfg.moe, bias_update_rate=0.0),
     )
     train_sites(pool, cfg)

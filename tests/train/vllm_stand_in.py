@@ -115,7 +115,9 @@ class StandIn:
             for token, value in zip(made.tokens, made.log_probs, strict=True)
         ]
         # All layers, those without experts too.
-        experts = np.zeros((made.expert_ids.shape[1], self.cfg.model.num_layers, self.cfg.model.top_k), np.uint8)
+        experts = np.zeros(
+            (made.expert_ids.shape[1], self.cfg.model.num_layers, self.cfg.model.ffn.moe.top_k), np.uint8
+        )
         experts[:, list(self.cfg.model.moe_layer_numbers)] = made.expert_ids.transpose(1, 0, 2)
         file = io.BytesIO()
         np.save(file, 3 - experts if self.flips_experts else experts)

@@ -69,43 +69,43 @@ MAPPINGS = {
         "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each rank "
         "alone; choose parallel.attention_hosts='home'"
     ),
-    "world_size=4 etp=4 model.hidden_size=66 model.head_dim=8 model.moe_bias=true": (
+    "world_size=4 etp=4 model.hidden_size=66 model.attention.head_dim=8 model.ffn.moe.bias=true": (
         "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2"
     ),
-    "world_size=8 tp=8 model.num_attention_heads=12 model.num_query_groups=2 model.head_dim=32": (
-        "parallel.tp=8 must divide model.num_attention_heads=12; choose model.num_attention_heads=8 or 16, or "
+    "world_size=8 tp=8 model.attention.num_heads=12 model.attention.num_kv_heads=2 model.attention.head_dim=32": (
+        "parallel.tp=8 must divide model.attention.num_heads=12; choose model.attention.num_heads=8 or 16, or "
         "parallel.tp=1, 2 or 4"
     ),
     "world_size=3 tp=3 model.attention_pattern=L model.linear_attention=short_convolution model.hidden_size=64 "
     "model.vocab_size=258 train.seq_len=96 moe.z_loss=0": (
         "parallel.tp=3 must divide model.hidden_size=64; choose model.hidden_size=63 or 66"
     ),
-    "world_size=4 tp=4 model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32": (
-        "parallel.tp=4 must divide model.num_query_groups=6, or be a multiple of it (key and value heads are then "
-        "replicated); choose model.num_query_groups=4 or 8, or parallel.tp=1 or 2"
+    "world_size=4 tp=4 model.attention.num_heads=24 model.attention.num_kv_heads=6 model.attention.head_dim=32": (
+        "parallel.tp=4 must divide model.attention.num_kv_heads=6, or be a multiple of it (key and value heads are then "
+        "replicated); choose model.attention.num_kv_heads=4 or 8, or parallel.tp=1 or 2"
     ),
-    "world_size=4 tp=4 model.layer_pattern=DM model.ffn_hidden_size=1022": (
-        "parallel.tp=4 must divide model.ffn_hidden_size=1022; choose model.ffn_hidden_size=1020 or 1024, or "
+    "world_size=4 tp=4 model.layer_pattern=DM model.ffn.dense.intermediate_size=1022": (
+        "parallel.tp=4 must divide model.ffn.dense.intermediate_size=1022; choose model.ffn.dense.intermediate_size=1020 or 1024, or "
         "parallel.tp=1 or 2"
     ),
-    "world_size=4 tp=4 model.shared_expert_ffn_hidden_size=6": (
-        "parallel.tp=4 must divide model.shared_expert_ffn_hidden_size=6; choose "
-        "model.shared_expert_ffn_hidden_size=4 or 8, or parallel.tp=1 or 2"
+    "world_size=4 tp=4 model.ffn.moe.shared.intermediate_size=6": (
+        "parallel.tp=4 must divide model.ffn.moe.shared.intermediate_size=6; choose "
+        "model.ffn.moe.shared.intermediate_size=4 or 8, or parallel.tp=1 or 2"
     ),
     # 3 + 3 + 3 + 0 rows.
     "world_size=4 tp=4 model.vocab_size=9": (
         "parallel.tp=4 leaves the last rank without a row of model.vocab_size=9; choose model.vocab_size=10, or "
         "parallel.tp=1 or 2"
     ),
-    "world_size=8 cp=8 context=ulysses model.num_attention_heads=4 model.head_dim=32": (
-        "parallel.cp=8 must divide num_attention_heads/tp=4 with parallel.context='ulysses', which gives each rank "
+    "world_size=8 cp=8 context=ulysses model.attention.num_heads=4 model.attention.head_dim=32": (
+        "parallel.cp=8 must divide num_heads/tp=4 with parallel.context='ulysses', which gives each rank "
         "whole heads; choose parallel.context='ring' or 'allgather', or parallel.cp=1, 2 or 4"
     ),
-    "world_size=8 ep=8 model.num_experts=6": (
-        "parallel.ep=8 must divide model.num_experts=6; choose model.num_experts=8, or parallel.ep=1 or 2"
+    "world_size=8 ep=8 model.ffn.moe.num_experts=6": (
+        "parallel.ep=8 must divide model.ffn.moe.num_experts=6; choose model.ffn.moe.num_experts=8, or parallel.ep=1 or 2"
     ),
-    "world_size=4 etp=4 model.moe_ffn_hidden_size=510": (
-        "parallel.etp=4 must divide model.moe_ffn_hidden_size=510; choose model.moe_ffn_hidden_size=508 or 512, or "
+    "world_size=4 etp=4 model.ffn.moe.intermediate_size=510": (
+        "parallel.etp=4 must divide model.ffn.moe.intermediate_size=510; choose model.ffn.moe.intermediate_size=508 or 512, or "
         "parallel.etp=1 or 2"
     ),
     "world_size=2 ep=2 model.layer_pattern=D": (
@@ -168,7 +168,7 @@ MAPPINGS = {
         "moe.llep_min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank could take "
         "over of the 1024 tokens of ep*etp=4 ranks; choose 1 to 564"
     ),
-    "world_size=2 tp=2 ep=2 dispatcher=leastloaded model.top_k=4 moe.llep_min_tokens=257": (
+    "world_size=2 tp=2 ep=2 dispatcher=leastloaded model.ffn.moe.top_k=4 moe.llep_min_tokens=257": (
         "moe.llep_min_tokens=257 must be at most 256..."
     ),
     "world_size=2 pp=2 schedule=interleaved": (
@@ -244,14 +244,14 @@ PIPELINES = {
 
 ACCEPTED = [
     # Heads of softmax attention do not matter where no layer has them.
-    "world_size=3 tp=3 model.attention_pattern=L model.linear_num_key_heads=3 model.linear_num_value_heads=3 "
-    "model.moe_ffn_hidden_size=96 model.vocab_size=258 train.seq_len=96",
+    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention.num_key_heads=3 model.linear_attention.num_value_heads=3 "
+    "model.ffn.moe.intermediate_size=96 model.vocab_size=258 train.seq_len=96",
     "world_size=8 tp=8",
     "world_size=8 tp=8 model.vocab_size=32002",
     "world_size=4 tp=4 model.vocab_size=10",
     "world_size=8 tp=2 cp=2 context=ulysses",
     "world_size=8 cp=8 context=ulysses",
-    "world_size=4 cp=4 context=ulysses model.num_attention_heads=24 model.num_query_groups=6 model.head_dim=32",
+    "world_size=4 cp=4 context=ulysses model.attention.num_heads=24 model.attention.num_kv_heads=6 model.attention.head_dim=32",
     "world_size=2 cp=2 context=ulysses train.seq_len=6",
     "world_size=4 pp=4",
     "world_size=4 pp=4 schedule=gpipe train.global_batch_size=1",
@@ -260,8 +260,8 @@ ACCEPTED = [
     "world_size=8 tp=2 ep=2 etp=2 dispatcher=leastloaded moe.capacity_factor=1.0",
     "world_size=4 ep=4 dispatcher=leastloaded moe.llep_min_tokens=564",
     "world_size=1 dispatcher=local context=ulysses zero=3 schedule=gpipe",
-    "world_size=4 tp=4 model.ffn_hidden_size=1024 model.layer_pattern=D",
-    "world_size=2 etp=1 model.moe_ffn_hidden_size=511",
+    "world_size=4 tp=4 model.ffn.dense.intermediate_size=1024 model.layer_pattern=D",
+    "world_size=2 etp=1 model.ffn.moe.intermediate_size=511",
     "world_size=2 pp=2 schedule=zero-bubble",
     "world_size=2 pp=2 schedule=zero-bubble virtual_stages=4 model.num_layers=8",
     "world_size=2 pp=2 schedule=zbv virtual_stages=2 model.num_layers=8 train.global_batch_size=1",

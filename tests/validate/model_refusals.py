@@ -5,59 +5,55 @@ for a part that is left out.
 """
 
 SIZES = {
-    "model.hidden_size=100 model.num_attention_heads=8": (
-        "model.num_attention_heads=8 must divide model.hidden_size=100 when model.head_dim is 0; choose 1, 2, 4, 5, "
-        "10 or 20 heads, model.hidden_size=96 or 104, or set model.head_dim"
+    "model.hidden_size=100 model.attention.num_heads=8": (
+        "model.attention.num_heads=8 must divide model.hidden_size=100 when model.attention.head_dim is 0; choose 1, 2, 4, 5, "
+        "10 or 20 heads, model.hidden_size=96 or 104, or set model.attention.head_dim"
     ),
-    "model.num_query_groups=3": (
-        "model.num_query_groups=3 must divide model.num_attention_heads=8; choose 1, 2, 4 or 8"
+    "model.attention.num_kv_heads=3": (
+        "model.attention.num_kv_heads=3 must divide model.attention.num_heads=8; choose 1, 2, 4 or 8"
     ),
-    "model.head_dim=7": ("model.head_dim=7 must be even, because RoPE rotates pairs; choose 6 or 8"),
+    "model.attention.head_dim=7": (
+        "model.attention.head_dim=7 must be even, because RoPE rotates pairs; choose 6 or 8"
+    ),
     "model.hidden_size=24": (
-        "model.num_attention_heads=8 makes heads of hidden_size/num_attention_heads=3 dims, which must be even, "
-        "because RoPE rotates pairs; set model.head_dim to 2 or 4"
+        "model.attention.num_heads=8 makes heads of hidden_size/num_heads=3 dims, which must be even, "
+        "because RoPE rotates pairs; set model.attention.head_dim to 2 or 4"
     ),
-    "model.rope_fraction=0.3": (
-        "model.rope_fraction=0.3 of a head of 32 is 9.6 dimensions, which must be a positive even number; choose 0.25"
+    "model.attention.rope_fraction=0.3": (
+        "model.attention.rope_fraction=0.3 of a head of 32 is 9.6 dimensions, which must be a positive even number; choose 0.25"
         " (8 dimensions) or 0.3125 (10 dimensions)"
     ),
-    "model.head_dim=4 model.rope_fraction=0.25": ("...choose 0.5 (2 dimensions) or 1 (4 dimensions)"),
-    "model.rope_scaling=linear": (
-        "model.rope_scaling='linear' changes nothing with model.rope_scaling_factor=1.0; give a factor above 1, or "
+    "model.attention.head_dim=4 model.attention.rope_fraction=0.25": (
+        "...choose 0.5 (2 dimensions) or 1 (4 dimensions)"
+    ),
+    "model.rope.scaling=linear": (
+        "model.rope.scaling='linear' changes nothing with model.rope.scaling.factor=1.0; give a factor above 1, or "
         "choose 'none'"
     ),
-    "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_low_freq_factor=5": (
-        "model.rope_low_freq_factor=5.0 must be at most model.rope_high_freq_factor=4.0; the published pair is 1.0 and "
+    "model.rope.scaling=llama3 model.rope.scaling.factor=8 model.rope.scaling.low_freq_factor=5": (
+        "model.rope.scaling.low_freq_factor=5.0 must be at most model.rope.scaling.high_freq_factor=4.0; the published pair is 1.0 and "
         "4.0"
     ),
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_slow=40": (
-        "model.rope_beta_slow=40.0 must be at most model.rope_beta_fast=32.0; the published pair is 1.0 and 32.0"
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.beta_slow=40": (
+        "model.rope.scaling.beta_slow=40.0 must be at most model.rope.scaling.beta_fast=32.0; the published pair is 1.0 and 32.0"
     ),
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_original_seq_len=6": (
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.original_seq_len=6": (
         "...so that some frequencies are scaled and some are not; choose 7 to 2010619"
     ),
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_mscale=1": (
-        "model.rope_mscale=1.0 is divided by the factor of model.rope_mscale_all_dim, not given; give both or neither"
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1": (
+        "model.rope.scaling.mscale=1.0 is divided by the factor of model.rope.scaling.mscale_all_dim, not given; give both or neither"
     ),
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_mscale_all_dim=1": (
-        "model.rope_mscale_all_dim=1.0 divides the factor of model.rope_mscale, which is not given; give both or "
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale_all_dim=1": (
+        "model.rope.scaling.mscale_all_dim=1.0 divides the factor of model.rope.scaling.mscale, which is not given; give both or "
         "neither"
     ),
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_attention_factor=1.1 model.rope_mscale=1 "
-    "model.rope_mscale_all_dim=1": (
-        "model.rope_mscale=1.0 has no effect with model.rope_attention_factor=1.1, which it would only derive; leave "
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.attention_factor=1.1 model.rope.scaling.mscale=1 "
+    "model.rope.scaling.mscale_all_dim=1": (
+        "model.rope.scaling.mscale=1.0 has no effect with model.rope.scaling.attention_factor=1.1, which it would only derive; leave "
         "one of them out"
     ),
-    "model.attention=mla model.qk_rope_head_dim=5": (
-        "model.qk_rope_head_dim=5 must be even, because RoPE rotates pairs; choose 4 or 6"
-    ),
-    "model.attention=mla model.qk_norm=true": (
-        "model.qk_norm=true does not go with model.attention='mla', which normalises its latents; set qk_norm=false, "
-        "or attention='gqa'"
-    ),
-    "model.attention=mla model.qkv_bias=true": (
-        "model.qkv_bias=true does not go with model.attention='mla', which has no biases; set qkv_bias=false, or "
-        "attention='gqa'"
+    "model.attention=mla model.attention.qk_rope_head_dim=5": (
+        "model.attention.qk_rope_head_dim=5 must be even, because RoPE rotates pairs; choose 4 or 6"
     ),
     "model.layer_pattern=": ("model.layer_pattern: an empty layer pattern; use D and M, with counts: M, DM, D3M58"),
     "model.layer_pattern=MX": (
@@ -70,110 +66,110 @@ SIZES = {
     "model.attention_pattern=D": (
         "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W, C and L, with counts: W, FW, F3W58"
     ),
-    "model.zero_centered_norms=true model.norm=layernorm": (
-        "model.zero_centered_norms=true does not go with model.norm='layernorm', whose weights start at 1; set "
-        "zero_centered_norms=false, or norm='rmsnorm'"
+    "model.norm.zero_centered=true model.norm=layernorm": (
+        "model.norm.zero_centered=true does not go with model.norm='layernorm', whose weights start at 1; set "
+        "zero_centered=false, or norm='rmsnorm'"
     ),
-    "model.rope_scaling=longrope model.rope_long_factors=[1,2] model.head_dim=4": (
-        "model.rope_short_factors has 0 numbers, and model.rope_scaling='longrope' needs one for each of the 2 pairs "
+    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1,2] model.attention.head_dim=4": (
+        "model.rope.scaling.short_factors has 0 numbers, and model.rope.scaling='longrope' needs one for each of the 2 pairs "
         "of dims that RoPE rotates; give 2"
     ),
-    "model.rope_scaling=longrope model.rope_long_factors=[1] model.rope_short_factors=[0] model.head_dim=2": (
-        "model.rope_short_factors has the number 0.0, and divides frequencies; give finite numbers above 0"
+    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1] model.rope.scaling.short_factors=[0] model.attention.head_dim=2": (
+        "model.rope.scaling.short_factors has the number 0.0, and divides frequencies; give finite numbers above 0"
     ),
-    "model.rope_scaling=longrope model.rope_long_factors=[1] model.rope_short_factors=[1] model.head_dim=2 "
-    "model.rope_original_seq_len=1": (
-        "model.rope_original_seq_len=1 has the logarithm 0, by which the attention factor of longrope divides; give "
-        "the context length of the first training, or rope_short_mscale and rope_long_mscale"
+    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1] model.rope.scaling.short_factors=[1] model.attention.head_dim=2 "
+    "model.rope.scaling.original_seq_len=1": (
+        "model.rope.scaling.original_seq_len=1 has the logarithm 0, by which the attention factor of longrope divides; give "
+        "the context length of the first training, or short_mscale and long_mscale"
     ),
-    "model.router_softmax=sparsemixer moe.choice=round_robin": (
-        "model.router_softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses by the logits alone, "
-        "and the weights of a token have no fixed sum; choose choice='topk', or router_softmax='pre'"
+    "model.ffn.moe.router.softmax=sparsemixer moe.choice=round_robin": (
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses by the logits alone, "
+        "and the weights of a token have no fixed sum; choose choice='topk', or softmax='pre'"
     ),
-    "model.router_softmax=sparsemixer model.expert_bias=true": (
-        "model.router_softmax='sparsemixer' does not go with model.expert_bias=true: it chooses by the logits alone, "
-        "and the weights of a token have no fixed sum; choose expert_bias=false, or router_softmax='pre'"
+    "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.expert_bias=true": (
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.expert_bias=true: it chooses by the logits alone, "
+        "and the weights of a token have no fixed sum; choose expert_bias=false, or softmax='pre'"
     ),
-    "model.router_softmax=sparsemixer model.num_groups=4 model.top_groups=2": (
-        "model.router_softmax='sparsemixer' does not go with model.num_groups=4: it chooses by the logits alone, and "
-        "the weights of a token have no fixed sum; choose num_groups=1, or router_softmax='pre'"
+    "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.num_groups=4: it chooses by the logits alone, and "
+        "the weights of a token have no fixed sum; choose num_groups=1, or softmax='pre'"
     ),
-    "model.router_softmax=sparsemixer model.upcycle_from=runs/a": (
-        "model.router_softmax='sparsemixer' does not go with model.upcycle_from='runs/a': it chooses by the logits "
-        "alone, and the weights of a token have no fixed sum; choose upcycle_from='', or router_softmax='pre'"
+    "model.ffn.moe.router.softmax=sparsemixer model.upcycle_from=runs/a": (
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.upcycle_from='runs/a': it chooses by the logits "
+        "alone, and the weights of a token have no fixed sum; choose upcycle_from='', or softmax='pre'"
     ),
-    "model.zero_centered_norms=true model.attention=mla": (
-        "model.zero_centered_norms=true does not go with model.attention='mla', whose latents have other norms; set "
-        "zero_centered_norms=false, or attention='gqa'"
+    "model.norm.zero_centered=true model.attention=mla": (
+        "model.norm.zero_centered=true does not go with model.attention='mla', whose latents have other norms; set "
+        "zero_centered=false, or attention='gqa'"
     ),
-    "model.zero_centered_norms=true model.qk_norm=true model.qk_norm_width=all_heads": (
-        "model.zero_centered_norms=true does not go with model.qk_norm_width='all_heads', a norm of another kind; set "
-        "zero_centered_norms=false, or qk_norm_width='head'"
+    "model.norm.zero_centered=true model.attention.qk_norm={} model.attention.qk_norm.over=all_heads": (
+        "model.norm.zero_centered=true does not go with model.attention.qk_norm.over='all_heads', a norm of another kind; set "
+        "zero_centered=false, or qk_norm_width='head'"
     ),
-    "model.attention_pattern=LF model.linear_num_key_heads=3": (
-        "model.linear_num_value_heads=4 must be a multiple of model.linear_num_key_heads=3, each of which serves as "
+    "model.attention_pattern=LF model.linear_attention.num_key_heads=3": (
+        "model.linear_attention.num_value_heads=4 must be a multiple of model.linear_attention.num_key_heads=3, each of which serves as "
         "many; choose 3 or 6"
     ),
-    "model.attention_pattern=LF model.linear_conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
+    "model.attention_pattern=LF model.linear_attention.conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
         "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
-        "the 5 tokens before one of model.linear_conv_kernel=6; choose train.seq_len=40"
+        "the 5 tokens before one of model.linear_attention.conv_kernel=6; choose train.seq_len=40"
     ),
-    "model.index_topk=300": (
-        "model.index_topk=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 or less, or 0 "
+    "model.attention.indexer.top_k=300": (
+        "model.attention.indexer.top_k=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 or less, or 0 "
         "for dense attention"
     ),
-    "model.index_topk=8 model.index_head_dim=16": (
-        "model.index_head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"
+    "model.attention.indexer.top_k=8 model.attention.indexer.head_dim=16": (
+        "model.attention.indexer.head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"
     ),
-    "model.index_topk=8 model.attention_pattern=WF model.sliding_window=8": (
-        "model.index_topk=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
+    "model.attention.indexer.top_k=8 model.attention_pattern=WF model.sliding_window=8": (
+        "model.attention.indexer.top_k=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
         "model.attention_pattern without W"
     ),
-    "model.index_topk=8 model.index_pattern=SF": (
+    "model.attention.indexer.top_k=8 model.index_pattern=SF": (
         "model.index_pattern='SF' begins with a layer S, which attends to the keys that a layer before it selects; let "
         "the first layer of softmax attention be F"
     ),
-    "model.index_topk=8 model.index_pattern=FX": (
+    "model.attention.indexer.top_k=8 model.index_pattern=FX": (
         "model.index_pattern: unexpected 'X' in layer pattern 'FX'; use F and S, with counts: S, FS, F3S58"
     ),
-    "model.index_topk=8 model.index_pattern=FS model.attention_pattern=FW model.sliding_window=9": (
+    "model.attention.indexer.top_k=8 model.index_pattern=FS model.attention_pattern=FW model.sliding_window=9": (
         "model.index_pattern='FS' lets layer 1 attend to the keys that layer 0 selects, and "
         "model.attention_pattern='FW' gives them different sliding windows; let layer 1 be F in index_pattern"
     ),
-    "model.index_topk=8 model.index_pattern=FS2F parallel.world_size=2 parallel.pp=2": (
+    "model.attention.indexer.top_k=8 model.index_pattern=FS2F parallel.world_size=2 parallel.pp=2": (
         "model.index_pattern='FS2F' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
         "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
     ),
-    "model.index_topk=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 parallel.pipeline_layout=auto": (
+    "model.attention.indexer.top_k=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 parallel.pipeline_layout=auto": (
         "model.index_pattern='FS3' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
         "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
         "less"
     ),
-    "model.index_topk=8 train.indexer_stage=warmup train.indexer_loss=0": (
+    "model.attention.indexer.top_k=8 train.indexer_stage=warmup train.indexer_loss=0": (
         "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     ),
     "model.preset=deepseek-v3.2 model.attention_pattern=L train.indexer_stage=warmup train.seq_len=2048": (
         "train.indexer_stage='warmup' trains the indexers alone, and linear attention, all layers of "
         "model.attention_pattern='L', has none; choose a pattern with F, or leave indexer_stage out"
     ),
-    "model.index_topk=8 train.indexer_stage=warmup data.kind=task rl.group_size=4": (
+    "model.attention.indexer.top_k=8 train.indexer_stage=warmup data.kind=task rl.group_size=4": (
         "train.indexer_stage='warmup' freezes the weights that rl.group_size=4 would train; choose 'sparse', or leave "
         "rl.group_size=4 out"
     ),
-    "model.index_topk=8 parallel.world_size=2 parallel.cp=2": (
-        "parallel.context='ring' with parallel.cp=2 does not go with model.index_topk=8, which selects among the keys "
+    "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2": (
+        "parallel.context='ring' with parallel.cp=2 does not go with model.attention.indexer.top_k=8, which selects among the keys "
         "of the whole sequence; choose 'allgather', or parallel.cp=1"
     ),
-    "model.index_topk=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned data.document_end=0": (
-        "parallel.context='planned' does not go with model.index_topk=8, which selects among the keys of the whole "
+    "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned data.document_end=0": (
+        "parallel.context='planned' does not go with model.attention.indexer.top_k=8, which selects among the keys of the whole "
         "sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
     ),
-    'model.index_topk=8 train.recompute=["core_attention"]': (
-        "train.recompute has 'core_attention', and the sparse attention of model.index_topk=8 does not have it as a "
+    'model.attention.indexer.top_k=8 train.recompute=["core_attention"]': (
+        "train.recompute has 'core_attention', and the sparse attention of model.attention.indexer.top_k=8 does not have it as a "
         "part; leave it out"
     ),
-    "model.index_topk=8 run.cuda_graphs=attention run.device=cuda": (
-        "run.cuda_graphs='attention' does not go with model.index_topk=8: the indexer's loss is recorded, and its "
+    "model.attention.indexer.top_k=8 run.cuda_graphs=attention run.device=cuda": (
+        "run.cuda_graphs='attention' does not go with model.attention.indexer.top_k=8: the indexer's loss is recorded, and its "
         "blocks chosen, by the host; set run.cuda_graphs='none', or change that"
     ),
     "model.attention_pattern=F5": (
@@ -185,51 +181,51 @@ SIZES = {
     "model.rope_pattern=RNRNR": (
         "model.rope_pattern='RNRNR' spells 5 layers, more than model.num_layers=4; shorten it or set model.num_layers=5"
     ),
-    "model.rope_scaling=ntk": (
-        "model.rope_scaling='ntk' changes nothing with model.rope_scaling_factor=1.0; give a factor above 1, or choose "
+    "model.rope.scaling=ntk": (
+        "model.rope.scaling='ntk' changes nothing with model.rope.scaling.factor=1.0; give a factor above 1, or choose "
         "'none'"
     ),
-    "model.rope_scaling=ntk model.rope_scaling_factor=2 model.head_dim=2": (
-        "model.rope_scaling='ntk' needs more than the 2 dimensions that RoPE rotates; choose 'linear', or more "
+    "model.rope.scaling=ntk model.rope.scaling.factor=2 model.attention.head_dim=2": (
+        "model.rope.scaling='ntk' needs more than the 2 dimensions that RoPE rotates; choose 'linear', or more "
         "dimensions"
     ),
-    "model.qk_norm=true model.qk_norm_after_rope=true model.rope_interleaved=true": (
-        "model.qk_norm_after_rope=true does not go with model.rope_interleaved=true, whose rotation reorders the "
-        "dims; choose rope_interleaved=false"
+    "model.attention.qk_norm={} model.attention.qk_norm.after_rope=true model.rope.interleaved=true": (
+        "model.attention.qk_norm.after_rope=true does not go with model.rope.interleaved=true, whose rotation reorders the "
+        "dims; choose interleaved=false"
     ),
-    "model.zero_experts=4 model.num_groups=2 model.top_groups=1": (
-        "model.zero_experts=4 does not go with model.num_groups=2, as zero-computation experts are in no group; leave "
+    "model.ffn.moe.zero_experts=4 model.ffn.moe.router.num_groups=2 model.ffn.moe.router.top_groups=1": (
+        "model.ffn.moe.zero_experts=4 does not go with model.ffn.moe.router.num_groups=2, as zero-computation experts are in no group; leave "
         "num_groups and top_groups out, or zero_experts"
     ),
-    "model.zero_experts=4 model.upcycle_from=dense": (
-        "model.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of the dense "
+    "model.ffn.moe.zero_experts=4 model.upcycle_from=dense": (
+        "model.ffn.moe.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of the dense "
         "layer that it routes to them; leave one of them out"
     ),
-    "model.zero_experts=4 model.expert_bias=true model.active_experts=3": (
-        "model.active_experts=3.0 must be at most model.top_k=2, the choices of a token; choose a number up to 2"
+    "model.ffn.moe.zero_experts=4 model.ffn.moe.router.expert_bias=true model.ffn.moe.active_experts=3": (
+        "model.ffn.moe.active_experts=3.0 must be at most model.ffn.moe.top_k=2, the choices of a token; choose a number up to 2"
     ),
-    "model.moe_shortcut=true model.layer_pattern=MD": (
-        "model.moe_shortcut=true adds the shared expert in the layer, and model.shared_expert_ffn_hidden_size=0 means "
-        "none; set shared_expert_ffn_hidden_size"
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD": (
+        "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared=none means "
+        "none; set model.ffn.moe.shared.intermediate_size"
     ),
-    "model.moe_shortcut=true model.shared_expert_ffn_hidden_size=64": (
-        "model.moe_shortcut=true adds the routed output of a layer after the next one, which is dense, and "
+    "model.ffn.moe.shortcut=true model.ffn.moe.shared.intermediate_size=64": (
+        "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one, which is dense, and "
         "model.layer_pattern='M' has layers M without a D after them in model.num_layers=4; choose 'MD' with an even "
         "number of layers"
     ),
-    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 model.norm_placement=post": (
-        "model.moe_shortcut=true does not go with model.norm_placement='post': the routed output would be added "
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 model.residual=post": (
+        "model.ffn.moe.shortcut=true does not go with model.residual='post': the routed output would be added "
         "without a norm; set norm_placement='pre'"
     ),
-    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=4 "
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 parallel.world_size=4 "
     "parallel.pp=4": (
-        "model.moe_shortcut=true adds the routed output of a layer after the next one on the same pipeline stage, and "
+        "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline stage, and "
         "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
         "MD, or parallel.pipeline_layout"
     ),
-    "model.moe_shortcut=true model.layer_pattern=MD model.shared_expert_ffn_hidden_size=64 parallel.world_size=4 "
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 parallel.world_size=4 "
     "parallel.pp=4 parallel.pipeline_layout=auto model.num_layers=2": (
-        "model.moe_shortcut=true keeps a layer M and the D after it on one pipeline stage, and parallel.pp*parallel."
+        "model.ffn.moe.shortcut=true keeps a layer M and the D after it on one pipeline stage, and parallel.pp*parallel."
         "virtual_stages=4 stages are more than these 1 groups of layers, the embedding and the loss; choose 3 or less"
     ),
     "model.attention_pattern=C2": (
@@ -239,24 +235,24 @@ SIZES = {
     "model.attention=mla model.attention_pattern=CF model.attention_chunk_size=4": (
         "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
     ),
-    "model.attention_pattern=C model.attention_chunk_size=4 model.index_topk=2": (
-        "model.attention_pattern='C' has layers of kind C, and model.index_topk=2 selects keys of the whole document; "
-        "choose 'F' or 'W', or index_topk=0"
+    "model.attention_pattern=C model.attention_chunk_size=4 model.attention.indexer.top_k=2": (
+        "model.attention_pattern='C' has layers of kind C, and model.attention.indexer.top_k=2 selects keys of the whole document; "
+        "choose 'F' or 'W', or indexer='none'"
     ),
-    "model.qk_norm=true model.qk_norm_weight=false model.qk_norm_width=all_heads": (
-        "model.qk_norm_weight=false does not go with model.qk_norm_width='all_heads', whose norm has weights; set "
+    "model.attention.qk_norm={} model.attention.qk_norm.weight=false model.attention.qk_norm.over=all_heads": (
+        "model.attention.qk_norm.weight=false does not go with model.attention.qk_norm.over='all_heads', whose norm has weights; set "
         "qk_norm_width='head'"
     ),
-    "model.qk_norm=true model.qk_norm_nope=false model.rope_pattern=RN": (
-        "model.qk_norm_nope=false does not go with model.qk_norm_weight=true: layers without RoPE would have other "
-        "parameters than those with it; set qk_norm_weight=false, or qk_norm_nope=true"
+    "model.attention.qk_norm={} model.attention.qk_norm.in_nope=false model.rope_pattern=RN": (
+        "model.attention.qk_norm.in_nope=false does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other "
+        "parameters than those with it; set weight=false, or in_nope=true"
     ),
     'train.recompute=["core_attention"] model.attention_pattern=L2': (
         "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
         "leave it out"
     ),
-    'train.recompute=["norms"] model.norm_placement=post': (
-        "train.recompute has 'norms', and model.norm_placement='post' has no norms of inputs; leave it out"
+    'train.recompute=["norms"] model.residual=post': (
+        "train.recompute has 'norms', and model.residual='post' has no norms of inputs; leave it out"
     ),
     "model.attention_pattern=WF": (
         "model.attention_pattern='WF' has layers of kind W, which attend to model.sliding_window=0 tokens; set "

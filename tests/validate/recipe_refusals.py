@@ -9,67 +9,69 @@ ROUTING = {
         "moe.replay='runs/a' has chosen the experts already, and moe.choice='sinkhorn' would choose others; choose "
         "moe.choice='topk', or leave replay out"
     ),
-    "model.top_k=1": (
-        'model.top_k=1 with model.router_softmax="post" weighs every choice with 1, so the router gets no gradient '
-        'from the loss; set model.router_softmax="pre", or model.top_k=2 or more'
+    "model.ffn.moe.top_k=1": (
+        'model.ffn.moe.top_k=1 with model.ffn.moe.router.softmax="post" weighs every choice with 1, so the router gets no gradient '
+        'from the loss; set model.ffn.moe.router.softmax="pre", or model.ffn.moe.top_k=2 or more'
     ),
-    "model.top_k=1 model.router_score=sigmoid": (
-        "model.top_k=1 with model.router_normalize=true weighs every choice with 1, so the router gets no gradient "
-        "from the loss; set model.router_normalize=false, or model.top_k=2 or more"
+    "model.ffn.moe.top_k=1 model.ffn.moe.router=sigmoid": (
+        "model.ffn.moe.top_k=1 with model.ffn.moe.router.normalize=true weighs every choice with 1, so the router gets no gradient "
+        "from the loss; set model.ffn.moe.router.normalize=false, or model.ffn.moe.top_k=2 or more"
     ),
-    "model.top_k=9": ("model.top_k=9 must be at most model.num_experts=8; choose 1 to 8"),
-    "model.num_groups=3 model.top_groups=2": (
-        "model.num_groups=3 must divide model.num_experts=8; choose 1, 2, 4 or 8, or model.num_experts=6 or 9"
+    "model.ffn.moe.top_k=9": ("model.ffn.moe.top_k=9 must be at most model.ffn.moe.num_experts=8; choose 1 to 8"),
+    "model.ffn.moe.router.num_groups=3 model.ffn.moe.router.top_groups=2": (
+        "model.ffn.moe.router.num_groups=3 must divide model.ffn.moe.num_experts=8; choose 1, 2, 4 or 8, or model.ffn.moe.num_experts=6 or 9"
     ),
-    "model.top_groups=2": ("model.top_groups=2 must be at most model.num_groups=1; choose 1 to 1"),
-    "model.num_groups=4 model.top_groups=1 model.top_k=4": (
-        "model.top_groups=1 groups of 2 experts are fewer than model.top_k=4 experts; choose top_groups of 2 or more,"
+    "model.ffn.moe.router.top_groups=2": (
+        "model.ffn.moe.router.top_groups=2 must be at most model.ffn.moe.router.num_groups=1; choose 1 to 1"
+    ),
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=1 model.ffn.moe.top_k=4": (
+        "model.ffn.moe.router.top_groups=1 groups of 2 experts are fewer than model.ffn.moe.top_k=4 experts; choose top_groups of 2 or more,"
         " or top_k of 2 or less"
     ),
-    "model.num_groups=4 model.top_groups=4": (
-        "model.top_groups=4 of model.num_groups=4 limits nothing; choose top_groups below 4, or leave both out"
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=4": (
+        "model.ffn.moe.router.top_groups=4 of model.ffn.moe.router.num_groups=4 limits nothing; choose top_groups below 4, or leave both out"
     ),
-    "model.num_groups=8 model.top_groups=4 model.router_score=sigmoid": (
-        "model.router_score='sigmoid' scores a group by its two best experts, and model.num_groups=8 makes groups of "
+    "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4 model.ffn.moe.router=sigmoid": (
+        "model.ffn.moe.router='sigmoid' scores a group by its two best experts, and model.ffn.moe.router.num_groups=8 makes groups of "
         "one; choose num_groups of 4 or less"
     ),
     "moe.choice=quantile": (
         "moe.choice='quantile' stores its thresholds in the expert bias, with which evaluation and generation route, "
-        "and model.expert_bias=false; set model.expert_bias=true"
+        "and model.ffn.moe.router.expert_bias=false; set model.ffn.moe.router.expert_bias=true"
     ),
-    "moe.choice=quantile model.expert_bias=true model.top_k=8": (
-        "moe.choice='quantile' has nothing to balance: model.top_k=8 is every expert; choose top_k of at most 7, or "
+    "moe.choice=quantile model.ffn.moe.router.expert_bias=true model.ffn.moe.top_k=8": (
+        "moe.choice='quantile' has nothing to balance: model.ffn.moe.top_k=8 is every expert; choose top_k of at most 7, or "
         "choice='topk'"
     ),
-    "moe.choice=sinkhorn model.expert_bias=true": (
-        "model.expert_bias=true contradicts moe.choice='sinkhorn', which balances the experts by itself; choose "
+    "moe.choice=sinkhorn model.ffn.moe.router.expert_bias=true": (
+        "model.ffn.moe.router.expert_bias=true contradicts moe.choice='sinkhorn', which balances the experts by itself; choose "
         "expert_bias=false, or choice='topk'"
     ),
-    "moe.choice=round_robin model.expert_bias=true": (
-        "model.expert_bias=true contradicts moe.choice='round_robin', which reads no score; choose expert_bias=false,"
+    "moe.choice=round_robin model.ffn.moe.router.expert_bias=true": (
+        "model.ffn.moe.router.expert_bias=true contradicts moe.choice='round_robin', which reads no score; choose expert_bias=false,"
         " or choice='topk'"
     ),
-    "moe.choice=sinkhorn model.num_groups=4 model.top_groups=2": (
-        "model.num_groups=4 contradicts moe.choice='sinkhorn', which balances the experts by itself; leave num_groups"
+    "moe.choice=sinkhorn model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
+        "model.ffn.moe.router.num_groups=4 contradicts moe.choice='sinkhorn', which balances the experts by itself; leave num_groups"
         " and top_groups out, or choose choice='topk'"
     ),
-    "moe.choice=skewed model.num_groups=4 model.top_groups=2": (
-        "model.num_groups=4 contradicts moe.choice='skewed', which reads no score; leave num_groups and top_groups "
+    "moe.choice=skewed model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
+        "model.ffn.moe.router.num_groups=4 contradicts moe.choice='skewed', which reads no score; leave num_groups and top_groups "
         "out, or choose choice='topk'"
     ),
-    "moe.choice=skewed model.top_k=8": (
-        "moe.choice='skewed' assigns all other experts to the remaining tokens, so model.top_k=8 must be below "
-        "model.num_experts=8; choose top_k of at most 7"
+    "moe.choice=skewed model.ffn.moe.top_k=8": (
+        "moe.choice='skewed' assigns all other experts to the remaining tokens, so model.ffn.moe.top_k=8 must be below "
+        "model.ffn.moe.num_experts=8; choose top_k of at most 7"
     ),
-    "moe.choice=skewed model.top_k=1 model.num_experts=1 model.router_softmax=pre": (
-        "moe.choice='skewed' needs more experts than expert 0, and model.num_experts=1; choose 2 or more"
+    "moe.choice=skewed model.ffn.moe.top_k=1 model.ffn.moe.num_experts=1 model.ffn.moe.router.softmax=pre": (
+        "moe.choice='skewed' needs more experts than expert 0, and model.ffn.moe.num_experts=1; choose 2 or more"
     ),
     "moe.capacity_factor=0.4": (
-        "moe.capacity_factor=0.4 with model.top_k=2 gives all experts together a capacity below the number of tokens,"
+        "moe.capacity_factor=0.4 with model.ffn.moe.top_k=2 gives all experts together a capacity below the number of tokens,"
         " so some would reach no expert; choose 0.5 or more, or 0.0 (dropless)"
     ),
-    "moe.eval_capacity_factor=0.3 model.top_k=3 train.eval_every=5": (
-        "moe.eval_capacity_factor=0.3 with model.top_k=3 gives all experts together a capacity below the number of "
+    "moe.eval_capacity_factor=0.3 model.ffn.moe.top_k=3 train.eval_every=5": (
+        "moe.eval_capacity_factor=0.3 with model.ffn.moe.top_k=3 gives all experts together a capacity below the number of "
         "tokens, so some would reach no expert; choose 0.34 or more, or 0.0 (dropless)"
     ),
     "moe.capacity_factor=4.0": (
@@ -116,7 +118,7 @@ ADAPTERS = {
     f"{_LORA} run.cuda_graphs=attention": (
         "run.cuda_graphs='attention' does not record adapters; set run.cuda_graphs='none'"
     ),
-    f"{_LORA} model.index_topk=64 train.indexer_stage=warmup": (
+    f"{_LORA} model.attention.indexer.top_k=64 train.indexer_stage=warmup": (
         "train.indexer_stage='warmup' trains the indexers alone, and lora.rank=4 adapters alone; choose one of them"
     ),
     f"{_LORA} model.upcycle_from=runs/a": (
@@ -165,7 +167,7 @@ TRAINING = {
         "  train.optimizer.groups has 'dense_mlp', and the model has no such matrices: no layer of model.layer_pattern "
         "is D; leave 'dense_mlp' out, or leave groups out for all groups\n"
         "  train.optimizer.groups has 'shared_experts', and the model has no such matrices: "
-        "model.shared_expert_ffn_hidden_size=0; leave 'shared_experts' out, or leave groups out for all groups"
+        "model.ffn.moe.shared=none; leave 'shared_experts' out, or leave groups out for all groups"
     ),
     'train.optimizer=muon train.optimizer.groups=["router"] model.layer_pattern=D': (
         "train.optimizer.groups has 'router', and the model has no such matrices: no layer of model.layer_pattern is "
@@ -325,7 +327,7 @@ MEMORY = {
         "train.offload has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"
     ),
     'train.offload=["shared_experts"]': (
-        "train.offload has 'shared_experts', and model.shared_expert_ffn_hidden_size=0 means none; leave it out"
+        "train.offload has 'shared_experts', and model.ffn.moe.shared=none means none; leave it out"
     ),
     'train.offload=["moe","expert_activation"]': (
         "train.offload has 'expert_activation' and 'moe', which includes it; leave one of them out"
@@ -356,7 +358,7 @@ MEMORY = {
         "train.recompute has 'moe', and no layer of model.layer_pattern is M; leave it out"
     ),
     'train.recompute=["shared_experts"]': (
-        "train.recompute has 'shared_experts', and model.shared_expert_ffn_hidden_size=0 means none; leave it out"
+        "train.recompute has 'shared_experts', and model.ffn.moe.shared=none means none; leave it out"
     ),
     'train.recompute=["expert_activation","moe"]': (
         "train.recompute has 'expert_activation' and 'moe', which recomputes it anyway; leave one of them out"
@@ -372,32 +374,32 @@ MEMORY = {
 
 
 ACCEPTED = [
-    "model.hidden_size=100 model.head_dim=16",
-    "model.num_query_groups=1",
-    "model.num_query_groups=8",
-    "model.rope_fraction=0.5",
-    "model.rope_scaling=ntk model.rope_scaling_factor=8 model.rope_pattern=R3N",
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_beta_fast=1 model.rope_beta_slow=1",
-    "model.head_dim=100 model.rope_fraction=0.58",
-    "model.rope_scaling=linear model.rope_scaling_factor=2",
-    "model.rope_scaling=longrope model.head_dim=2 model.rope_short_factors=[1] model.rope_long_factors=[2]",
-    "model.router_softmax=sparsemixer model.top_k=1 model.norm=layernorm model.head_bias=true",
-    "model.rope_scaling=llama3 model.rope_scaling_factor=8 model.rope_original_seq_len=4096",
-    "model.rope_scaling=yarn model.rope_scaling_factor=8 model.rope_mscale=1 model.rope_mscale_all_dim=1",
-    "model.attention=mla model.hidden_size=100 model.num_attention_heads=3",
+    "model.hidden_size=100 model.attention.head_dim=16",
+    "model.attention.num_kv_heads=1",
+    "model.attention.num_kv_heads=8",
+    "model.attention.rope_fraction=0.5",
+    "model.rope.scaling=ntk model.rope.scaling.factor=8 model.rope_pattern=R3N",
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.beta_fast=1 model.rope.scaling.beta_slow=1",
+    "model.attention.head_dim=100 model.attention.rope_fraction=0.58",
+    "model.rope.scaling=linear model.rope.scaling.factor=2",
+    "model.rope.scaling=longrope model.attention.head_dim=2 model.rope.scaling.short_factors=[1] model.rope.scaling.long_factors=[2]",
+    "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.top_k=1 model.norm=layernorm model.head_bias=true",
+    "model.rope.scaling=llama3 model.rope.scaling.factor=8 model.rope.scaling.original_seq_len=4096",
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1 model.rope.scaling.mscale_all_dim=1",
+    "model.attention=mla model.hidden_size=100 model.attention.num_heads=3",
     "model.layer_pattern=DM",
     "model.layer_pattern=DM3",
     "model.layer_pattern=DMM",
     "model.layer_pattern=D",
-    "model.top_k=8",
-    "model.num_groups=4 model.top_groups=2",
-    "model.num_groups=8 model.top_groups=4",
-    "model.num_groups=4 model.top_groups=2 model.router_score=sigmoid model.expert_bias=true moe.aux_kind=sequence",
-    "model.num_groups=4 model.top_groups=2 moe.choice=quantile model.expert_bias=true",
-    "model.expert_bias=true moe.aux_loss=0.0",
+    "model.ffn.moe.top_k=8",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2",
+    "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 model.ffn.moe.router=sigmoid model.ffn.moe.router.expert_bias=true moe.aux_kind=sequence",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 moe.choice=quantile model.ffn.moe.router.expert_bias=true",
+    "model.ffn.moe.router.expert_bias=true moe.aux_loss=0.0",
     "moe.choice=sinkhorn moe.sinkhorn_iterations=1",
     "moe.choice=round_robin",
-    "moe.choice=skewed moe.skew=1.0 model.top_k=7",
+    "moe.choice=skewed moe.skew=1.0 model.ffn.moe.top_k=7",
     "moe.capacity_factor=0.5",
     "moe.capacity_factor=3.9",
     "moe.capacity_factor=4.0 moe.pad_to_capacity=true",
@@ -413,7 +415,7 @@ ACCEPTED = [
     "train.eval_every=1000",
     'train.optimizer=muon train.optimizer.groups=["experts","router"]',
     'train.optimizer=muon train.optimizer.groups=["mtp"] model.mtp_layers=1',
-    'train.optimizer=muon train.optimizer.groups=["shared_experts"] model.shared_expert_ffn_hidden_size=8',
+    'train.optimizer=muon train.optimizer.groups=["shared_experts"] model.ffn.moe.shared.intermediate_size=8',
     "train.optimizer=muon model.layer_pattern=D",
     "data.document_end=255",
     "data.kind=huggingface data.path=owner/name data.streaming=true",

@@ -37,8 +37,16 @@ OBSTACLES = [
     ("rf", "moe.replay=runs/other", "moe.replay='runs/other': choices are replayed by the host"),
     ("r", "model.layer_pattern=D", "a model without MoE layers: it has no router"),
     ("f", "run.dtype=float32", "run.kernels='auto' with run.dtype='float32': their experts read the token counts"),
-    ("f", "run.kernels=plain model.moe_ffn_hidden_size=36", "run.kernels='plain' with run.dtype='bfloat16': their"),
-    ("f", "run.kernels=plain model.moe_hidden_size=36", "run.kernels='plain' with run.dtype='bfloat16': their experts"),
+    (
+        "f",
+        "run.kernels=plain model.ffn.moe.intermediate_size=36",
+        "run.kernels='plain' with run.dtype='bfloat16': their",
+    ),
+    (
+        "f",
+        "run.kernels=plain model.ffn.moe.latent_size=36",
+        "run.kernels='plain' with run.dtype='bfloat16': their experts",
+    ),
 ]
 MODES = {"a": "attention", "r": "attention_router", "f": "full"}
 
@@ -61,9 +69,9 @@ def test_an_obstacle_is_named(modes, settings, obstacle):
         ("ar", "parallel.world_size=2 parallel.zero=2 parallel.ep=2"),
         ("af", 'train.recompute=["moe"]'),
         ("f", 'train.recompute=["layer"]'),
-        ("arf", 'train.recompute=["shared_experts"] model.shared_expert_ffn_hidden_size=64'),
+        ("arf", 'train.recompute=["shared_experts"] model.ffn.moe.shared.intermediate_size=64'),
         ("arf", "parallel.zero=3"),
-        ("arf", "model.qk_norm=true run.compile=blocks"),
+        ("arf", "model.attention.qk_norm={} run.compile=blocks"),
         ("a", "moe.trace_every=1"),
         ("f", "run.dtype=float32 moe.capacity_factor=1.0 moe.pad_to_capacity=true"),
         ("f", "run.dtype=float32 run.kernels=triton"),

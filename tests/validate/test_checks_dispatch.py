@@ -31,12 +31,17 @@ OBSTACLES = [
     ),
     ({"run": {"device": "cpu"}}, "deep_ep needs CUDA GPUs, and run.device='cpu'"),
     (
-        {"model": {"hidden_size": 36, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 18}},
+        {"model": {"hidden_size": 36, "attention.num_heads": 2, "attention.num_kv_heads": 2, "attention.head_dim": 18}},
         "units of 16 bytes, and model.hidden_size=36 is no multiple of 8",
     ),
     (
         {
-            "model": {"hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2, "head_dim": 32},
+            "model": {
+                "hidden_size": 64,
+                "attention.num_heads": 2,
+                "attention.num_kv_heads": 2,
+                "attention.head_dim": 32,
+            },
             "moe": {"dispatch_precision": "fp8-blockwise"},
         },
         "with moe.dispatch_precision='fp8-blockwise' model.hidden_size=64 is no multiple of that",
@@ -48,7 +53,7 @@ SYMM_MEM_OBSTACLES = [
     ({"parallel": {"ep": 2, "etp": 2}}, "parallel.etp=2 shards the experts"),
     ({"moe": {"capacity_factor": 1.0, "pad_to_capacity": True}}, "'alltoall' waits for nothing either"),
     ({"moe": {"dispatch_precision": "fp8-blockwise"}}, "moe.dispatch_precision='fp8-blockwise'"),
-    ({"model": {"moe_bias": True}}, "model.moe_bias=true adds the bias of an expert to each row"),
+    ({"model": {"ffn.moe.bias": True}}, "model.ffn.moe.bias=true adds the bias of an expert to each row"),
     ({"faults": {"check_dispatch": True}}, "faults.check_dispatch=true compares them on the host"),
     ({"parallel": {"overlap_experts": True}}, "parallel.overlap_experts=true computes meanwhile"),
     ({"run": {"device": "cpu"}}, "it needs CUDA GPUs, and run.device='cpu'"),

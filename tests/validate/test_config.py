@@ -64,17 +64,20 @@ def test_the_variants_that_the_mixtral_recipe_speaks_of_are_legal(overrides, dp,
 
 
 def test_faults_of_different_rules_are_listed_together():
-    lines = refused("model.top_k=9", "train.lr_schedule.min_lr=1", "train.warmup_steps=200").splitlines()
+    lines = refused("model.ffn.moe.top_k=9", "train.lr_schedule.min_lr=1", "train.warmup_steps=200").splitlines()
     assert lines[0] == "3 settings cannot work:"
     assert [line.split()[0] for line in lines[1:]] == [
-        "model.top_k=9",
+        "model.ffn.moe.top_k=9",
         "train.lr_schedule.min_lr=1.0",
         "train.warmup_steps=200",
     ]
 
 
 def test_rules_between_keys_wait_for_sound_keys():
-    assert refused("model.num_attention_heads=0", "model.top_k=9") == "model.num_attention_heads=0 must be at least 1"
+    assert (
+        refused("model.attention.num_heads=0", "model.ffn.moe.top_k=9")
+        == "model.attention.num_heads=0 must be at least 1"
+    )
 
 
 def test_check_machine_accepts_a_fresh_folder_and_creates_nothing(tmp_path):

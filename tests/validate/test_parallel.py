@@ -28,10 +28,10 @@ def accepts(*overrides: str) -> bool:
 
 def test_the_width_of_dense_layers_does_not_matter_without_them():
     # The preset brings a width of 128 that 3 ranks do not divide, for layers that its pattern has not.
-    overrides = [*ranks(3, tp=3), "model.preset=tiny", "model.num_attention_heads=6", "model.num_query_groups=3"]
+    overrides = [*ranks(3, tp=3), "model.preset=tiny", "model.attention.num_heads=6", "model.attention.num_kv_heads=3"]
     sizes = ["model.hidden_size=96", "model.vocab_size=258", "train.seq_len=255", "train.global_batch_size=3"]
     assert accepts(*overrides, *sizes)
-    assert "model.ffn_hidden_size=128" in refused(*overrides, *sizes, "model.layer_pattern=DM")
+    assert "model.ffn.dense.intermediate_size=128" in refused(*overrides, *sizes, "model.layer_pattern=DM")
 
 
 @pytest.mark.parametrize(("pp", "count", "legal"), [(4, 10, True), (4, 3, True), (4, 9, False), (4, 8, True)])
@@ -44,8 +44,8 @@ def test_interleaved_rounds_equal_torch(pp, count, legal):
 def test_degrees_offered_in_errors_are_legal():
     offered = 0
     models = [
-        ["model.num_attention_heads=12", "model.num_query_groups=6", "model.head_dim=16"],
-        ["model.num_experts=12"],
+        ["model.attention.num_heads=12", "model.attention.num_kv_heads=6", "model.attention.head_dim=16"],
+        ["model.ffn.moe.num_experts=12"],
     ]
     for model, tp, cp, ep, etp in itertools.product(models, (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2)):
         mapping = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "context": "ulysses"}

@@ -69,8 +69,8 @@ REFUSED = [
         "sites.count=2 must divide the 1 experts of a rank (parallel.ep=4, sharded over 2 data-parallel ranks)",
     ),
     (
-        (*OWN, "model.num_experts=4", "model.top_k=2"),
-        "merges each expert with the 4 most similar ones, and model.num_ex",
+        (*OWN, "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"),
+        "merges each expert with the 4 most similar ones, and model.ffn.moe.num_ex",
     ),
     (
         (*OWN, "sites.every=30"),

@@ -8,7 +8,7 @@ from tests.verify.cases import BATCH_8, BATCH_16, PIPELINE_AXES, Case, Settings,
 from tests.verify.recipes import LATENT
 
 TIED = {"tie_embeddings": True}
-SHARED = {"shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True}
+SHARED = {"ffn.moe.shared.intermediate_size": 16, "ffn.moe.shared.gate": True}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
 DOCUMENTS = {"document_end": 2}
 """Documents of about eight tokens, with a vocabulary of 8."""
@@ -18,11 +18,11 @@ LOAN = {"choice": "skewed", "llep_min_tokens": 1, "llep_threshold": 1.0, "llep_c
 
 MLA = {
     "attention": "mla",
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
+    "attention.q_lora_rank": 8,
+    "attention.kv_lora_rank": 8,
+    "attention.qk_nope_head_dim": 4,
+    "attention.qk_rope_head_dim": 2,
+    "attention.v_head_dim": 4,
 }
 DOCUMENT_MODELS = ({"mtp_layers": 2}, MLA, MLA | {"attention_pattern": "WF", "sliding_window": 5})
 DOCUMENT_MAPPINGS = (
@@ -46,7 +46,7 @@ DOCUMENT_KINDS = [
     _documents(model, TWO_SAMPLES, {"world_size": 2, **mapping})
     for model, mapping in product(DOCUMENT_MODELS, ({"cp": 2}, {"tp": 2, "context": "ulysses"}, {"pp": 2}))
 ]
-DOCUMENTS_MAPPED = [_documents({"qk_norm": True}, TWO_SAMPLES, mapping) for mapping in DOCUMENT_MAPPINGS]
+DOCUMENTS_MAPPED = [_documents({"attention.qk_norm": {}}, TWO_SAMPLES, mapping) for mapping in DOCUMENT_MAPPINGS]
 DOCUMENTS_FOLDED = [
     _documents({}, BATCH_8, {"world_size": 8, "context": context, **degrees})
     for degrees in ({"tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"cp": 4, "pp": 2, "ep": 2, "etp": 2})
@@ -56,21 +56,21 @@ DOCUMENTS_FOLDED = [
 # gpt-oss: sinks, windows, biases and the clamped gate.
 
 GPT_OSS_MODEL = {
-    "qkv_bias": True,
-    "attention_output_bias": True,
-    "attention_sinks": True,
+    "attention.qkv_bias": True,
+    "attention.output_bias": True,
+    "attention.sinks": True,
     "attention_pattern": "WF",
     "sliding_window": 5,
-    "moe_bias": True,
-    "moe_activation": "clamped_swiglu",
+    "ffn.moe.bias": True,
+    "ffn.moe.activation": "clamped_swiglu",
     # Low, so that much is clamped.
-    "swiglu_limit": 0.3,
-    "router_bias": True,
-    "rope_scaling": "yarn",
-    "rope_scaling_factor": 4.0,
-    "rope_original_seq_len": 8,
-    "rope_truncate": False,
-    "rope_theta": 1000.0,
+    "ffn.moe.activation.limit": 0.3,
+    "ffn.moe.router.bias": True,
+    "rope.scaling": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_seq_len": 8,
+    "rope.scaling.truncate": False,
+    "rope.theta": 1000.0,
     "vocab_size": 8,
 }
 
@@ -125,34 +125,34 @@ GPT_OSS_FOLDED = [
 
 V2 = {
     "attention": "mla",
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 5,
-    "router_softmax": "pre",
-    "num_groups": 4,
-    "top_groups": 2,
-    "router_scaling_factor": 2.0,
-    "shared_expert_ffn_hidden_size": 16,
+    "attention.kv_lora_rank": 6,
+    "attention.qk_nope_head_dim": 4,
+    "attention.qk_rope_head_dim": 2,
+    "attention.v_head_dim": 5,
+    "ffn.moe.router.softmax": "pre",
+    "ffn.moe.router.num_groups": 4,
+    "ffn.moe.router.top_groups": 2,
+    "ffn.moe.router.scaling_factor": 2.0,
+    "ffn.moe.shared.intermediate_size": 16,
     "layer_pattern": "DM",
-    "rope_scaling": "yarn",
-    "rope_scaling_factor": 6.0,
-    "rope_original_seq_len": 12,
-    "rope_theta": 40.0,
-    "rope_beta_fast": 2.0,
-    "rope_beta_slow": 0.5,
-    "rope_mscale": 0.7,
-    "rope_mscale_all_dim": 1.2,
-    "rope_interleaved": True,
+    "rope.scaling": "yarn",
+    "rope.scaling.factor": 6.0,
+    "rope.scaling.original_seq_len": 12,
+    "rope.theta": 40.0,
+    "rope.scaling.beta_fast": 2.0,
+    "rope.scaling.beta_slow": 0.5,
+    "rope.scaling.mscale": 0.7,
+    "rope.scaling.mscale_all_dim": 1.2,
+    "rope.interleaved": True,
 }
 V3 = {key: value for key, value in V2.items() if key != "router_softmax"} | {
-    "q_lora_rank": 7,
-    "v_head_dim": 8,
-    "router_score": "sigmoid",
-    "expert_bias": True,
+    "attention.q_lora_rank": 7,
+    "attention.v_head_dim": 8,
+    "ffn.moe.router": "sigmoid",
+    "ffn.moe.router.expert_bias": True,
     "layer_pattern": "M",
 }
-OLMOE = {"qk_norm": True, "qk_norm_width": "all_heads", "router_softmax": "pre"}
+OLMOE = {"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads", "ffn.moe.router.softmax": "pre"}
 LATENT_AXES = (
     {"world_size": 2, "tp": 2},
     {"world_size": 2, "cp": 2, "context": "ring"},
@@ -179,28 +179,28 @@ TP4 = _with(OLMOE, ({"world_size": 4, "tp": 4, "ep": 2},))
 # What single families have: an output gate, norms of outputs, layers without RoPE, norms after it, multipliers.
 
 GATED = {
-    "attention_gate": True,
-    "norm_placement": "both",
+    "attention.gate": {},
+    "residual": "both",
     "rope_pattern": "RN",
     "attention_pattern": "WF",
     "sliding_window": 5,
-    "qk_norm": True,
+    "attention.qk_norm": {},
     "embedding_multiplier": 1.7,
     "layer_pattern": "DM",
-    "shared_expert_ffn_hidden_size": 16,
-    "router_score": "sigmoid",
-    "expert_bias": True,
+    "ffn.moe.shared.intermediate_size": 16,
+    "ffn.moe.router": "sigmoid",
+    "ffn.moe.router.expert_bias": True,
 }
 SCALED = {
-    "attention_scale": 0.3,
-    "residual_multiplier": 0.6,
+    "attention.scale": 0.3,
+    "residual.multiplier": 0.6,
     "embedding_multiplier": 2.5,
     "logits_divisor": 3.0,
-    "norm_placement": "post",
-    "qk_norm": True,
-    "qk_norm_after_rope": True,
-    "rope_scaling": "ntk",
-    "rope_scaling_factor": 9.0,
+    "residual": "post",
+    "attention.qk_norm": {},
+    "attention.qk_norm.after_rope": True,
+    "rope.scaling": "ntk",
+    "rope.scaling.factor": 9.0,
     "mtp_layers": 1,
 }
 FAMILY_OPTIONS = [
@@ -212,12 +212,12 @@ FAMILY_OPTIONS_WIDE = [
     *_with(GATED, ({"world_size": 4, "pp": 2, "cp": 2, "ep": 2, "zero": 3}, *LATENT_AXES[1:], *LATENT_FOLDED)),
     *_with(SCALED, ({"world_size": 4, "tp": 2, "cp": 2, "etp": 2}, *LATENT_AXES, *LATENT_FOLDED)),
     *_with(SCALED | {"tie_embeddings": True}, LATENT_FOLDED),
-    *_with(LATENT | {"rope_pattern": "RN", "norm_placement": "both"}, LATENT_AXES),
+    *_with(LATENT | {"rope_pattern": "RN", "residual": "both"}, LATENT_AXES),
 ]
 
 # Latent experts.
 
-LATENT_EXPERTS = {"moe_hidden_size": 6, "shared_expert_ffn_hidden_size": 16, "expert_bias": True}
+LATENT_EXPERTS = {"ffn.moe.latent_size": 6, "ffn.moe.shared.intermediate_size": 16, "ffn.moe.router.expert_bias": True}
 LATENT_EXPERTS_AXES = (
     {"world_size": 2, "tp": 2},
     {"world_size": 2, "ep": 2, "zero": 3},
@@ -236,13 +236,18 @@ LATENT_EXPERTS_WIDE = (
     {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4},
     {"world_size": 8, "tp": 4, "pp": 2, "ep": 2, "etp": 2, "zero": 3},
 )
-LATENT_EXPERTS_BIAS = LATENT_EXPERTS | {"moe_bias": True, "mtp_layers": 1}
+LATENT_EXPERTS_BIAS = LATENT_EXPERTS | {"ffn.moe.bias": True, "mtp_layers": 1}
 
 # Multi-token prediction.
 
 MTP_ONE = {"mtp_layers": 1}
 MTP_DENSE = {"mtp_layers": 2, "layer_pattern": "MD", "tie_embeddings": True}
-MTP_LATENT = LATENT | {"v_head_dim": 6, "mtp_layers": 2, "expert_bias": True, "router_score": "sigmoid"}
+MTP_LATENT = LATENT | {
+    "attention.v_head_dim": 6,
+    "mtp_layers": 2,
+    "ffn.moe.router.expert_bias": True,
+    "ffn.moe.router": "sigmoid",
+}
 DROPS = {"capacity_factor": 0.75}
 MTP_FOLDED = (
     {"world_size": 4, "pp": 2, "virtual_stages": 2, "schedule": "interleaved", "ep": 2},
@@ -293,7 +298,7 @@ UNEVEN_VOCAB = [
     },
     {"model": {"vocab_size": 34, "tie_embeddings": True}, "world_size": 4, "tp": 4, "etp": 2, "overlap_tp": True},
     {
-        "model": {"vocab_size": 32, "num_attention_heads": 6, "num_query_groups": 3, "layer_pattern": "M"},
+        "model": {"vocab_size": 32, "attention.num_heads": 6, "attention.num_kv_heads": 3, "layer_pattern": "M"},
         "train": {"seq_len": 24, "global_batch_size": 6},
         "world_size": 6,
         "tp": 3,
@@ -343,9 +348,13 @@ MUON_KINDS = [
     {"model": model, "train": MUON | train, "world_size": 4, **mapping}
     for model, train, mapping in (
         (LATENT | {"mtp_layers": 1}, {}, {"zero": 3, "tp": 2, "ep": 2}),
-        ({"moe_bias": True, "qkv_bias": True, "router_bias": True}, {}, {"zero": 3, "tp": 2, "ep": 2}),
-        ({"moe_hidden_size": 6}, {}, {"zero": 2, "tp": 2, "ep": 2}),
-        ({"num_experts": 2}, {}, {"zero": 2}),
+        (
+            {"ffn.moe.bias": True, "attention.qkv_bias": True, "ffn.moe.router.bias": True},
+            {},
+            {"zero": 3, "tp": 2, "ep": 2},
+        ),
+        ({"ffn.moe.latent_size": 6}, {}, {"zero": 2, "tp": 2, "ep": 2}),
+        ({"ffn.moe.num_experts": 2}, {}, {"zero": 2}),
         (
             TIED,
             {"optimizer": make_part("optimizer", "muon", groups=("experts", "router"))},
@@ -399,7 +408,12 @@ DEDUP = [
 
 # Communication of tensor parallelism overlapped with its products.
 
-DENSE = {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 16, "qkv_bias": True, "attention_output_bias": True}
+DENSE = {
+    "layer_pattern": "DM",
+    "ffn.moe.shared.intermediate_size": 16,
+    "attention.qkv_bias": True,
+    "attention.output_bias": True,
+}
 OVERLAP_TP = [
     few({"model": model, "train": train, "overlap_tp": True, **mapping})
     for model, train, mapping in (
@@ -416,7 +430,7 @@ OVERLAP_TP = [
 
 # Recomputation under schedules that split the backward pass.
 
-RECOMPUTE_MODEL = SHARED | {"layer_pattern": "DM", "expert_bias": True, "router_score": "sigmoid"}
+RECOMPUTE_MODEL = SHARED | {"layer_pattern": "DM", "ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}
 RECOMPUTE_SPLIT = [
     {
         "model": RECOMPUTE_MODEL | LATENT | {"num_layers": 4},

@@ -4,21 +4,21 @@ from tests.verify.cases import Case, Settings, cases, few
 
 HYBRID = {
     "attention_pattern": "LF",
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel": 3,
+    "linear_attention.num_key_heads": 4,
+    "linear_attention.num_value_heads": 8,
+    "linear_attention.key_head_dim": 3,
+    "linear_attention.value_head_dim": 5,
+    "linear_attention.conv_kernel": 3,
 }
 """Four layers of which two are linear, so that each of two pipeline stages has both kinds."""
 QWEN3_NEXT = {
-    "attention_gate": True,
-    "zero_centered_norms": True,
-    "qk_norm": True,
-    "rope_fraction": 0.5,
-    "shared_expert_ffn_hidden_size": 16,
-    "shared_expert_gate": True,
-    "router_softmax": "pre",
+    "attention.gate": {},
+    "norm.zero_centered": True,
+    "attention.qk_norm": {},
+    "attention.rope_fraction": 0.5,
+    "ffn.moe.shared.intermediate_size": 16,
+    "ffn.moe.shared.gate": True,
+    "ffn.moe.router.softmax": "pre",
 }
 DOCUMENTS = {"document_end": 2}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
@@ -84,20 +84,20 @@ KDA = [
 ]
 LING = {
     "linear_attention": "kda",
-    "linear_full_rank_gates": True,
-    "linear_decay_bound": -5.0,
+    "linear_attention.full_rank_gates": True,
+    "linear_attention.decay_bound": -5.0,
     "attention": "mla",
-    "q_lora_rank": 6,
-    "attention_gate": True,
-    "attention_gate_width": "head",
+    "attention.q_lora_rank": 6,
+    "attention.gate": {},
+    "attention.gate.per": "head",
 }
 KINDS = {
-    "gla": {"linear_attention": "gla", "linear_gate_rank": 3},
+    "gla": {"linear_attention": "gla", "linear_attention.gate_rank": 3},
     "convolution": {
         "linear_attention": "short_convolution",
-        "linear_conv_bias": True,
-        "attention_gate": True,
-        "attention_gate_width": "head",
+        "linear_attention.bias": True,
+        "attention.gate": {},
+        "attention.gate.per": "head",
     },
     "bounded": LING,
 }
@@ -121,8 +121,8 @@ KIND_AXES: tuple[tuple[str, Settings, Settings, Settings], ...] = (
     ("convolution", {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}, {}, {"optimizer": "muon"}),
     ("convolution", {"world_size": 2, "zero": 3}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
     ("bounded", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}, {}),
-    ("bounded", {"world_size": 4, "tp": 2, "zero": 3}, {"q_lora_rank": 0}, {"recompute": ("layer",)}),
-    ("bounded", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"attention_gate_width": "dim"}, {}),
+    ("bounded", {"world_size": 4, "tp": 2, "zero": 3}, {"attention.q_lora_rank": 0}, {"recompute": ("layer",)}),
+    ("bounded", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"attention.gate.per": "dim"}, {}),
     ("bounded", {"world_size": 2, "tp": 2, "overlap_tp": True}, {"mtp_layers": 1}, {"optimizer": "muon"}),
 )
 OTHER_KINDS = [

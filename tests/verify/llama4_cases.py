@@ -6,17 +6,17 @@ LLAMA4 = {
     "attention_pattern": "CF",
     "attention_chunk_size": 5,
     "rope_pattern": "RN",
-    "rope_interleaved": True,
-    "nope_temperature_scale": 0.5,
-    "nope_temperature_tokens": 3,
-    "qk_norm": True,
-    "qk_norm_weight": False,
-    "qk_norm_after_rope": True,
-    "qk_norm_nope": False,
-    "router_score": "sigmoid",
-    "router_normalize": False,
-    "router_probs_on_input": True,
-    "shared_expert_ffn_hidden_size": 16,
+    "rope.interleaved": True,
+    "attention.temperature.scale": 0.5,
+    "attention.temperature.tokens": 3,
+    "attention.qk_norm": {},
+    "attention.qk_norm.weight": False,
+    "attention.qk_norm.after_rope": True,
+    "attention.qk_norm.in_nope": False,
+    "ffn.moe.router": "sigmoid",
+    "ffn.moe.router.normalize": False,
+    "ffn.moe.probs_on_input": True,
+    "ffn.moe.shared.intermediate_size": 16,
     "layer_pattern": "MD",
     "vocab_size": 8,
 }
@@ -36,15 +36,15 @@ PACKED = [
     for mapping, model, train in (
         ({"world_size": 2, "cp": 2, "ep": 2}, {}, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, "ep": 2}, {}, {}),
-        ({"world_size": 2, "cp": 2, "context": "allgather"}, {"top_k": 1, "attention_pattern": "C"}, {}),
+        ({"world_size": 2, "cp": 2, "context": "allgather"}, {"ffn.moe.top_k": 1, "attention_pattern": "C"}, {}),
         ({"world_size": 2, "cp": 2, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
         ({"world_size": 4, "cp": 4, "ep": 4}, {"attention_pattern": "WC", "sliding_window": 3}, {}),
         (
             {"world_size": 2, "tp": 2, "zero": 3},
-            {"qk_norm_nope": True},
+            {"attention.qk_norm.in_nope": True},
             {"recompute": ("norms", "core_attention", "moe")},
         ),
-        ({"world_size": 1}, {"mtp_layers": 1, "attention_sinks": True}, {}),
+        ({"world_size": 1}, {"mtp_layers": 1, "attention.sinks": True}, {}),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
     )
 ]
@@ -53,8 +53,8 @@ WHOLE = [
     for mapping, model, train, moe in (
         ({"world_size": 2, "cp": 2}, {"attention_chunk_size": 3}, {}, {}),
         ({"world_size": 4, "cp": 4, "context": "allgather"}, {"attention_chunk_size": 4}, {}, {}),
-        ({"world_size": 4, "cp": 4, "context": "ulysses"}, {"num_query_groups": 4}, {}, {}),
-        ({"world_size": 2, "etp": 2, "dispatcher": "allgather"}, {"moe_bias": True}, {}, {}),
+        ({"world_size": 4, "cp": 4, "context": "ulysses"}, {"attention.num_kv_heads": 4}, {}, {}),
+        ({"world_size": 2, "etp": 2, "dispatcher": "allgather"}, {"ffn.moe.bias": True}, {}, {}),
         ({"world_size": 4, "pp": 2, "ep": 2, "schedule": "zero-bubble"}, {}, {}, {}),
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, {}, {}, {}),
         ({"world_size": 4, "ep": 4, "dispatcher": "dedup_alltoall", "zero": 3}, {}, {"recompute": ("moe",)}, {}),
@@ -66,11 +66,11 @@ WHOLE = [
         ),
         (
             {"world_size": 4, "ep": 2, "etp": 2},
-            {"moe_hidden_size": 16},
+            {"ffn.moe.latent_size": 16},
             {},
             {"capacity_factor": 0.75, "pad_to_capacity": True, "drop_policy": "position"},
         ),
-        ({"world_size": 2, "ep": 2}, {"top_k": 1}, {}, {"dispatch_precision": "fp8-blockwise"}),
+        ({"world_size": 2, "ep": 2}, {"ffn.moe.top_k": 1}, {}, {"dispatch_precision": "fp8-blockwise"}),
     )
 ]
 CASES: list[Case] = [

@@ -7,15 +7,15 @@ from tests.verify.recipes import LATENT
 from tests.verify.sparse_cases import SPARSE_LATENT
 
 LORA = {"rank": 2, "alpha": 3.0}
-MIXED = {"layer_pattern": "DM", "shared_expert_ffn_hidden_size": 16}
+MIXED = {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 16}
 """A dense layer and an MoE layer with a shared expert."""
 GPT_OSS = {
-    "qkv_bias": True,
-    "attention_output_bias": True,
-    "attention_sinks": True,
-    "moe_bias": True,
-    "moe_activation": "clamped_swiglu",
-    "swiglu_limit": 0.3,
+    "attention.qkv_bias": True,
+    "attention.output_bias": True,
+    "attention.sinks": True,
+    "ffn.moe.bias": True,
+    "ffn.moe.activation": "clamped_swiglu",
+    "ffn.moe.activation.limit": 0.3,
 }
 
 
@@ -41,17 +41,17 @@ MAPPED = [
     lora({"world_size": 2, "zero": 2}),
     lora({"world_size": 4, "tp": 4}),
     lora({"world_size": 4, "tp": 2, "etp": 4}, LATENT),
-    lora({"world_size": 4, "tp": 2, "etp": 2, "zero": 2}, {"attention_gate": True, "num_query_groups": 1}),
-    lora({"world_size": 2, "tp": 2}, LATENT | {"q_lora_rank": 0, "attention_gate": True}),
-    lora({"world_size": 2, "tp": 2}, LATENT | {"attention_gate": True}),
-    lora({"world_size": 4, "etp": 2, "ep": 2}, {"router_probs_on_input": True}),
-    lora({"world_size": 2, "ep": 2}, {"mtp_layers": 1, "tie_embeddings": True, "moe_hidden_size": 16}),
+    lora({"world_size": 4, "tp": 2, "etp": 2, "zero": 2}, {"attention.gate": {}, "attention.num_kv_heads": 1}),
+    lora({"world_size": 2, "tp": 2}, LATENT | {"attention.q_lora_rank": 0, "attention.gate": {}}),
+    lora({"world_size": 2, "tp": 2}, LATENT | {"attention.gate": {}}),
+    lora({"world_size": 4, "etp": 2, "ep": 2}, {"ffn.moe.probs_on_input": True}),
+    lora({"world_size": 2, "ep": 2}, {"mtp_layers": 1, "tie_embeddings": True, "ffn.moe.latent_size": 16}),
     lora({"world_size": 4, "pp": 2, "tp": 2, "schedule": "zero-bubble"}),
     lora({"world_size": 2, "pp": 2, "schedule": "dualpipev", "virtual_stages": 2}, {"num_layers": 4}),
     lora({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}),
     lora({"world_size": 2, "tp": 2, "overlap_tp": True}),
     lora({"world_size": 2, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"num_layers": 4}),
-    lora({"world_size": 2, "tp": 2}, LATENT | {"index_topk": 4, "index_head_dim": 8}),
+    lora({"world_size": 2, "tp": 2}, LATENT | {"attention.indexer.top_k": 4, "attention.indexer.head_dim": 8}),
     lora({"world_size": 2, "tp": 2, "ep": 2}, {"attention_pattern": "LF", "linear_attention": "gla"}),
     lora({"world_size": 2, "ep": 2, "dispatcher": "allgather"}, moe={"capacity_factor": 0.75}),
     lora({"world_size": 4, "tp": 2, "etp": 2, "zero": 3}, PHI, train={"recompute": ("layer",)}),

@@ -93,31 +93,36 @@ ZERO = [
 # Kinds of models, each under each mapping of four ranks; one of them is fast, another one for each model.
 
 MODELS: dict[str, Settings] = {
-    "qwen3": {"qk_norm": True, "router_softmax": "pre", "rope_theta": 1e6},
+    "qwen3": {"attention.qk_norm": {}, "ffn.moe.router.softmax": "pre", "rope.theta": 1e6},
     "qwen2": {
-        "qkv_bias": True,
-        "shared_expert_ffn_hidden_size": 16,
-        "shared_expert_gate": True,
-        "router_softmax": "pre",
+        "attention.qkv_bias": True,
+        "ffn.moe.shared.intermediate_size": 16,
+        "ffn.moe.shared.gate": True,
+        "ffn.moe.router.softmax": "pre",
     },
-    "tied": {"tie_embeddings": True, "shared_expert_ffn_hidden_size": 16},
-    "dense-and-moe": {"layer_pattern": "DM", "rope_fraction": 0.5, "qk_norm": True},
-    "llama3-rope": {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "rope_original_seq_len": 12, "top_k": 8},
+    "tied": {"tie_embeddings": True, "ffn.moe.shared.intermediate_size": 16},
+    "dense-and-moe": {"layer_pattern": "DM", "attention.rope_fraction": 0.5, "attention.qk_norm": {}},
+    "llama3-rope": {
+        "rope.scaling": "llama3",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_seq_len": 12,
+        "ffn.moe.top_k": 8,
+    },
     "yarn": {
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4.0,
-        "rope_original_seq_len": 12,
-        "rope_theta": 30.0,
-        "rope_beta_fast": 2.0,
-        "rope_beta_slow": 0.5,
-        "rope_interleaved": True,
+        "rope.scaling": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_seq_len": 12,
+        "rope.theta": 30.0,
+        "rope.scaling.beta_fast": 2.0,
+        "rope.scaling.beta_slow": 0.5,
+        "rope.interleaved": True,
     },
     "few-experts": {
-        "num_experts": 2,
-        "top_k": 1,
-        "router_softmax": "pre",
-        "rope_scaling": "linear",
-        "rope_scaling_factor": 2.0,
+        "ffn.moe.num_experts": 2,
+        "ffn.moe.top_k": 1,
+        "ffn.moe.router.softmax": "pre",
+        "rope.scaling": "linear",
+        "rope.scaling.factor": 2.0,
     },
 }
 MODEL_MAPPINGS = [
@@ -159,8 +164,13 @@ FEW_DROPPING = [DROPPING[0], DROPPING[7]]
 
 TIED = {"tie_embeddings": True}
 MTP = {"mtp_layers": 1, "layer_pattern": "DM"}
-BIASED = {"moe_bias": True, "qkv_bias": True, "shared_expert_ffn_hidden_size": 16, "shared_expert_gate": True}
-LATENT_MTP = LATENT | {"v_head_dim": 6, "mtp_layers": 2, "tie_embeddings": True}
+BIASED = {
+    "ffn.moe.bias": True,
+    "attention.qkv_bias": True,
+    "ffn.moe.shared.intermediate_size": 16,
+    "ffn.moe.shared.gate": True,
+}
+LATENT_MTP = LATENT | {"attention.v_head_dim": 6, "mtp_layers": 2, "tie_embeddings": True}
 SCHEDULES = [
     {
         "model": TIED | {"num_layers": 5},
@@ -270,13 +280,20 @@ CASES = [
     *cases("zero level", ZERO[3:4], [*ZERO[:3], *ZERO[4:]]),
     *_model_kinds(),
     *cases("dropping", FEW_DROPPING, [case for case in DROPPING if case not in FEW_DROPPING]),
-    *cases("fewer experts than data-parallel ranks", [{"model": {"num_experts": 2}, "world_size": 4, "zero": 2}]),
+    *cases(
+        "fewer experts than data-parallel ranks", [{"model": {"ffn.moe.num_experts": 2}, "world_size": 4, "zero": 2}]
+    ),
     *cases(
         "ulysses repeats key-value heads",
         [
             few(
                 {
-                    "model": {"num_attention_heads": 12, "num_query_groups": 6, "hidden_size": 24, "qk_norm": True},
+                    "model": {
+                        "attention.num_heads": 12,
+                        "attention.num_kv_heads": 6,
+                        "hidden_size": 24,
+                        "attention.qk_norm": {},
+                    },
                     "world_size": 4,
                     "cp": 4,
                     "context": "ulysses",

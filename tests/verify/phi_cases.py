@@ -5,17 +5,17 @@ from tests.verify.cases import Case, Settings, cases, few
 PHI = {
     "norm": "layernorm",
     "head_bias": True,
-    "qkv_bias": True,
-    "attention_output_bias": True,
-    "router_softmax": "sparsemixer",
+    "attention.qkv_bias": True,
+    "attention.output_bias": True,
+    "ffn.moe.router.softmax": "sparsemixer",
     # Several experts are close to the best one.
-    "sparsemixer_jitter": 0.6,
-    "rope_scaling": "longrope",
-    "rope_scaling_factor": 4.0,
-    "rope_original_seq_len": 8,
-    "rope_short_factors": (1.0, 1.3),
-    "rope_long_factors": (1.5, 4.0),
-    "rope_long_mscale": 1.2,
+    "ffn.moe.router.softmax.jitter": 0.6,
+    "rope.scaling": "longrope",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_seq_len": 8,
+    "rope.scaling.short_factors": (1.0, 1.3),
+    "rope.scaling.long_factors": (1.5, 4.0),
+    "rope.scaling.long_mscale": 1.2,
     "vocab_size": 8,
 }
 """Samples are longer than the original context."""
@@ -26,7 +26,7 @@ def phi(mapping: Settings, model: Settings | None = None, train: Settings | None
     return few({"model": PHI | (model or {}), "train": train or {}, **more, **mapping})
 
 
-SHORT = {"rope_original_seq_len": 64, "rope_short_mscale": 0.0}
+SHORT = {"rope.scaling.original_seq_len": 64, "rope.scaling.short_mscale": 0.0}
 MAPPED = [
     phi(mapping, model, train, **more)
     for mapping, model, train, more in (
@@ -40,12 +40,12 @@ MAPPED = [
         ),
         ({"world_size": 2, "cp": 2}, {}, {}, {"data": {"document_end": 2}}),
         ({"world_size": 2, "pp": 2}, {"mtp_layers": 1}, {"recompute": ("norms", "moe")}, {}),
-        ({"world_size": 4, "ep": 4}, {"top_k": 3}, {}, {"moe": {"capacity_factor": 1.0}}),
-        ({"world_size": 2, "etp": 2}, {"norm_placement": "both"}, {"loss_chunk": 3}, {}),
+        ({"world_size": 4, "ep": 4}, {"ffn.moe.top_k": 3}, {}, {"moe": {"capacity_factor": 1.0}}),
+        ({"world_size": 2, "etp": 2}, {"residual": "both"}, {"loss_chunk": 3}, {}),
         ({"world_size": 2, "zero": 3}, {"logits_divisor": 3.0}, {"recompute": ("layer",)}, {}),
-        ({"world_size": 4, "tp": 2, "zero": 3}, {"mtp_layers": 1, "norm_placement": "post"}, {"loss_chunk": 5}, {}),
+        ({"world_size": 4, "tp": 2, "zero": 3}, {"mtp_layers": 1, "residual": "post"}, {"loss_chunk": 5}, {}),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}, {}),
-        ({"world_size": 2, "ep": 2}, {"top_k": 1}, {}, {"moe": {"sparsemixer_sampling": False}}),
+        ({"world_size": 2, "ep": 2}, {"ffn.moe.top_k": 1}, {}, {"moe": {"sparsemixer_sampling": False}}),
         ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}, {}, {}),
         ({"world_size": 2, "ep": 2, "overlap_experts": True}, {}, {"offload": ("moe",), "offload_min_kib": 0}, {}),
     )

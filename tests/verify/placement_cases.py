@@ -6,9 +6,20 @@ from tests.verify.planned_cases import BALANCED, DOCUMENTS, TWO_SAMPLES, WINDOWS
 
 PLACED = {"context": "planned", "placement": "balanced", "attention_block": 1}
 BY_DOCUMENT = PLACED | {"placement": "documents"}
-ZERO = {"zero_experts": 3, "router_softmax": "pre", "expert_bias": True, "active_experts": 1.6, "mtp_layers": 1}
-TEMPERATURE = {"rope_pattern": "RN", "nope_temperature_scale": 0.5, "nope_temperature_tokens": 4}
-V3 = {"router_score": "sigmoid", "expert_bias": True, "num_groups": 4, "top_groups": 2}
+ZERO = {
+    "ffn.moe.zero_experts": 3,
+    "ffn.moe.router.softmax": "pre",
+    "ffn.moe.router.expert_bias": True,
+    "ffn.moe.active_experts": 1.6,
+    "mtp_layers": 1,
+}
+TEMPERATURE = {"rope_pattern": "RN", "attention.temperature.scale": 0.5, "attention.temperature.tokens": 4}
+V3 = {
+    "ffn.moe.router": "sigmoid",
+    "ffn.moe.router.expert_bias": True,
+    "ffn.moe.router.num_groups": 4,
+    "ffn.moe.router.top_groups": 2,
+}
 
 
 def _placed(
@@ -33,7 +44,9 @@ KINDS = [
     _placed({"world_size": 4, "tp": 2, "ep": 4}, train=TWO_SAMPLES, moe={"aux_kind": "sequence"}),
     _placed({"world_size": 4, "ep": 2, "etp": 2}, train=TWO_SAMPLES, moe={"aux_kind": "global_batch", "aux_loss": 0.5}),
     _placed({"world_size": 4, "cp": 2}, train=TWO_SAMPLES, moe={"aux_kind": "last_global_batch", "aux_loss": 0.5}),
-    _placed({"world_size": 4, "ep": 4}, {"expert_bias": True}, TWO_SAMPLES, moe={"bias_update_rate": 0.02}),
+    _placed(
+        {"world_size": 4, "ep": 4}, {"ffn.moe.router.expert_bias": True}, TWO_SAMPLES, moe={"bias_update_rate": 0.02}
+    ),
     _placed({"world_size": 4, "ep": 4, "dispatcher": "leastloaded"}, moe=LOAN),
     _placed({"world_size": 4, "ep": 4, "dispatcher": "dedup_alltoall"}, moe={"choice": "round_robin"}),
     _placed({"world_size": 4, "cp": 2, "ep": 4} | BALANCED, GPT_OSS_MODEL | WINDOWS, TWO_SAMPLES),
@@ -57,11 +70,11 @@ MAPPINGS = [
 BY_DOCUMENTS = [
     _placed({"world_size": 4, "cp": 4, "ep": 4} | BY_DOCUMENT, train=TWO_SAMPLES),
     _placed({"world_size": 4, "cp": 2} | BY_DOCUMENT, V3, TWO_SAMPLES, moe={"aux_kind": "sequence"}),
-    _placed({"world_size": 2, "cp": 2} | BY_DOCUMENT, {"router_score": "sigmoid"}, moe={"choice": "sinkhorn"}),
+    _placed({"world_size": 2, "cp": 2} | BY_DOCUMENT, {"ffn.moe.router": "sigmoid"}, moe={"choice": "sinkhorn"}),
     # With few tokens many have equal contexts, and which of them is at the quantile is a matter of rounding.
     _placed(
         {"world_size": 2, "cp": 2} | BY_DOCUMENT,
-        {"expert_bias": True, "vocab_size": 32},
+        {"ffn.moe.router.expert_bias": True, "vocab_size": 32},
         TWO_SAMPLES,
         moe={"choice": "quantile"},
     ),

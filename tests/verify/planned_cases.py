@@ -19,7 +19,9 @@ def _planned(
 
 
 HOME = [
-    _planned({"world_size": 4, "cp": 2, "tp": 2, "ep": 2, "etp": 2}, {"qk_norm": True, "mtp_layers": 1}, TWO_SAMPLES),
+    _planned(
+        {"world_size": 4, "cp": 2, "tp": 2, "ep": 2, "etp": 2}, {"attention.qk_norm": {}, "mtp_layers": 1}, TWO_SAMPLES
+    ),
     _planned({"world_size": 2, "cp": 2}, MLA | WINDOWS, TWO_SAMPLES),
     _planned({"world_size": 4, "cp": 4, "ep": 4}, data={}),
     _planned({"world_size": 4, "cp": 2, "pp": 2, "zero": 2}, HYBRID | {"num_layers": 4}),

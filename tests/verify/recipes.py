@@ -7,7 +7,6 @@ from pathlib import Path
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -15,16 +14,17 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
+from tests.models import model_of
 
 Mapping = dict[str, int]
 
 LATENT = {
     "attention": "mla",
-    "q_lora_rank": 5,
-    "kv_lora_rank": 6,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 3,
+    "attention.q_lora_rank": 5,
+    "attention.kv_lora_rank": 6,
+    "attention.qk_nope_head_dim": 4,
+    "attention.qk_rope_head_dim": 2,
+    "attention.v_head_dim": 3,
 }
 """Sizes of latent attention, all different."""
 
@@ -43,19 +43,19 @@ def tiny(
     sizes = {
         "num_layers": max(2, stages),
         "hidden_size": 16,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 4,
-        "ffn_hidden_size": 32,
+        "attention.num_heads": 4,
+        "attention.num_kv_heads": 2,
+        "attention.head_dim": 4,
+        "ffn.dense.intermediate_size": 32,
         "vocab_size": 32,
-        "num_experts": 8,
-        "top_k": 2,
-        "moe_ffn_hidden_size": 8,
+        "ffn.moe.num_experts": 8,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 8,
         "init_std": 0.2,
     }
     cfg = Config(
         run=RunConfig(seed=3, steps=3, device="cpu", dtype="float64"),
-        model=ModelConfig(**sizes | (model or {})),
+        model=model_of(sizes | (model or {})),
         parallel=ParallelConfig(**parallel),
         moe=MoEConfig(**{"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})),
         train=TrainConfig(

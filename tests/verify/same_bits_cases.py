@@ -84,7 +84,7 @@ RECOMPUTE_ROUTING = [
 
 # Experts' communication overlapped with another micro-batch.
 
-OVERLAP_MODEL = SHARED | {"expert_bias": True, "layer_pattern": "DM"}
+OVERLAP_MODEL = SHARED | {"ffn.moe.router.expert_bias": True, "layer_pattern": "DM"}
 MTP = TIED | {"mtp_layers": 1}
 DROPS_AND_NOISE = {"capacity_factor": 1.0, "input_jitter": 0.1}
 SKEWED = LOAN | {"aux_loss": 0.0}
@@ -143,7 +143,7 @@ OVERLAP = [
 
 # Offload of activations, to SSD unless a case says otherwise, and of optimizer state.
 
-OFFLOAD_MODEL = SHARED | {"layer_pattern": "DM", "expert_bias": True}
+OFFLOAD_MODEL = SHARED | {"layer_pattern": "DM", "ffn.moe.router.expert_bias": True}
 OFFLOAD_LATENT = LATENT_MTP | TIED | {"layer_pattern": "DM"}
 
 

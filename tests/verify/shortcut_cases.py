@@ -4,15 +4,15 @@ from tests.verify.cases import Case, Settings, cases, few
 from tests.verify.recipes import LATENT
 
 LONGCAT = LATENT | {
-    "mla_scale_latents": True,
+    "attention.scale_latents": True,
     "num_layers": 4,
     "layer_pattern": "MD",
-    "moe_shortcut": True,
-    "shared_expert_ffn_hidden_size": 16,
-    "zero_experts": 3,
-    "router_softmax": "pre",
-    "router_scaling_factor": 1.5,
-    "expert_bias": True,
+    "ffn.moe.shortcut": True,
+    "ffn.moe.shared.intermediate_size": 16,
+    "ffn.moe.zero_experts": 3,
+    "ffn.moe.router.softmax": "pre",
+    "ffn.moe.router.scaling_factor": 1.5,
+    "ffn.moe.router.expert_bias": True,
     "vocab_size": 8,
 }
 """Four layers: two pairs of an MoE layer and a dense one."""
@@ -28,11 +28,19 @@ MAPPED = [
     _longcat(mapping, model, train, data={"document_end": 2})
     for mapping, model, train in (
         ({"world_size": 4, "tp": 2, "pp": 2, "ep": 2}, {}, {}),
-        ({"world_size": 1}, {"q_lora_rank": 0, "residual_multiplier": 0.7}, {}),
+        ({"world_size": 1}, {"attention.q_lora_rank": 0, "residual.multiplier": 0.7}, {}),
         ({"world_size": 2, "zero": 3, "ep": 2}, {"mtp_layers": 1}, {"recompute": ("layer",)}),
-        ({"world_size": 2, "cp": 2}, {"attention": "gqa", "mla_scale_latents": False}, {"recompute": ("moe", "norms")}),
-        ({"world_size": 4, "cp": 4, "ep": 4, "dispatcher": "allgather"}, {"shared_expert_gate": True}, {}),
-        ({"world_size": 2, "etp": 2, "zero": 2}, {"moe_hidden_size": 16}, {"recompute": ("shared_experts", "mla_up")}),
+        (
+            {"world_size": 2, "cp": 2},
+            {"attention": "gqa", "attention.scale_latents": False},
+            {"recompute": ("moe", "norms")},
+        ),
+        ({"world_size": 4, "cp": 4, "ep": 4, "dispatcher": "allgather"}, {"ffn.moe.shared.gate": True}, {}),
+        (
+            {"world_size": 2, "etp": 2, "zero": 2},
+            {"ffn.moe.latent_size": 16},
+            {"recompute": ("shared_experts", "mla_up")},
+        ),
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, {}, {}),
         ({"world_size": 2, "ep": 2, "overlap_experts": True}, {}, {"recompute": ("moe",)}),
         ({"world_size": 4, "pp": 2, "ep": 2, "schedule": "zero-bubble"}, {}, {}),

@@ -3,9 +3,9 @@
 from tests.verify.cases import Case, Settings, cases, few
 from tests.verify.recipes import LATENT
 
-SPARSE = {"index_topk": 5, "index_heads": 3, "index_head_dim": 6}
+SPARSE = {"attention.indexer.top_k": 5, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 6}
 """Sizes that are all different; most queries of a sample of 16 tokens see more keys than they select."""
-SPARSE_LATENT = LATENT | SPARSE | {"index_rope_interleaved": True}
+SPARSE_LATENT = LATENT | SPARSE | {"attention.indexer.rope_interleaved": True}
 DOCUMENTS = {"document_end": 2}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
 ALLGATHER = {"context": "allgather"}
@@ -34,11 +34,11 @@ OPTIONS = [
     _sparse(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | {"mtp_layers": 1}, {}),
-        ({"world_size": 1}, SPARSE | {"attention_sinks": True, "attention_gate": True, "qk_norm": True}, {}),
+        ({"world_size": 1}, SPARSE | {"attention.sinks": True, "attention.gate": {}, "attention.qk_norm": {}}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE | {"attention_pattern": "WF", "sliding_window": 7}, {}),
         ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE, {"recompute": ("layer",)}),
-        ({"world_size": 4, "tp": 4}, SPARSE_LATENT | {"q_lora_rank": 0}, {}),
-        ({"world_size": 2, "tp": 2}, SPARSE_LATENT | {"attention_gate": True}, {}),
+        ({"world_size": 4, "tp": 4}, SPARSE_LATENT | {"attention.q_lora_rank": 0}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE_LATENT | {"attention.gate": {}}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {"recompute": ("norms", "moe")}),
         ({"world_size": 2, "tp": 2}, SPARSE | {"rope_pattern": "RN"}, {"optimizer": "muon"}),
         ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
@@ -49,7 +49,7 @@ WARMUP = [
     for mapping, model, train in (
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE, {}),
-        ({"world_size": 1}, SPARSE | {"attention_sinks": True}, {}),
+        ({"world_size": 1}, SPARSE | {"attention.sinks": True}, {}),
         ({"world_size": 2, "tp": 2, "zero": 3}, SPARSE_LATENT, {}),
         ({"world_size": 2, "pp": 2}, SPARSE, TWO_SAMPLES),
         ({"world_size": 2, "ep": 2, "zero": 2}, SPARSE_LATENT, {"optimizer": "muon"}),
@@ -87,7 +87,7 @@ SHARING = [
         ({"world_size": 4, "cp": 4, "zero": 3, **ALLGATHER}, SPARSE | SHARED, {"recompute": ("layer",)}),
         ({"world_size": 2, "zero": 3}, SPARSE_LATENT | SHARED, {"recompute": ("norms", "moe")}),
         ({"world_size": 4, "ep": 4}, SPARSE_LATENT | SHARED, {"optimizer": "muon"}),
-        ({"world_size": 2, "etp": 2, "zero": 2}, SPARSE | SHARED | {"attention_gate": True}, {}),
+        ({"world_size": 2, "etp": 2, "zero": 2}, SPARSE | SHARED | {"attention.gate": {}}, {}),
         (
             {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, **ALLGATHER},
             SPARSE_LATENT | SHARED | {"index_pattern": "FS"},

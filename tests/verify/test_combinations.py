@@ -39,7 +39,7 @@ AXES = {"dp": {}, "ep": {"ep": 2}, "cp": {"cp": 2, "ep": 2}, "tp": {"tp": 2, "et
 """What the two ranks of a stage share."""
 PRECISIONS = ("dtype", "fp8-blockwise", "mxfp8", "nvfp4")
 DTYPES = ("bfloat16", "float32", "float64")
-MODEL = {"num_layers": 4, "layer_pattern": "DM", "num_experts": 4}
+MODEL = {"num_layers": 4, "layer_pattern": "DM", "ffn.moe.num_experts": 4}
 APART = 3.0
 """Distance of two right answers, in units of the distance of one of them from exact maths; 1.7 was seen."""
 FACTORS = {

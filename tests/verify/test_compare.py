@@ -21,7 +21,17 @@ from tests.verify.recipes import tiny
 
 @pytest.fixture(scope="module")
 def oracle() -> OracleRecord:
-    return run_oracle(tiny(model={"mtp_layers": 1, "index_topk": 5, "index_heads": 3, "index_head_dim": 6}), 2)
+    return run_oracle(
+        tiny(
+            model={
+                "mtp_layers": 1,
+                "attention.indexer.top_k": 5,
+                "attention.indexer.num_heads": 3,
+                "attention.indexer.head_dim": 6,
+            }
+        ),
+        2,
+    )
 
 
 def perfect(oracle: OracleRecord) -> DistributedRecord:
@@ -89,7 +99,7 @@ def test_a_wrong_copy_on_any_rank_counts(oracle):
 @pytest.fixture(scope="module")
 def without_rope() -> OracleRecord:
     """Without RoPE, the biases of keys change no probability."""
-    return run_oracle(tiny(model={"rope_pattern": "N", "qkv_bias": True}), 2)
+    return run_oracle(tiny(model={"rope_pattern": "N", "attention.qkv_bias": True}), 2)
 
 
 KEY_BIAS = "layers.0.attention.bk"

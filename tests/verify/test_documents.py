@@ -21,7 +21,7 @@ from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 LENGTHS = ((5, 1, 7, 3), (2, 14), (16,))
-MODEL = {"qk_norm": True, "layer_pattern": "DM"}
+MODEL = {"attention.qk_norm": {}, "layer_pattern": "DM"}
 
 
 def _model(cfg: Config) -> Transformer:
@@ -37,9 +37,9 @@ def _gradients(model: Transformer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scaling", ["none", "yarn"])
 def test_packed_equals_each_document_alone(scaling):
     stretch = {
-        "rope_scaling": scaling,
-        "rope_original_seq_len": 8,
-        "rope_scaling_factor": 4.0 if scaling == "yarn" else 1.0,
+        "rope.scaling": scaling,
+        "rope.scaling.original_seq_len": 8,
+        "rope.scaling.factor": 4.0 if scaling == "yarn" else 1.0,
     }
     cfg = tiny(model=MODEL | stretch, moe={"aux_loss": 0.0, "z_loss": 0.0})
     tokens = torch.randint(32, (3, 17), generator=torch.Generator().manual_seed(0))

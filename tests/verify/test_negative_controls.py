@@ -100,7 +100,7 @@ def test_balance_loss_of_local_counts_is_noticed(pool):
 
 
 def test_norm_over_all_heads_without_the_gradient_of_its_sum_is_named(pool):
-    model = {"qk_norm": True, "qk_norm_width": "all_heads"}
+    model = {"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}
     names = {d.name for d in _worst(pool, _run_with_own_gradient_of_a_sum, tp=2, model=model)}
     assert "gradients layers.1.attention.wq" in names
     assert not any("step 1 loss" in name or "head." in name for name in names if not name.startswith("weights"))
@@ -203,6 +203,6 @@ def test_a_model_that_differs_a_little_is_noticed(pool):
     cfg = tiny(**gpt_oss(world_size=2, etp=2))
     ranks = pool.run(2, run_distributed, cfg, 1)
     assert compare_records(oracle_of(cfg, 1), ranks)[0].error < TOLERANCE
-    for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"swiglu_limit": 0.31}):
+    for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"ffn.moe.activation.limit": 0.31}):
         other = replace(cfg, model=replace(cfg.model, **change))
         assert compare_records(oracle_of(other, 1), ranks)[0].error > 1e-4, change

@@ -53,7 +53,7 @@ FORMULA_KEYS = {name for name, mark in judged().items() if mark is None}
 SITES_FORMULA_KEYS = {name for name, mark in judged().items() if mark is Judged.ROUNDS}
 
 
-LAYER_WORDS = {"model.qk_norm_width": NORM_WIDTHS, "model.attention_gate_width": GATE_WIDTHS}
+LAYER_WORDS = {"model.attention.qk_norm.over": NORM_WIDTHS, "model.attention.gate.per": GATE_WIDTHS}
 """Meaning of the words of keys that `layers_of` gives to the parts of layers as truth values."""
 
 
@@ -134,9 +134,7 @@ def _comparisons(tree: ast.Module) -> list[str]:
 
 def test_no_branch_of_the_oracle_has_a_default_over_names():
     """A comparison with one name treats all others alike."""
-    planted = ast.parse(
-        """def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(model.norm_placement, 1)"""
-    )
+    planted = ast.parse("""def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(model.residual, 1)""")
     assert len(_comparisons(planted)) == 2
     assert [found for tree in SOURCES for found in _comparisons(tree)] == []
 
@@ -167,7 +165,7 @@ def _with(cfg: Config, key: str, value: Any) -> Config:
     return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
 
 
-SPARSE = {"index_topk": 3, "index_heads": 2, "index_head_dim": 4}
+SPARSE = {"attention.indexer.top_k": 3, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 4}
 ACTIVE: dict[str, dict[str, Any]] = {
     "train.indexer_stage": {"model": SPARSE},
 }
@@ -199,7 +197,7 @@ def test_a_parameter_that_is_read_and_leads_nowhere_is_refused(monkeypatch):
         Oracle, "_check_parameters", lambda self: self._weights.reads.update(self.weights) or read(self)
     )
     with pytest.raises(NoFormulaError, match=r"the gradient of layers\.0\.ffn\.shared\."):
-        _train(_small(model={"shared_expert_ffn_hidden_size": 8}))
+        _train(_small(model={"ffn.moe.shared.intermediate_size": 8}))
 
 
 def _extended(value: Any, name: str, default: Any, found: Any) -> Any:
@@ -233,7 +231,7 @@ def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
     """The list does not vouch for the formula."""
     monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.nope_temperature_scale=0\.5"):
-        _train(_small(model={"rope_pattern": "N", "nope_temperature_scale": 0.5}))
+        _train(_small(model={"rope_pattern": "N", "attention.temperature.scale": 0.5}))
 
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention"])
@@ -247,13 +245,15 @@ def test_an_attention_without_a_formula_is_refused(key):
 def test_an_activation_without_a_formula_is_refused_by_its_name():
     cfg = _small()
     unknown = _without_formula(chosen(cfg, ActivationPart))
-    with pytest.raises(NoFormulaError, match="no formula for model.moe_activation="):
-        _train(_with(cfg, "model.moe_activation", unknown), cfg)
+    with pytest.raises(NoFormulaError, match="no formula for model.ffn.moe.activation="):
+        _train(_with(cfg, "model.ffn.moe.activation", unknown), cfg)
 
 
 def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
     """A preset may describe a part that the recipe switches off."""
-    _train(_small(model=LATENT | {"attention": "gqa", "swiglu_limit": 3.0, "nope_temperature_tokens": 5}))
+    _train(
+        _small(model=LATENT | {"attention": "gqa", "ffn.moe.activation.limit": 3.0, "attention.temperature.tokens": 5})
+    )
 
 
 def test_a_schedule_that_the_steps_do_not_reach_is_read():
@@ -342,7 +342,7 @@ def test_a_buffer_without_a_formula_is_refused(monkeypatch):
 
 
 def test_a_key_of_rounds_without_a_formula_is_refused():
-    cfg = _small(model={"num_experts": 2})
+    cfg = _small(model={"ffn.moe.num_experts": 2})
     sites = replace(cfg.sites, count=2, every=1)
     OracleSites(replace(cfg, sites=sites)).run(1)
     for key, value in (("precision", "int8"), ("moments", "average")):
@@ -370,11 +370,11 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
 
     monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
     monkeypatch.setattr("moefold.cli.verify._run_on_ranks", ranks)
-    words = ["model.rope_pattern=N", "model.nope_temperature_scale=0.5"]
+    words = ["model.rope_pattern=N", "model.attention.temperature.scale=0.5"]
     assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", *words]) == 3
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith(
-        "moefold: cannot judge: the oracle has no formula for model.nope_temperature_scale=0.5"
+        "moefold: cannot judge: the oracle has no formula for model.attention.temperature.scale=0.5"
     )
     assert err.splitlines()[-1].endswith("(docs/extending.md)")
 

@@ -84,7 +84,7 @@ def _draw(draw: random.Random, world_size: int) -> Config:
             "layer_pattern": draw.choice(["M", "DM", "MD", "MMD"]),
         }
         if draw.random() < 0.5:
-            model |= {"shared_expert_ffn_hidden_size": 16}
+            model |= {"ffn.moe.shared.intermediate_size": 16}
         if draw.random() < 0.2:
             model |= LATENT
         moe = LOAN if parallel["dispatcher"] == "leastloaded" else draw.choice(MOE)

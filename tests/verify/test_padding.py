@@ -120,8 +120,11 @@ WAYS: dict[str, dict[str, object]] = {
     "fp8": {"moe": {"dispatch_precision": "fp8"}, "model": {"hidden_size": 128}},
     "overlap": {"overlap_experts": True},
     "weights early": {"moe": {"weight_in_expert": True}},
-    "zero experts": {"model": {"zero_experts": 3, "router_softmax": "pre"}},
-    "zero experts and drops": {"model": {"zero_experts": 3, "expert_bias": True}, "moe": {"capacity_factor": 0.5}},
+    "zero experts": {"model": {"ffn.moe.zero_experts": 3, "ffn.moe.router.softmax": "pre"}},
+    "zero experts and drops": {
+        "model": {"ffn.moe.zero_experts": 3, "ffn.moe.router.expert_bias": True},
+        "moe": {"capacity_factor": 0.5},
+    },
     "mtp": {"model": {"mtp_layers": 2}},
     "recompute": {"train": {"recompute": ["moe"]}},
     "checked dispatch": {"faults": {"check_dispatch": True}},

@@ -17,23 +17,35 @@ from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
-V3 = {"router_score": "sigmoid", "expert_bias": True, "router_scaling_factor": 2.5, "num_groups": 4, "top_groups": 2}
+V3 = {
+    "ffn.moe.router": "sigmoid",
+    "ffn.moe.router.expert_bias": True,
+    "ffn.moe.router.scaling_factor": 2.5,
+    "ffn.moe.router.num_groups": 4,
+    "ffn.moe.router.top_groups": 2,
+}
 KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "deepseek-v3": (V3, {"aux_kind": "sequence", "bias_update_rate": 0.05}),
-    "deepseek-v2": ({"router_softmax": "pre", "num_groups": 4, "top_groups": 2}, {}),
-    "sigmoid": ({"router_score": "sigmoid", "router_normalize": False}, {"z_loss": 0.1}),
-    "sqrtsoftplus": ({"router_score": "sqrtsoftplus"}, {}),
-    "softmax with bias": ({"expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
+    "deepseek-v2": (
+        {"ffn.moe.router.softmax": "pre", "ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2},
+        {},
+    ),
+    "sigmoid": ({"ffn.moe.router": "sigmoid", "ffn.moe.router.normalize": False}, {"z_loss": 0.1}),
+    "sqrtsoftplus": ({"ffn.moe.router": "sqrtsoftplus"}, {}),
+    "softmax with bias": ({"ffn.moe.router.expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
     "global batch": ({}, {"aux_kind": "global_batch", "aux_loss": 0.5}),
     "last global batch": ({}, {"aux_kind": "last_global_batch", "aux_loss": 0.5, "capacity_factor": 1.0}),
-    "sinkhorn": ({"router_score": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
-    "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
-    "quantile of softmax": ({"expert_bias": True, "router_softmax": "pre"}, {"choice": "quantile"}),
-    "sparsemixer without noise": ({"router_softmax": "sparsemixer"}, {"sparsemixer_sampling": False}),
+    "sinkhorn": ({"ffn.moe.router": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
+    "quantile": ({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}, {"choice": "quantile"}),
+    "quantile of softmax": (
+        {"ffn.moe.router.expert_bias": True, "ffn.moe.router.softmax": "pre"},
+        {"choice": "quantile"},
+    ),
+    "sparsemixer without noise": ({"ffn.moe.router.softmax": "sparsemixer"}, {"sparsemixer_sampling": False}),
     "jitter": ({}, {"input_jitter": 0.3}),
     "round robin": ({}, {"choice": "round_robin"}),
     "skewed": ({}, {"choice": "skewed", "skew": 0.7, "capacity_factor": 1.0}),
-    "drop at evaluation": ({"router_score": "sigmoid"}, {"capacity_factor": 2.0, "eval_capacity_factor": 0.6}),
+    "drop at evaluation": ({"ffn.moe.router": "sigmoid"}, {"capacity_factor": 2.0, "eval_capacity_factor": 0.6}),
     "drop positions": ({}, {"capacity_factor": 0.75, "drop_policy": "position", "eval_capacity_factor": 0.0}),
     "drop on each rank": ({}, {"capacity_factor": 0.75, "drop_scope": "sub_sequence", "pad_to_capacity": True}),
 }
@@ -144,7 +156,7 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
 def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
     """Two data-parallel ranks, four micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
-    model = {"router_score": "sigmoid", "expert_bias": True, "num_layers": 2}
+    model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "num_layers": 2}
     cfg = tiny(
         model=model,
         moe={"bias_update_rate": rate, "aux_loss": 0.0},
@@ -155,17 +167,17 @@ def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
     assert (cfg.parallel.dp, cfg.num_micro_batches) == (2, 4)
     ranks = pool.run(cfg.parallel.world_size, _run_recomputing, cfg, 10)
     steps = ranks[0].steps
-    copies = 8 * cfg.train.seq_len * cfg.model.top_k
+    copies = 8 * cfg.train.seq_len * cfg.model.ffn.moe.top_k
     final = {name: w for rank in ranks for name, w in rank.weights.items() if name.endswith("expert_bias")}
     for layer in range(2):
-        bias = [0.0] * cfg.model.num_experts
+        bias = [0.0] * cfg.model.ffn.moe.num_experts
         for step in steps:
             assert (step.moe_layers[layer].bias_min, step.moe_layers[layer].bias_max) == pytest.approx(
                 (min(bias), max(bias)), abs=1e-6
             )
             counts = step.expert_counts[layer].tolist()
             assert sum(counts) == copies
-            mean = copies / cfg.model.num_experts
+            mean = copies / cfg.model.ffn.moe.num_experts
             bias = [b + rate * ((count < mean) - (count > mean)) for b, count in zip(bias, counts, strict=True)]
         assert max(bias) > rate
         assert final[f"layers.{layer}.ffn.router.expert_bias"].tolist() == pytest.approx(bias, abs=1e-6)

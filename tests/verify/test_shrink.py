@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
@@ -54,7 +55,7 @@ def test_any_legal_recipe_shrinks_to_a_legal_one_with_its_mapping(name):
             assert min(there, 2) <= here
         assert small.parallel.world_size <= cfg.parallel.world_size
         assert count_parameters(small.model).total < 300_000
-        assert small.model.num_experts == 1 or small.model.top_k < small.model.num_experts
+        assert small.model.ffn.moe.num_experts == 1 or small.model.ffn.moe.top_k < small.model.ffn.moe.num_experts
         assert small.data == DataConfig(kind="synthetic")
         assert small.num_micro_batches > 1
     assert tried > 10
@@ -101,7 +102,9 @@ def test_an_order_that_folds_over_some_worlds_only_stays_legal():
 
 def test_kinds_of_layers_and_an_uneven_cut_stay():
     cfg = preset("quickstart", world_size=4, pp=4)
-    model = replace(cfg.model, num_layers=6, layer_pattern="DM5", tie_embeddings=True, qk_norm=True)
+    model = edit_model(
+        cfg.model, {"num_layers": 6, "layer_pattern": "DM5", "tie_embeddings": True, "attention.qk_norm": {}}
+    )
     small = shrink(replace(cfg, model=model)).model
     assert small.num_layers == 5
     assert {layer.ffn.is_routed for layer in small.layers} == {False, True}
@@ -126,7 +129,11 @@ def test_a_capacity_that_few_experts_would_void_still_drops():
     cfg = preset("qwen3-30b-a3b", world_size=8, ep=4)
     cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=4.0, eval_capacity_factor=1.25))
     small = shrink(cfg)
-    assert cfg.model.num_experts / cfg.model.top_k > 4 >= small.model.num_experts / small.model.top_k
+    assert (
+        cfg.model.ffn.moe.num_experts / cfg.model.ffn.moe.top_k
+        > 4
+        >= small.model.ffn.moe.num_experts / small.model.ffn.moe.top_k
+    )
     assert (small.moe.capacity_factor, small.moe.eval_capacity_factor) == (1.0, 1.25)
 
 
@@ -138,7 +145,13 @@ def test_an_illegal_recipe_is_refused_as_it_stands():
 @pytest.mark.parametrize(("ep", "num_experts"), [(1, 16), (4, 16), (32, 32)])
 def test_groups_of_experts_survive(ep, num_experts):
     """The routing of DeepSeek-V3: 256 experts in 8 groups, 8 chosen out of 4 groups."""
-    routing = {"num_experts": 256, "top_k": 8, "num_groups": 8, "top_groups": 4, "router_score": "sigmoid"}
+    routing = {
+        "ffn.moe.num_experts": 256,
+        "ffn.moe.top_k": 8,
+        "ffn.moe.router.num_groups": 8,
+        "ffn.moe.router.top_groups": 4,
+        "ffn.moe.router": "sigmoid",
+    }
     cfg = config_from_dict(
         {"model": routing, "parallel": {"world_size": 32, "ep": ep}, "train": {"global_batch_size": 32}}
     )
@@ -151,7 +164,7 @@ def test_latent_attention_survives(name, has_query_latent):
     cfg = preset(name, world_size=32, tp=4, cp=2, ep=8)
     small = shrink(cfg).model
     assert (small.attention, small.q_lora_rank > 0, small.mtp_layers) == ("mla", has_query_latent, cfg.model.mtp_layers)
-    assert small.v_head_dim not in (small.softmax_attention.head_dim, cfg.model.v_head_dim)
+    assert small.v_head_dim not in (small.softmax_attention.head_dim, cfg.model.attention.v_head_dim)
     assert small.num_attention_heads == 8
 
 
@@ -188,6 +201,6 @@ def test_attention_work_still_moves(pool: int, kept: int):
 @pytest.mark.parametrize(("width", "rank"), [("head", 1), ("dim", 2)])
 def test_the_rank_of_adapters_fits_the_gates_of_a_single_head(width, rank):
     """Of plain multi-head attention one head is left, whose gates are a matrix [1, H]."""
-    words = ["model.num_query_groups=8", "model.attention_gate=true", f"model.attention_gate_width={width}"]
+    words = ["model.attention.num_kv_heads=8", "model.attention.gate={}", f"model.attention.gate.per={width}"]
     small = shrink(load_config(None, [*words, "lora.rank=8", "checkpoint.init_from=base"]))
-    assert (small.model.num_attention_heads, small.lora.rank) == (1, rank)
+    assert (small.model.attention.num_heads, small.lora.rank) == (1, rank)

@@ -56,7 +56,7 @@ def _run_with_the_target_of_own_heads(cfg: Config) -> DistributedRecord:
     scatter = SequenceParallelTokens.scatter
 
     def local(self: SequenceParallelTokens, x: Tensor) -> Tensor:
-        is_target = x.dim() == 3 and x.shape[2] == cfg.model.index_topk
+        is_target = x.dim() == 3 and x.shape[2] == cfg.model.attention.indexer.top_k
         return self.own_rows(x) if is_target else scatter(self, x)
 
     SequenceParallelTokens.scatter = local
@@ -123,7 +123,7 @@ def test_a_broken_rule_is_noticed(
     pool, broken: Callable[[Config], DistributedRecord], settings: dict[str, Any], wrong: str
 ):
     # With one head and few tokens, many scores are exactly 0: the tie is broken by the position.
-    model = SPARSE | {"index_heads": 1, "vocab_size": 8}
+    model = SPARSE | {"attention.indexer.num_heads": 1, "vocab_size": 8}
     cfg = tiny(**settings | {"model": model | settings.get("model", {})})
     names = [error.name for error in errors_of_broken_run(pool, broken, cfg) if error.name.startswith("gradients")]
     assert any(wrong in name for name in names), names

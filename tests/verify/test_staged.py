@@ -52,7 +52,13 @@ def gpu_pool():
 
 def _recipe(device: str, dtype: str, **mapping: object) -> Config:
     """Sizes that the kernels of GPUs take."""
-    sizes = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 64, "ffn_hidden_size": 128, "init_std": 0.05}
+    sizes = {
+        "hidden_size": 64,
+        "attention.head_dim": 16,
+        "ffn.moe.intermediate_size": 64,
+        "ffn.dense.intermediate_size": 128,
+        "init_std": 0.05,
+    }
     train = {"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 8, "lr": 1e-3}
     cfg = tiny(model=sizes, train=train, **mapping)
     return replace(cfg, run=replace(cfg.run, dtype=dtype, device=device))

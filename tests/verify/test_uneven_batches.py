@@ -72,7 +72,10 @@ WAYS: dict[str, dict[str, object]] = {
     "dedup": {"dispatcher": "dedup_alltoall"},
     "all-gather": {"dispatcher": "allgather"},
     "overlap": {"overlap_experts": True},
-    "zero experts and drops": {"model": {"zero_experts": 3, "expert_bias": True}, "moe": {"capacity_factor": 0.5}},
+    "zero experts and drops": {
+        "model": {"ffn.moe.zero_experts": 3, "ffn.moe.router.expert_bias": True},
+        "moe": {"capacity_factor": 0.5},
+    },
     "latent attention, mtp": {"model": {**LATENT, "mtp_layers": 2}},
     "recompute": {"train": {"recompute": ["moe"]}},
     "muon": {"train": {"optimizer": "muon"}},

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument(
-        "overrides", nargs="*", metavar="model.key=value", help="num_experts, top_k, router_softmax, upcycle_noise ..."
+        "overrides", nargs="*", metavar="model.key=value", help="ffn.moe.num_experts, ffn.moe.top_k, upcycle_noise ..."
     )
     parser.option("--granularity", int, None, "slices of a copy (default 1); num_experts counts slices")
     parser.option("--seed", 0, None, "seed of the router weights and of the noise (default 0)")

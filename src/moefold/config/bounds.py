@@ -116,9 +116,10 @@ def judged() -> dict[str, Judged | None]:
 @cache
 def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
     """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent."""
+    of_tables = {path: marks_of(owner_of(path))[last_name(path)] for path in kind_settings()}
     found = {
         name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
-        for name, marks in _marks_by_key().items()
+        for name, marks in (_marks_by_key() | of_tables).items()
     }
     return {name: conditions for name, conditions in found.items() if conditions}
 

@@ -75,14 +75,17 @@ def _depth(override: str) -> int:
 
 
 def nested(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree whose keys "key.setting" of sections stand in the tables of their keys; words become their kind."""
+    """Return a tree whose keys "key.setting" of sections stand in the tables of their keys, in which the last one wins.
+
+    A word becomes the kind of its table.
+    """
     found: Tree = {}
     for section, keys in tree.items():
         if not isinstance(keys, dict):
             found[section] = keys
             continue
         found[section] = {}
-        for key, value in sorted(keys.items(), key=lambda item: item[0].count(".")):
+        for key, value in keys.items():
             is_setting = _is_table(f"{section}.{key.partition('.')[0]}")
             _put(found[section], key.split(".") if is_setting else [key], value)
     return found
@@ -99,9 +102,12 @@ def _put(tree: Tree, names: Sequence[str], value: Any) -> None:
     for name in owners:
         inner = tree.get(name, {})
         inner = as_plain(inner) if isinstance(inner, Part | Table) else inner
-        tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
+        tree[name] = dict(inner) if isinstance(inner, dict) else {} if inner == NONE else {"kind": inner}
         tree = tree[name]
-    tree[last] = value
+    before = tree.get(last)
+    if isinstance(before, dict) and isinstance(value, str) and value != NONE:
+        value = {"kind": value}
+    tree[last] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
@@ -263,8 +269,13 @@ def _apply_override(tree: Tree, override: str) -> str:
     path = f"{section}.{key}"
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
         kept, lost = settings_of_other_kind(path, before, value)
-        _put(keys, names, {"kind": value, **kept} if kept else value)
+        value_of_part: Any = {"kind": value, **kept} if kept else value
+        _put(keys, names, NONE)
+        _put(keys, names, value_of_part)
     else:
+        if isinstance(value, dict):
+            # A whole table replaces the one of the recipe.
+            _put(keys, names, NONE)
         _put(keys, names, value)
     left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""

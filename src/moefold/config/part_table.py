@@ -24,6 +24,7 @@ from moefold.config.find import (
     is_built_in,
     kinds,
     kinds_in_words,
+    unknown_kind,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.moved import missing_experiment
@@ -139,6 +140,8 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         what = "a table" if default is not None else 'a table, or "none"'
         raise ConfigError(f"{name}={shown_value(value)} must be {what}; its keys are {', '.join(_keys_of(mark))}")
     if isinstance(mark, KindOf):
+        if isinstance(value, str) and value not in kinds(mark.group, mark.words) and split_file_kind(value) is None:
+            raise ConfigError(unknown_kind(name, mark.group, value, mark.words))
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
         return build_part(name, {"kind": kind, **value} if isinstance(value, dict) else value)
     assert isinstance(value, dict)
@@ -280,6 +283,8 @@ def shown_value(value: Any) -> str:
             return f"[{', '.join(map(shown_value, value))}]"
         case Part():
             return repr(value.kind)
+        case Table():
+            return toml_value(value)
         case None:
             return repr(NONE)
         case _:

@@ -288,8 +288,7 @@ def backbone_fields(
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (
         layers or Renamed("num_hidden_layers", "num_layers"),
-        *same("hidden_size", "vocab_size"),
-        Renamed("num_attention_heads", "attention.num_heads"),
+        *renamed(hidden_size="hidden_size", num_attention_heads="attention.num_heads", vocab_size="vocab_size"),
         *renamed(
             rms_norm_eps=("norm.eps", norm_eps),
             tie_word_embeddings=("tie_embeddings", tie_embeddings),

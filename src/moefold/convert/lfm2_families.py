@@ -7,7 +7,6 @@ from moefold.convert.config_fields import (
     Renamed,
     num_experts,
     renamed,
-    same,
 )
 from moefold.convert.family import (
     KEY_VALUE_HEADS,
@@ -26,9 +25,12 @@ from moefold.convert.tensor_mapping import TensorBlock, TensorRule
 
 _LFM2: tuple[ConfigField, ...] = (
     *renamed(num_hidden_layers="num_layers"),
-    *same("hidden_size", "vocab_size"),
-    Renamed("num_attention_heads", "attention.num_heads"),
-    Renamed("norm_eps", "norm.eps", 1e-5),
+    *renamed(
+        hidden_size="hidden_size",
+        num_attention_heads="attention.num_heads",
+        vocab_size="vocab_size",
+        norm_eps=("norm.eps", 1e-5),
+    ),
     Renamed("tie_word_embeddings", "tie_embeddings", True, also=("tie_embedding",)),
     RopeParameters(1e6),
     KEY_VALUE_HEADS,

@@ -50,7 +50,7 @@ def validate_forward_model(model: ModelConfig, moe: MoEConfig, train: TrainConfi
     if model.selected_keys:
         yield (
             f"model.attention.indexer.top_k={model.selected_keys} trains indexers by the gradient of a loss of their own, and "
-            f"{name} has no gradients; set index_topk=0, or choose optimizer='adamw'"
+            f"{name} has no gradients; set indexer='none', or choose optimizer='adamw'"
         )
     if moe.trace_every:
         yield (

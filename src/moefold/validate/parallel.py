@@ -233,7 +233,7 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     for heads, groups in dict.fromkeys((core.heads, core.kv_heads) for core in cores):
         if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0) and heads // tp % cp:
             yield (
-                f"parallel.cp={cp} must divide num_attention_heads/tp={heads // tp} with "
+                f"parallel.cp={cp} must divide num_heads/tp={heads // tp} with "
                 f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
                 "parallel.context='ring' or 'allgather'"
             )

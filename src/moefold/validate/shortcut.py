@@ -18,12 +18,12 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
     if model.layers[0].residual.norms_output:
         yield (
             f"{KEY} does not go with model.residual={model.layers[0].residual.kind!r}: the routed output would "
-            "be added without a norm; set norm_placement='pre'"
+            "be added without a norm; set residual='pre'"
         )
     if not part.shared_width:
         yield (
             f"{KEY} adds the shared expert in the layer, and model.ffn.moe.shared=none means none; set "
-            "shared_expert_ffn_hidden_size"
+            "model.ffn.moe.shared.intermediate_size"
         )
     is_routed = [layer.ffn.is_routed for layer in model.layers]
     if any(left and right for left, right in zip(is_routed, [*is_routed[1:], True], strict=True)):

@@ -173,12 +173,12 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     given = sorted(name for name in {kinds.get(key, key) for key in explicit_keys} if _is_set(cfg, name))
     # A table is named by its settings.
     given = [name for name in given if not any(other.startswith(f"{name}.") for other in given)]
-    raise_all(
-        _describe_unused(cfg, name, *reason)
-        for key, reason in idle_keys(cfg).items()
-        for name in given
-        if is_within(name, key)
-    )
+    reasons: dict[str, tuple[str, str]] = {}
+    for key, reason in idle_keys(cfg).items():
+        for name in given:
+            if is_within(name, key):
+                reasons.setdefault(name, reason)
+    raise_all(_describe_unused(cfg, name, *reason) for name, reason in reasons.items())
 
 
 def is_within(name: str, key: str) -> bool:

@@ -27,14 +27,14 @@ class Reference:
 def make_weights(model: ModelConfig, seed: int = 0, bias: dict[int, float] | None = None) -> Weights:
     """Seeded float64 weights by parameter name. `bias` is what the router adds where feature 0 of a token is 1."""
     generator = torch.Generator().manual_seed(seed)
-    experts, hidden, ffn = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
+    experts, hidden, ffn = model.ffn.moe.num_experts, model.hidden_size, model.ffn.moe.intermediate_size
     shapes = {
         "router.weight": (experts, hidden),
         "experts.w_gate": (experts, hidden, ffn),
         "experts.w_up": (experts, hidden, ffn),
         "experts.w_down": (experts, ffn, hidden),
     }
-    if model.shared_expert_gate:
+    if model.ffn.moe.shared.gate:
         shapes["shared_gate"] = (1, hidden)
     weights = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
     for expert, value in (bias or {}).items():
@@ -53,20 +53,22 @@ def moe_reference(
     """Apply the layer to [S, B, H]; `chunks` are the positions of each rank, for drops on a rank's own tokens."""
     logits = x @ weights["router.weight"].T
     scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
-    ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., : model.top_k]
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., : model.ffn.moe.top_k]
     probs = scores.gather(-1, ids)
-    if model.router_softmax == "post":
+    if model.ffn.moe.router.softmax == "post":
         probs = probs / probs.sum(-1, keepdim=True)
     dropped = frozenset(_drops(ids, probs, model, moe, chunks or [range(len(x))]))
     kept = torch.ones_like(probs)
     for index in dropped:
         kept[index] = 0.0
     y = torch.zeros_like(x)
-    for expert in range(model.num_experts):
+    for expert in range(model.ffn.moe.num_experts):
         weight = (probs * kept * (ids == expert)).sum(-1, keepdim=True)
         y = y + weight * swiglu(x, *(weights[f"experts.{name}"][expert] for name in ("w_gate", "w_up", "w_down")))
-    share = torch.stack([(ids == expert).sum().double() / ids.numel() for expert in range(model.num_experts)])
-    aux = model.num_experts * sum(share[expert] * scores[..., expert].mean() for expert in range(model.num_experts))
+    share = torch.stack([(ids == expert).sum().double() / ids.numel() for expert in range(model.ffn.moe.num_experts)])
+    aux = model.ffn.moe.num_experts * sum(
+        share[expert] * scores[..., expert].mean() for expert in range(model.ffn.moe.num_experts)
+    )
     z = torch.log(torch.exp(logits).sum(-1)).square().mean()
     return Reference(y, aux, z, dropped)
 
@@ -79,8 +81,8 @@ def _drops(
     length, batch, top_k = ids.shape
     dropped = []
     for positions in [range(length)] if moe.drop_scope == "full_sequence" else chunks:
-        capacity = max(1, math.ceil(len(positions) * batch * top_k / model.num_experts * moe.capacity_factor))
-        for expert in range(model.num_experts):
+        capacity = max(1, math.ceil(len(positions) * batch * top_k / model.ffn.moe.num_experts * moe.capacity_factor))
+        for expert in range(model.ffn.moe.num_experts):
             queue = [
                 (s, b, k)
                 for s in sorted(positions)

@@ -20,7 +20,7 @@ def _mixtral() -> tuple[torch.nn.Module, dict[str, Any]]:
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
     config = MixtralConfig(hidden_size=H, num_local_experts=8, num_experts_per_tok=2)
-    return MixtralTopKRouter(config), {"num_experts": 8, "top_k": 2}
+    return MixtralTopKRouter(config), {"ffn.moe.num_experts": 8, "ffn.moe.top_k": 2}
 
 
 def _qwen3(normalises: bool) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -28,7 +28,7 @@ def _qwen3(normalises: bool) -> tuple[torch.nn.Module, dict[str, Any]]:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     config = Qwen3MoeConfig(hidden_size=H, num_experts=128, num_experts_per_tok=8, norm_topk_prob=normalises)
-    model = {"num_experts": 128, "top_k": 8, "router_softmax": "post" if normalises else "pre"}
+    model = {"ffn.moe.num_experts": 128, "ffn.moe.top_k": 8, "ffn.moe.router.softmax": "post" if normalises else "pre"}
     return Qwen3MoeTopKRouter(config), model
 
 
@@ -48,14 +48,14 @@ def _deepseek(num_groups: int, top_groups: int, normalises: bool) -> tuple[torch
     router = DeepseekV3TopkRouter(config)
     torch.nn.init.normal_(router.e_score_correction_bias, std=0.2)
     model = {
-        "num_experts": 64,
-        "top_k": 8,
-        "router_score": "sigmoid",
-        "router_normalize": normalises,
-        "router_scaling_factor": 2.5,
-        "expert_bias": True,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
+        "ffn.moe.num_experts": 64,
+        "ffn.moe.top_k": 8,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.normalize": normalises,
+        "ffn.moe.router.scaling_factor": 2.5,
+        "ffn.moe.router.expert_bias": True,
+        "ffn.moe.router.num_groups": num_groups,
+        "ffn.moe.router.top_groups": top_groups,
     }
     return router, model
 

@@ -9,7 +9,7 @@ from moefold.model.moe.layer import MoELayer
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
 
-SIZES = {"hidden_size": 6, "num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 8}
+SIZES = {"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8}
 S, B = 12, 2
 TRIES = 12
 """Other last tokens, so that what may look ahead does."""
@@ -18,7 +18,12 @@ DROPS = {"capacity_factor": 0.8}
 RULES: dict[str, tuple[dict[str, object], dict[str, object], bool, bool]] = {
     "top-k": ({}, {}, True, True),
     "sigmoid in groups with bias": (
-        {"router_score": "sigmoid", "expert_bias": True, "num_groups": 2, "top_groups": 1},
+        {
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
+            "ffn.moe.router.num_groups": 2,
+            "ffn.moe.router.top_groups": 1,
+        },
         {},
         True,
         True,
@@ -28,7 +33,7 @@ RULES: dict[str, tuple[dict[str, object], dict[str, object], bool, bool]] = {
     "skewed": ({}, {"choice": "skewed"}, True, True),
     "jitter": ({}, {"input_jitter": 0.2}, True, True),
     "sinkhorn": ({}, {"choice": "sinkhorn"}, False, True),
-    "quantile": ({"expert_bias": True}, {"choice": "quantile"}, False, True),
+    "quantile": ({"ffn.moe.router.expert_bias": True}, {"choice": "quantile"}, False, True),
     "probs": ({}, DROPS, False, False),
     "probs, sub-sequence": ({}, DROPS | {"drop_scope": "sub_sequence"}, False, False),
     "probs, dropless evaluation": ({}, DROPS | {"eval_capacity_factor": 0.0}, False, True),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.mlp import SwiGLU
@@ -15,8 +16,9 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights, moe_reference, swiglu
+from tests.models import model_of
 
-MODEL = ModelConfig(hidden_size=6, num_experts=4, top_k=2, moe_ffn_hidden_size=8)
+MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
 PLAIN = MoEConfig(aux_loss=0.0, z_loss=0.0)
 S, B = 8, 3
 
@@ -59,7 +61,7 @@ def _assert_equals_reference(model: ModelConfig, moe: MoEConfig, loss_scale: flo
 @pytest.mark.parametrize("losses", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
 def test_equals_the_reference(softmax, top_k, losses):
     moe = replace(PLAIN, aux_loss=losses[0], z_loss=losses[1])
-    _assert_equals_reference(replace(MODEL, router_softmax=softmax, top_k=top_k), moe)
+    _assert_equals_reference(edit_model(MODEL, {"ffn.moe.router.softmax": softmax, "ffn.moe.top_k": top_k}), moe)
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -82,7 +84,7 @@ def test_a_wrong_loss_scale_is_noticed(losses):
 
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_shared_expert(has_gate):
-    model = replace(MODEL, shared_expert_ffn_hidden_size=10, shared_expert_gate=has_gate)
+    model = edit_model(MODEL, {"ffn.moe.shared.intermediate_size": 10, "ffn.moe.shared.gate": has_gate})
     shared = SwiGLU(model.hidden_size, 10)
     for parameter in shared.parameters():
         nn.init.normal_(parameter)
@@ -140,11 +142,16 @@ def test_evaluation_drops_the_same_and_neither_counts_nor_adds_losses():
 
 ROUTERS = {
     "deepseek": (
-        {"router_score": "sigmoid", "expert_bias": True, "num_groups": 2, "top_groups": 1},
+        {
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
+            "ffn.moe.router.num_groups": 2,
+            "ffn.moe.router.top_groups": 1,
+        },
         {"aux_kind": "sequence"},
     ),
     "sinkhorn": ({}, {"choice": "sinkhorn"}),
-    "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
+    "quantile": ({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}, {"choice": "quantile"}),
     "jitter": ({}, {"input_jitter": 0.2}),
     "global batch": ({}, {"aux_kind": "global_batch"}),
     "last global batch": ({}, {"aux_kind": "last_global_batch"}),
@@ -221,7 +228,7 @@ def test_float32_weights_are_read_in_the_type_of_the_tokens():
 
 def test_can_be_built_without_memory():
     with torch.device("meta"):
-        layer = moe_layer(replace(MODEL, shared_expert_gate=True), PLAIN, loss_scale=1.0, shared=SwiGLU(6, 4))
+        layer = moe_layer(edit_model(MODEL, {"ffn.moe.shared.gate": True}), PLAIN, loss_scale=1.0, shared=SwiGLU(6, 4))
     assert all(p.is_meta for p in layer.parameters())
     layer.to_empty(device="cpu")
     assert layer.stats.routed_tokens.item() == 0

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe import layer as layer_module
@@ -14,9 +15,10 @@ from moefold.model.moe.router import FusedRouting
 from moefold.model.moe.token_group import TokenColumns
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
+from tests.models import model_of
 
-MODEL = ModelConfig(hidden_size=6, num_experts=4, top_k=2, moe_ffn_hidden_size=8)
-SIGMOID = replace(MODEL, router_score="sigmoid", expert_bias=True)
+MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
+SIGMOID = edit_model(MODEL, {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True})
 LOSSES = {"aux_loss": 0.3, "z_loss": 0.2}
 TOKENS, S, B = 5, 8, 2
 KINDS = {
@@ -24,7 +26,7 @@ KINDS = {
     "sequence": (SIGMOID, {"aux_kind": "sequence"}),
     "global batch": (MODEL, {"aux_kind": "global_batch"}),
     "last global batch": (SIGMOID, {"aux_kind": "last_global_batch"}),
-    "sinkhorn": (replace(MODEL, router_score="sigmoid"), {"choice": "sinkhorn", "sinkhorn_iterations": 5}),
+    "sinkhorn": (edit_model(MODEL, {"ffn.moe.router": "sigmoid"}), {"choice": "sinkhorn", "sinkhorn_iterations": 5}),
     "quantile": (SIGMOID, {"choice": "quantile"}),
     "drop by probability": (MODEL, {"capacity_factor": 0.75}),
     "drop by position": (MODEL, {"capacity_factor": 0.75, "drop_policy": "position", "aux_kind": "sequence"}),
@@ -114,7 +116,7 @@ def test_a_forward_pass_without_padding_is_that_without_weights():
 
 
 def test_the_fused_router_does_not_count_padding():
-    model = replace(MODEL, router_softmax="pre")
+    model = edit_model(MODEL, {"ffn.moe.router.softmax": "pre"})
     alone, padded, weights = _inputs()
     results = []
     for xs, columns in ((alone, [None, None]), (padded, weights)):
@@ -133,8 +135,8 @@ def _torch_kernel(model: ModelConfig) -> FusedRouting:
 
     def route(logits: torch.Tensor, bias: torch.Tensor | None) -> RouterOutput:
         scores = logits.softmax(-1)
-        probs, ids = scores.topk(model.top_k)
-        counts = ids.flatten().bincount(minlength=model.num_experts)
+        probs, ids = scores.topk(model.ffn.moe.top_k)
+        counts = ids.flatten().bincount(minlength=model.ffn.moe.num_experts)
         z = logits.logsumexp(-1).square().sum()
         return RouterOutput(ids, probs, scores, counts, scores.sum(0), z, torch.special.entr(scores.detach()).sum())
 

@@ -6,20 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from tests.model.moe.layers import moe_router
+from tests.models import model_of
 
-MODEL = ModelConfig(hidden_size=5, num_experts=6, top_k=2)
+MODEL = model_of({"hidden_size": 5, "ffn.moe.num_experts": 6, "ffn.moe.top_k": 2})
 S = 7
 
 
 def _router(model: ModelConfig, moe: MoEConfig | None = None, dtype: torch.dtype = torch.float64) -> Router:
     router = moe_router(model, moe or MoEConfig())
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(model.num_experts, 5, generator=generator, dtype=torch.float64)
+    weight = torch.randn(model.ffn.moe.num_experts, 5, generator=generator, dtype=torch.float64)
     router.weight.data = weight.to(dtype)
     return router
 
@@ -42,8 +44,10 @@ def _score(kind: str, logits: list[float]) -> list[float]:
     [("softmax", True), ("softmax", False), *((s, n) for s in ("sigmoid", "sqrtsoftplus") for n in (True, False))],
 )
 def test_weights_follow_their_definition(score, normalises, top_k):
-    model = replace(MODEL, top_k=top_k, router_score=score, router_scaling_factor=2.5)
-    model = replace(model, router_softmax="post" if normalises else "pre", router_normalize=normalises)
+    model = edit_model(MODEL, {"ffn.moe.top_k": top_k, "ffn.moe.router": score, "ffn.moe.router.scaling_factor": 2.5})
+    model = edit_model(
+        model, {"ffn.moe.router.softmax": "post" if normalises else "pre", "ffn.moe.router.normalize": normalises}
+    )
     router = _router(model)
     x = torch.randn(S, 5, dtype=torch.float64)
     routing = router(x, _places())
@@ -61,10 +65,10 @@ def test_weights_follow_their_definition(score, normalises, top_k):
 @pytest.mark.parametrize(
     "model",
     [
-        {"router_softmax": "pre"},
-        {"router_softmax": "post"},
-        {"router_score": "sigmoid", "router_scaling_factor": 3.0},
-        {"router_score": "sqrtsoftplus", "router_normalize": False},
+        {"ffn.moe.router.softmax": "pre"},
+        {"ffn.moe.router.softmax": "post"},
+        {"ffn.moe.router": "sigmoid", "ffn.moe.router.scaling_factor": 3.0},
+        {"ffn.moe.router": "sqrtsoftplus", "ffn.moe.router.normalize": False},
     ],
     ids=str,
 )
@@ -80,7 +84,7 @@ def test_gradient_of_the_weights(model):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_extreme_logits_have_finite_weights_and_gradients(score):
-    router = _router(replace(MODEL, router_score=score), dtype=torch.float32)
+    router = _router(edit_model(MODEL, {"ffn.moe.router": score}), dtype=torch.float32)
     x = 1000.0 * torch.randn(S, 5)
     x.requires_grad_()
     routing = router(x, _places())
@@ -106,7 +110,9 @@ def test_bfloat16_tokens_are_routed_in_float32_or_float64():
 
 
 def test_the_bias_moves_the_choice_and_not_the_weights():
-    model = replace(MODEL, router_score="sigmoid", expert_bias=True, router_normalize=False)
+    model = edit_model(
+        MODEL, {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "ffn.moe.router.normalize": False}
+    )
     router = _router(model)
     x = torch.randn(S, 5, dtype=torch.float64)
     router.expert_bias[3] = 10.0
@@ -119,7 +125,10 @@ def test_the_bias_moves_the_choice_and_not_the_weights():
 
 
 def test_the_bias_goes_up_for_fewer_and_down_for_more_than_the_mean():
-    router = _router(replace(MODEL, num_experts=3, expert_bias=True), MoEConfig(bias_update_rate=0.25))
+    router = _router(
+        edit_model(MODEL, {"ffn.moe.num_experts": 3, "ffn.moe.router.expert_bias": True}),
+        MoEConfig(bias_update_rate=0.25),
+    )
     nothing = torch.zeros(3)
     router.update_bias(torch.tensor([7.0, 1.0, 4.0]), nothing)
     assert router.expert_bias.tolist() == [-0.25, 0.25, 0.0]
@@ -130,19 +139,24 @@ def test_the_bias_goes_up_for_fewer_and_down_for_more_than_the_mean():
 
 
 def test_a_rate_of_zero_leaves_the_bias():
-    router = _router(replace(MODEL, num_experts=3, expert_bias=True), MoEConfig(bias_update_rate=0.0))
+    router = _router(
+        edit_model(MODEL, {"ffn.moe.num_experts": 3, "ffn.moe.router.expert_bias": True}),
+        MoEConfig(bias_update_rate=0.0),
+    )
     router.expert_bias.copy_(torch.tensor([0.5, -1.0, 0.0]))
     router.update_bias(torch.tensor([7.0, 1.0, 4.0]), torch.zeros(3))
     assert router.expert_bias.tolist() == [0.5, -1.0, 0.0]
 
 
 def test_quantile_routing_leaves_its_thresholds_for_evaluation():
-    model = replace(MODEL, num_experts=4, router_score="sigmoid", expert_bias=True)
+    model = edit_model(
+        MODEL, {"ffn.moe.num_experts": 4, "ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}
+    )
     router = _router(model, MoEConfig(choice="quantile"))
     x = torch.randn(64, 5, dtype=torch.float64)
     x[:, 0] += 2.0
     routing = router(x, _places(64))
-    plain = _router(replace(model, expert_bias=False))(x, _places(64))
+    plain = _router(edit_model(model, {"ffn.moe.router.expert_bias": False}))(x, _places(64))
 
     def counts(ids):
         return ids.flatten().bincount(minlength=4)

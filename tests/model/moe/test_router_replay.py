@@ -15,13 +15,16 @@ from moefold.model.moe.token_group import TokenColumns
 from moefold.ops.triton.router import RouterOutput
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
+from tests.models import model_of
 
-MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
+MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
 S, B, N = 4, 2, 6
 
 
 def _layer(**model: object) -> MoELayer:
-    cfg = ModelConfig(**{"hidden_size": 6, "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | model)
+    cfg = ModelConfig(
+        **{"hidden_size": 6, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8} | model
+    )
     layer = moe_layer(cfg, MoEConfig(aux_loss=0.1), loss_scale=1.0).double()
     layer.load_state_dict(make_weights(MODEL), strict=False)
     return layer
@@ -62,7 +65,7 @@ def test_settling_replaces_first_and_keeps_what_is_used():
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"router_softmax": "pre"}, {"router_score": "sigmoid"}, {"router_score": "sqrtsoftplus"}],
+    [{}, {"ffn.moe.router.softmax": "pre"}, {"ffn.moe.router": "sigmoid"}, {"ffn.moe.router": "sqrtsoftplus"}],
     ids=str,
 )
 def test_replayed_experts_get_the_weights_of_the_live_scores(model):

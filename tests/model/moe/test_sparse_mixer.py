@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.parts.router_softmax.sparsemixer.module import mixer_weights, sample_experts
 from tests.model.moe.layers import moe_router
+from tests.models import model_of
 
 TOKENS = 200
 EXPERTS = 6
@@ -97,7 +97,15 @@ def test_a_choice_far_below_the_best_one_has_weight_0_and_no_gradient():
 
 
 def _router(**moe: object) -> Router:
-    model = ModelConfig(hidden_size=8, num_experts=EXPERTS, top_k=2, router_softmax="sparsemixer", sparsemixer_jitter=1)
+    model = model_of(
+        {
+            "hidden_size": 8,
+            "ffn.moe.num_experts": EXPERTS,
+            "ffn.moe.top_k": 2,
+            "ffn.moe.router.softmax": "sparsemixer",
+            "ffn.moe.router.softmax.jitter": 1,
+        }
+    )
     router = moe_router(model, MoEConfig(**moe), noise_seed=7)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router

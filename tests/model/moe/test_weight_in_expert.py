@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from moefold.ops import gemm
 from tests.model.moe.layers import moe_layer
+from tests.models import model_of
 
-MODEL = ModelConfig(hidden_size=48, num_experts=4, top_k=3, moe_ffn_hidden_size=16)
+MODEL = model_of({"hidden_size": 48, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 3, "ffn.moe.intermediate_size": 16})
 TOKENS = 32
 
 

@@ -204,7 +204,7 @@ def test_the_choice_is_automatic_and_switchable():
 
 
 def test_every_norm_of_a_model_gets_it():
-    cfg = recipe("float32", "c", model={"qk_norm": True})
+    cfg = recipe("float32", "c", model={"attention.qk_norm": {}})
     model = build_model(cfg)
     chosen = select_kernels(cfg, CPU)
     apply_kernels(model, chosen)
@@ -220,7 +220,7 @@ def test_without_a_compiler_it_is_plain(no_compiler):
 
 CASES = [
     pytest.param({"train": {"recompute": ("norms",)}}, id="one-rank-recompute"),
-    pytest.param({"world_size": 2, "tp": 2, "model": {"qk_norm": True}}, id="tp-heads"),
+    pytest.param({"world_size": 2, "tp": 2, "model": {"attention.qk_norm": {}}}, id="tp-heads"),
     pytest.param({"world_size": 2, "zero": 3}, id="zero3"),
 ]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -147,7 +148,7 @@ def test_the_choice_is_automatic_and_switchable():
         chosen = select_kernels(_recipe(kernels=kernels), CPU)
         assert type(chosen.expert_activation).__name__ == expected
     assert select_kernels(_recipe(dtype="float64"), CPU).expert_activation is None
-    clamped = replace(_recipe(), model=replace(_recipe().model, moe_activation="clamped_swiglu"))
+    clamped = replace(_recipe(), model=edit_model(_recipe().model, {"ffn.moe.activation": "clamped_swiglu"}))
     chosen = select_kernels(clamped, CPU)
     assert chosen.expert_activation is None
     assert "plain expert activation" in chosen.message

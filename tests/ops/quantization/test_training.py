@@ -18,12 +18,12 @@ from tests.verify.recipes import tiny
 SIZES = {
     "layer_pattern": "DM",
     "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_query_groups": 4,
-    "head_dim": 64,
-    "ffn_hidden_size": 256,
-    "moe_ffn_hidden_size": 256,
-    "num_experts": 4,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 4,
+    "attention.head_dim": 64,
+    "ffn.dense.intermediate_size": 256,
+    "ffn.moe.intermediate_size": 256,
+    "ffn.moe.num_experts": 4,
     "init_std": 0.05,
 }
 """Cut in two, every width is still a whole number of blocks."""

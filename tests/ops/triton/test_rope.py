@@ -1,10 +1,9 @@
 """Turning heads in one pass equals the plain operations in float64, forwards and backwards."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.model.rope import build_rope
 from moefold.ops.triton.rope import apply_rope
 from tests.verify.recipes import tiny
@@ -20,7 +19,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
     [(3, 16, 1.0, False, False), (9, 12, 0.5, True, True), (1, 6, 1.0, True, False)],
 )
 def test_turning(heads, width, rotary, interleaved, by_sample, dtype):
-    model = replace(tiny().model, head_dim=width, rope_fraction=rotary, rope_interleaved=interleaved)
+    model = edit_model(
+        tiny().model, {"attention.head_dim": width, "attention.rope_fraction": rotary, "rope.interleaved": interleaved}
+    )
     positions = torch.randint(0, 50, (5, 2) if by_sample else (5,))
     # A slice of wider rows, as latent attention gives.
     x = torch.randn(5, 2, heads, width + 3, dtype=torch.float64).to(dtype).to(DEVICE)[..., 3:].requires_grad_()

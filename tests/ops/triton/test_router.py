@@ -15,19 +15,37 @@ from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODELS = [
-    {"top_k": 2},
-    {"top_k": 3, "router_softmax": "post", "router_scaling_factor": 2.5, "num_experts": 7},
-    {"top_k": 1, "router_score": "sigmoid", "num_experts": 5},
+    {"ffn.moe.top_k": 2},
     {
-        "top_k": 3,
-        "router_score": "sigmoid",
-        "router_normalize": True,
-        "router_scaling_factor": 1.5,
-        "expert_bias": True,
+        "ffn.moe.top_k": 3,
+        "ffn.moe.router.softmax": "post",
+        "ffn.moe.router.scaling_factor": 2.5,
+        "ffn.moe.num_experts": 7,
     },
-    {"top_k": 2, "router_score": "sigmoid", "router_normalize": True, "num_groups": 4, "top_groups": 2},
-    {"top_k": 2, "num_groups": 2, "top_groups": 1, "num_experts": 6},
-    {"top_k": 2, "num_groups": 3, "top_groups": 2, "num_experts": 12, "expert_bias": True, "router_score": "sigmoid"},
+    {"ffn.moe.top_k": 1, "ffn.moe.router": "sigmoid", "ffn.moe.num_experts": 5},
+    {
+        "ffn.moe.top_k": 3,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.normalize": True,
+        "ffn.moe.router.scaling_factor": 1.5,
+        "ffn.moe.router.expert_bias": True,
+    },
+    {
+        "ffn.moe.top_k": 2,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.normalize": True,
+        "ffn.moe.router.num_groups": 4,
+        "ffn.moe.router.top_groups": 2,
+    },
+    {"ffn.moe.top_k": 2, "ffn.moe.router.num_groups": 2, "ffn.moe.router.top_groups": 1, "ffn.moe.num_experts": 6},
+    {
+        "ffn.moe.top_k": 2,
+        "ffn.moe.router.num_groups": 3,
+        "ffn.moe.router.top_groups": 2,
+        "ffn.moe.num_experts": 12,
+        "ffn.moe.router.expert_bias": True,
+        "ffn.moe.router": "sigmoid",
+    },
 ]
 
 
@@ -43,7 +61,7 @@ def test_routing(sizes, num_tokens):
     plain = moe_router(model, MoEConfig()).double()
     torch.nn.init.normal_(plain.weight)
     if plain.expert_bias is not None:
-        plain.expert_bias.copy_(torch.randn(model.num_experts) * 0.1)
+        plain.expert_bias.copy_(torch.randn(model.ffn.moe.num_experts) * 0.1)
     x = torch.randn(num_tokens, model.hidden_size, dtype=torch.float64)
     # Both start from logits that float32 can hold.
     logits = (x @ plain.weight.detach().t()).float().to(DEVICE).requires_grad_()
@@ -51,11 +69,13 @@ def test_routing(sizes, num_tokens):
     routed = fused_routing(model)(logits, bias)
 
     wide = logits.detach().cpu().double().requires_grad_()
-    plain.weight = torch.nn.Parameter(torch.eye(model.num_experts, dtype=torch.float64))
+    plain.weight = torch.nn.Parameter(torch.eye(model.ffn.moe.num_experts, dtype=torch.float64))
     places = TokenPositions(LocalMicroBatch(), num_tokens, torch.arange(1))
     expected = plain(wide, places)
     assert torch.equal(routed.ids_TK.cpu(), expected.ids_TK)
-    assert torch.equal(routed.tokens_per_expert_E.cpu(), count_tokens_per_expert(expected.ids_TK, model.num_experts)[0])
+    assert torch.equal(
+        routed.tokens_per_expert_E.cpu(), count_tokens_per_expert(expected.ids_TK, model.ffn.moe.num_experts)[0]
+    )
     z = expected.logits_TE.logsumexp(-1).square().sum()
     theirs = [expected.probs_TK, expected.scores_TE, expected.scores_TE.sum(0), z]
     ours = [routed.probs_TK, routed.scores_TE, routed.score_sums_E, routed.z_sum]
@@ -85,12 +105,12 @@ def test_gradient_of_one_output_alone(sizes, used):
 
 def test_equal_values_go_to_the_lower_expert():
     logits = torch.zeros(5, 8, device=DEVICE)
-    routed = fused_routing(_model({"top_k": 3}))(logits, None)
+    routed = fused_routing(_model({"ffn.moe.top_k": 3}))(logits, None)
     assert torch.equal(routed.ids_TK.cpu(), torch.arange(3).expand(5, 3))
 
 
 def test_choices_are_experts_even_if_the_logits_are_no_numbers():
-    model = _model({"top_k": 2})
+    model = _model({"ffn.moe.top_k": 2})
     logits = torch.full((3, 8), float("nan"), device=DEVICE)
     ids = route_forward(logits, None, fused_routing(model)._options).ids_TK
     assert ids.min() >= 0
@@ -100,7 +120,7 @@ def test_choices_are_experts_even_if_the_logits_are_no_numbers():
 @pytest.mark.parametrize(
     ("model", "moe", "why"),
     [
-        ({"router_score": "sqrtsoftplus"}, {}, "sqrtsoftplus"),
+        ({"ffn.moe.router": "sqrtsoftplus"}, {}, "sqrtsoftplus"),
         ({}, {"choice": "sinkhorn"}, "sinkhorn"),
         ({}, {"router_dtype": "float64"}, "float64"),
         ({}, {"trace_every": 1}, "traced"),

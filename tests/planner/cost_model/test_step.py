@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.find import find_part
-from moefold.config.model import ModelConfig
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
@@ -16,6 +15,7 @@ from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from tests.clock import processor_s
+from tests.models import model_of
 
 FOLDED = ParallelMapping(tp=2, pp=8, vpp=7, dp=8, ep=8, edp=2)
 WORK = TrainingWorkload(seq_len=4096, global_batch_size=256)
@@ -196,9 +196,15 @@ def test_a_mapping_is_priced_in_a_fraction_of_a_millisecond():
 )
 def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_the_length(kind, tokens):
     """Two segments a rank: a transition [32, 32] and an update [32, 32] of 4 heads, and three tokens."""
-    heads = {} if kind == "short_convolution" else {"linear_num_key_heads": 4}
-    model = ModelConfig(
-        hidden_size=512, attention_pattern="L", linear_attention=kind, linear_num_value_heads=4, **heads
+    heads = {} if kind == "short_convolution" else {"linear_attention.num_key_heads": 4}
+    model = model_of(
+        {
+            "hidden_size": 512,
+            "attention_pattern": "L",
+            "linear_attention": kind,
+            "linear_attention.num_value_heads": 4,
+            **heads,
+        }
     )
     states = 0 if kind == "short_convolution" else 4 * 2 * 32 * 32
     device = load_device("h100")
@@ -223,8 +229,12 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
     received = 3 * 4096 / 4 * 2 / (link.bytes_per_s * link.fraction)
 
     def exchange_s(index_head_dim):
-        sizes = {"kv_lora_rank": 512, "index_topk": 256, "index_head_dim": index_head_dim}
-        model = ModelConfig(hidden_size=512, attention="mla", qk_rope_head_dim=64, **sizes)
+        sizes = {
+            "attention.kv_lora_rank": 512,
+            "attention.indexer.top_k": 256,
+            "attention.indexer.head_dim": index_head_dim,
+        }
+        model = model_of({"hidden_size": 512, "attention": "mla", "attention.qk_rope_head_dim": 64, **sizes})
         spec = model_spec_from_config(model)
         assert spec.kinds[0].core.key_value_width == 512 + 64
         block = LayerCostModel(spec, device, WORK).mixer(0, tp=1, cp=4, mbs=1)

@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 
 from moefold.config.find import find_part
-from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.run import RunConfig
@@ -28,6 +27,7 @@ from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.cost.test_state_memory import random_config, sharded_state_bytes
+from tests.models import model_of
 
 GIB = 2**30
 BIG = [
@@ -88,7 +88,7 @@ def test_symmetric_memory_is_counted_as_the_runtime_does():
     check_config(symmetric)
     check_formula(symmetric)
     extra = estimated(symmetric)[1].buffers - estimated(cfg)[1].buffers
-    assert extra >= 3 * 1.5 * 4096 // 2 * cfg.model.top_k * cfg.model.hidden_size * 2
+    assert extra >= 3 * 1.5 * 4096 // 2 * cfg.model.ffn.moe.top_k * cfg.model.hidden_size * 2
 
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zbv", 2))
@@ -118,14 +118,14 @@ SAVED = [(), ("moe",), ("layer",), ("norms", "expert_activation"), ("shared_expe
 PAIRED_MODELS = {
     "moe": {},
     "mtp": {"mtp_layers": 1, "layer_pattern": "DMM"},
-    "shared": {"shared_expert_ffn_hidden_size": 256, "layer_pattern": "DM"},
+    "shared": {"ffn.moe.shared.intermediate_size": 256, "layer_pattern": "DM"},
     "windows": {"layer_pattern": "DMMM", "attention_pattern": "WF", "sliding_window": 64},
 }
 
 
 def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
     """Recipes with hidden exchanges: models, and parts that run again."""
-    sizes = ModelConfig(num_layers=16, num_experts=8, top_k=2, **PAIRED_MODELS[model])
+    sizes = model_of({"num_layers": 16, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, **PAIRED_MODELS[model]})
     layout = "auto" if pp > 1 and (sizes.num_layers % (pp * vpp) or sizes.mtp_layers) else ""
     parallel = ParallelConfig(
         world_size=2 * pp, pp=pp, ep=2, schedule=schedule, virtual_stages=vpp, overlap_experts=True,
@@ -272,7 +272,7 @@ def test_what_is_offloaded_is_not_there():
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, dispatcher):
     """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
-    model = ModelConfig(num_layers=2, num_experts=16, top_k=4, vocab_size=64)
+    model = model_of({"num_layers": 2, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64})
     cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
     shape, workload = model_spec_from_config(model), TrainingWorkload(seq_len=64, global_batch_size=64, imbalance=3.0)
 

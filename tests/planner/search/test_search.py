@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.config.chosen import part_of_kind
+from moefold.config.edit import edit_model
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
@@ -110,7 +111,10 @@ def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
 def test_a_slower_dispatcher_that_keeps_less_is_found(share):
     """With a capacity below 1 an all-gather keeps fewer results than tokens have copies, which an exchange returns."""
     plain, fixed = RECIPES["plain"], {"overlap": False, "zero": 1}
-    model, moe = replace(plain.model, num_experts=8, top_k=6), replace(plain.moe, capacity_factor=0.5)
+    model, moe = (
+        edit_model(plain.model, {"ffn.moe.num_experts": 8, "ffn.moe.top_k": 6}),
+        replace(plain.moe, capacity_factor=0.5),
+    )
     cfg = on_ranks(replace(plain, model=model, moe=moe), 2)
     roomy = searching(cfg, 100.0, fixed)
     probes = every_mapping(roomy, {**fixed, "recompute": (), "offload": ()})

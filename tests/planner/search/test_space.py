@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.rule import ask
@@ -148,7 +149,10 @@ def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap
 
 
 def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
-    model = replace(SMALL, num_layers=4, layer_pattern="MD", moe_shortcut=True, shared_expert_ffn_hidden_size=16)
+    model = edit_model(
+        SMALL,
+        {"num_layers": 4, "layer_pattern": "MD", "ffn.moe.shortcut": True, "ffn.moe.shared.intermediate_size": 16},
+    )
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
     found = {values["pp"] * values["vpp"] for values in MappingSpace(constraints, Restriction(one | FREE))}
@@ -158,7 +162,10 @@ def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
 
 def test_no_stage_begins_between_layers_that_share_a_selection():
     head_dim = SMALL.softmax_attention.head_dim
-    model = replace(SMALL, num_layers=4, index_topk=4, index_head_dim=head_dim, index_pattern="FS")
+    model = edit_model(
+        SMALL,
+        {"num_layers": 4, "attention.indexer.top_k": 4, "attention.indexer.head_dim": head_dim, "index_pattern": "FS"},
+    )
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
     found = {values["pp"] * values["vpp"] for values in MappingSpace(constraints, Restriction(one | FREE))}
@@ -260,7 +267,7 @@ def test_a_recipe_that_no_mapping_helps_is_refused():
             replace(cfg, train=replace(cfg.train, lr_schedule=make_part("lr_schedule", "cosine", min_lr=1.0)))
         )
     with pytest.raises(ConfigError, match=r"top_k"):
-        MappingConstraints(replace(cfg, model=replace(cfg.model, top_k=9)))
+        MappingConstraints(replace(cfg, model=edit_model(cfg.model, {"ffn.moe.top_k": 9})))
 
 
 def test_every_fold_has_a_legal_mapping():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.errors import ConfigError
@@ -19,8 +20,9 @@ from moefold.topology.layout import Layout, fold
 from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import Weights, make_weights, moe_reference
+from tests.models import model_of
 
-MODEL = ModelConfig(hidden_size=6, num_experts=8, top_k=2, moe_ffn_hidden_size=8)
+MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
 LOSSES = MoEConfig(aux_loss=0.3, z_loss=0.2)
 S, B = 8, 3
 DISPATCHERS = ("alltoall", "allgather")
@@ -42,9 +44,9 @@ def _drop(factor: float, policy: str, scope: str, pads: bool = False) -> Case:
 
 CASES = {
     "plain": Case(),
-    "pre-softmax, no losses": Case(replace(MODEL, router_softmax="pre"), MoEConfig(aux_loss=0.0)),
-    "every expert": Case(replace(MODEL, top_k=8)),
-    "one expert": Case(replace(MODEL, top_k=1), bias=((5, 100.0),)),
+    "pre-softmax, no losses": Case(edit_model(MODEL, {"ffn.moe.router.softmax": "pre"}), MoEConfig(aux_loss=0.0)),
+    "every expert": Case(edit_model(MODEL, {"ffn.moe.top_k": 8})),
+    "one expert": Case(edit_model(MODEL, {"ffn.moe.top_k": 1}), bias=((5, 100.0),)),
     "two experts of one rank": Case(bias=((6, 100.0), (7, 90.0))),
     "first half empty": Case(bias=tuple((e, -100.0) for e in range(4))),
     "probs full": _drop(0.6, "probs", "full_sequence"),
@@ -133,7 +135,7 @@ def _run_case(case: Case, name: str, groups: ParallelGroups, broken_phase: str =
         setattr(layer.experts, key.split(".")[1], nn.Parameter(weights[key][index].clone()))
     positions = torch.tensor(_positions(layout)[sequence.rank])
     layer.micro_batch_group = ShardedMicroBatch(sequence, groups.attn.stage, groups.attn.tp, positions)
-    layer.dispatcher = make_dispatcher(name, groups.moe, case.model.num_experts)
+    layer.dispatcher = make_dispatcher(name, groups.moe, case.model.ffn.moe.num_experts)
     if broken_phase:
         _break(layer.dispatcher, broken_phase)
     x, grad = (whole[groups.attn.dp.rank, positions] for whole in _data(layout))
@@ -167,7 +169,7 @@ def _reference(case: Case, layout: Layout) -> dict[str, Tensor]:
     ((y * grad).sum() + aux + z).backward()
     gradients = {key: weight.grad for key, weight in weights.items()}
     dropped = torch.tensor(sum(len(part.dropped) for part in parts))
-    copies = torch.tensor(layout.dp * S * B * case.model.top_k)
+    copies = torch.tensor(layout.dp * S * B * case.model.ffn.moe.top_k)
     losses = {"aux": torch.as_tensor(aux).detach(), "z": torch.as_tensor(z).detach()}
     return gradients | losses | {"y": y.detach(), "x": x.grad, "copies": copies, "dropped": dropped}
 

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from moefold.comm import async_collectives
+from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
@@ -38,7 +39,7 @@ def exchanged_bytes(cfg: Config) -> int:
 @pytest.mark.parity
 def test_exchanged_bytes_fall_by_the_ratio(pool):
     cfg = tiny({"num_layers": 1}, world_size=2, ep=2)
-    latent = replace(cfg, model=replace(cfg.model, moe_hidden_size=4))
+    latent = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.latent_size": 4}))
     wide = pool.run(2, exchanged_bytes, cfg)
     narrow = pool.run(2, exchanged_bytes, latent)
     assert all(size > 0 for size in wide)
