@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.process_group import make_group
 from benchmarks.saved_memory import measure_saved_bytes
+from moefold.config.edit import edit_model
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -22,10 +24,10 @@ from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
-from tests.models import model_of
 
 RUNS = 12
-MODEL = model_of(
+MODEL = edit_model(
+    ModelConfig(),
     {
         "num_layers": 4,
         "hidden_size": 256,
@@ -33,7 +35,7 @@ MODEL = model_of(
         "attention.num_kv_heads": 4,
         "ffn.moe.num_experts": 8,
         "ffn.moe.intermediate_size": 512,
-    }
+    },
 )
 TOKENS = 1024
 ONE_RANK = make_group((0,), 0, None)

@@ -22,6 +22,8 @@ from torch import Tensor
 from moefold.comm import async_collectives
 from moefold.comm.groups import ParallelGroups
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
+from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -36,7 +38,6 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool
-from tests.models import model_of
 
 MAPPINGS: tuple[dict[str, Any], ...] = (
     {"world_size": 2, "ep": 2},
@@ -130,7 +131,8 @@ def recipe(mapping: dict[str, Any], hidden: int, seq_len: int, micro_batches: in
     dp = mapping["world_size"] // mapping.get("pp", 1)
     return Config(
         run=RunConfig(device="cpu", dtype="float32"),
-        model=model_of(
+        model=edit_model(
+            ModelConfig(),
             {
                 "num_layers": NUM_LAYERS,
                 "hidden_size": hidden,
@@ -140,7 +142,7 @@ def recipe(mapping: dict[str, Any], hidden: int, seq_len: int, micro_batches: in
                 "ffn.moe.num_experts": 8,
                 "ffn.moe.top_k": 2,
                 "ffn.moe.intermediate_size": 2 * hidden,
-            }
+            },
         ),
         parallel=ParallelConfig(**mapping),
         train=TrainConfig(seq_len=seq_len, micro_batch_size=1, global_batch_size=micro_batches * dp),

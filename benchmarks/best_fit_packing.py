@@ -13,11 +13,12 @@ import time
 import numpy as np
 import torch
 
+from moefold.config.edit import edit_model
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.data.best_fit import pack_documents
 from moefold.model.moe.token_group import TokenColumns
 from moefold.planner.lengths.distribution import histogram_names, load_distribution
-from tests.models import model_of
 
 NUM_DOCUMENTS = 2**16
 ROUNDS = 7
@@ -42,8 +43,9 @@ def _compare_packings(name: str, seq_len: int) -> str:
 
 
 def _step_seconds(share: float) -> float:
-    model = model_of(
-        {"hidden_size": 256, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "ffn.moe.intermediate_size": 256}
+    model = edit_model(
+        ModelConfig(),
+        {"hidden_size": 256, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "ffn.moe.intermediate_size": 256},
     )
     torch.manual_seed(0)
     layer = model.layers[0].ffn.build(Config(model=model), 0)

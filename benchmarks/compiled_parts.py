@@ -15,15 +15,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from moefold.config.edit import edit_model
+from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.transformer import TORCH_DTYPES, build_model
 from moefold.parallel.select_ops import apply_kernels, select_kernels
-from tests.models import model_of
 
 ROUNDS = 7
-MODEL = model_of(
+MODEL = edit_model(
+    ModelConfig(),
     {
         "num_layers": 2,
         "layer_pattern": "DM",
@@ -36,7 +38,7 @@ MODEL = model_of(
         "ffn.moe.shared.intermediate_size": 512,
         "ffn.moe.num_experts": 8,
         "vocab_size": 512,
-    }
+    },
 )
 KINDS = {
     "plain": ("plain", "none"),

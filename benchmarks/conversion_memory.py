@@ -22,13 +22,13 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, write_meta
 from moefold.checkpoint.streaming_io import TensorChunk, write_chunks
+from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import family_mapping, parameter_shapes
-from tests.models import model_of
 
 LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6
@@ -72,7 +72,8 @@ def main() -> int:
 def _mixtral(folder: Path, size: float) -> bool:
     sizes = {"hidden_size": 2048, "attention.num_heads": 16, "attention.num_kv_heads": 4, "vocab_size": 32000}
     # 8 experts of 3 matrices: 553 MB a layer in bfloat16.
-    experts = model_of(
+    experts = edit_model(
+        ModelConfig(),
         {
             **sizes,
             "num_layers": 1,
@@ -80,14 +81,15 @@ def _mixtral(folder: Path, size: float) -> bool:
             "ffn.moe.num_experts": 8,
             "ffn.moe.top_k": 2,
             "ffn.moe.intermediate_size": 5632,
-        }
+        },
     )
     layer = _largest_bytes(_mapping(FAMILIES["mixtral"], experts), "BF16")
     model = replace(experts, num_layers=max(2, round(size / layer + 0.5)))
     _write_hf_folder(folder / "hf", FAMILIES["mixtral"], model, "BF16")
     runs = [_import_command(folder), *_export_commands(folder)]
-    dense = model_of(
-        {**sizes, "num_layers": model.num_layers, "layer_pattern": "D", "ffn.dense.intermediate_size": 5632}
+    dense = edit_model(
+        ModelConfig(),
+        {**sizes, "num_layers": model.num_layers, "layer_pattern": "D", "ffn.dense.intermediate_size": 5632},
     )
     _write_hf_folder(folder / "dense", FAMILIES["llama"], dense, "BF16")
     runs.append(("upcycle", [str(folder / "dense"), str(folder / "moe"), "model.ffn.moe.num_experts=8"]))
@@ -104,7 +106,8 @@ def _llama(folder: Path) -> bool:
         "attention.num_kv_heads": 2,
         "ffn.dense.intermediate_size": 1024,
     }
-    model = ModelConfig(**sizes, num_layers=2, layer_pattern="D", vocab_size=200_000, tie_embeddings=True)
+    sizes |= {"num_layers": 2, "layer_pattern": "D", "vocab_size": 200_000, "tie_embeddings": True}
+    model = edit_model(ModelConfig(), sizes)
     _write_hf_folder(folder / "hf", FAMILIES["llama"], model, "F32", stores_tied_head=True)
     _write_checkpoint(folder / "run", model)
     runs = [_import_command(folder), _import_command(folder, "--check"), *_export_commands(folder)]

@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from moefold.config.edit import edit_model
+from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.transformer import build_model
 from moefold.parallel.offload import apply_offload, open_offload
 from moefold.parallel.recompute import apply_recompute
-from tests.models import model_of
 
 TOKENS = 4096
 VOCAB_SIZE = 256
@@ -63,7 +64,8 @@ def main() -> None:
 def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, float]:
     """Train some steps; return the largest peak, and medians of the other columns, without the first step."""
     torch.set_num_threads(1)
-    model = model_of(
+    model = edit_model(
+        ModelConfig(),
         {
             "num_layers": layers,
             "hidden_size": 256,
@@ -72,7 +74,7 @@ def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, 
             "ffn.moe.num_experts": 8,
             "ffn.moe.intermediate_size": 512,
             "vocab_size": VOCAB_SIZE,
-        }
+        },
     )
     target = {"offload_to": "ssd", "offload_dir": folder, "offload_min_kib": 64} if "offload" in strategy else {}
     train = TrainConfig(seq_len=512, micro_batch_size=TOKENS // 512, **strategy, **target)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ FAMILY_OF |= {"llama-4": "llama4_text", "longcat": "longcat_flash"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
 
 
-def model_of(**keys: object) -> ModelConfig:
+def model_of(keys: dict[str, object]) -> ModelConfig:
     return config_from_dict({"model": keys}).model
 
 
@@ -67,7 +67,7 @@ def test_patterns_are_short(kinds, pattern):
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(tuple(FAMILY_OF))])
 def test_presets_have_the_family_of_their_name(preset):
     # The layers of multi-token prediction of DeepSeek-V3 have no place in a folder.
-    model = model_of(preset=preset)
+    model = model_of({"preset": preset})
     expected = next(family for start, family in FAMILY_OF.items() if preset.startswith(start))
     assert families_for(model)[0].name == expected
 
@@ -149,27 +149,44 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
 
 
 def _model_for(family: str) -> ModelConfig:
-    sizes = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_query_groups": 3, "head_dim": 8}
-    sizes |= {"num_experts": 6, "rope_theta": 123.0, "norm_eps": 1e-4, "init_std": 0.1, "ffn_hidden_size": 96}
+    sizes = {
+        "num_layers": 3,
+        "hidden_size": 48,
+        "attention.num_heads": 6,
+        "attention.num_kv_heads": 3,
+        "attention.head_dim": 8,
+    }
+    sizes |= {
+        "ffn.moe.num_experts": 6,
+        "rope.theta": 123.0,
+        "norm.eps": 1e-4,
+        "init_std": 0.1,
+        "ffn.dense.intermediate_size": 96,
+    }
     if family in ("llama", "qwen2", "qwen3"):
         sizes["layer_pattern"] = "D"
     if family == "gpt_oss":
-        sizes |= {"rope_scaling": "yarn", "rope_scaling_factor": 2.0}
+        sizes |= {"rope.scaling": "yarn", "rope.scaling.factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
     if family == "longcat_flash":
-        sizes |= {"num_layers": 4, "layer_pattern": "MD", "moe_shortcut": True, "shared_expert_ffn_hidden_size": 96}
-        sizes |= {"zero_experts": 5, "q_lora_rank": 8}
+        sizes |= {
+            "num_layers": 4,
+            "layer_pattern": "MD",
+            "ffn.moe.shortcut": True,
+            "ffn.moe.shared.intermediate_size": 96,
+        }
+        sizes |= {"ffn.moe.zero_experts": 5, "attention.q_lora_rank": 8}
     fields = FAMILIES[family].config_fields
     if any(isinstance(entry, GatedSharedExpert) for entry in fields):
-        sizes |= {"shared_expert_ffn_hidden_size": 12, "shared_expert_gate": True}
+        sizes |= {"ffn.moe.shared.intermediate_size": 12, "ffn.moe.shared.gate": True}
     for entry in fields:
         sizes |= entry.values if isinstance(entry, Constants) else {}
         sizes |= {entry.key: 32} if isinstance(entry, Renamed) and entry.least == 1 else {}
     if any(isinstance(entry, SharedExperts) for entry in fields):
-        sizes["shared_expert_ffn_hidden_size"] = 1024
+        sizes["ffn.moe.shared.intermediate_size"] = 1024
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
-        sizes["shared_expert_ffn_hidden_size"] = 512
+        sizes["ffn.moe.shared.intermediate_size"] = 512
     if any(isinstance(entry, FirstKDense | MlpLayerTypes | ExpertLayerRange) for entry in fields):
         sizes["layer_pattern"] = "DM2"
     windows = [entry.full_layers for entry in fields if isinstance(entry, SlidingWindowLayers)]
@@ -177,21 +194,21 @@ def _model_for(family: str) -> ModelConfig:
         sizes |= {"attention_pattern": "WF", "sliding_window": 5}
     if windows not in ([], ["rope"]):
         sizes["rope_pattern"] = "RN"
-    return ModelConfig(**sizes)
+    return model_of(sizes)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"qk_norm": True}, "qk_norm True there, False here"),
-        ({"router_score": "sigmoid"}, "router_score"),
-        ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size"),
+        ({"attention.qk_norm": {}}, "attention.qk_norm 'given' there, 'none' here"),
+        ({"ffn.moe.router": "sigmoid"}, "ffn.moe.router 'sigmoid' there, 'softmax' here"),
+        ({"ffn.moe.shared.intermediate_size": 8}, "ffn.moe.shared 'given' there"),
         ({"layer_pattern": "DM"}, "layer_kinds"),
-        ({"rope_fraction": 0.5}, "rope_fraction"),
+        ({"attention.rope_fraction": 0.5}, "attention.rope_fraction"),
     ],
 )
 def test_a_family_refuses_what_it_cannot_say(change, reason):
-    model = replace(ModelConfig(), **change)
+    model = edit_model(ModelConfig(), change)
     assert family_unsupported_reason(FAMILIES["mixtral"], ModelConfig()) == ""
     assert reason in family_unsupported_reason(FAMILIES["mixtral"], model)
 
@@ -312,7 +329,7 @@ def test_yarn_takes_the_models_context_where_none_is_given():
 
 def test_sparse_layers_come_by_step_and_by_list():
     keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert [layer.ffn.is_routed for layer in model_of(num_layers=6, **SparseLayers().read(keys)).layers] == [
+    assert [layer.ffn.is_routed for layer in model_of({"num_layers": 6, **SparseLayers().read(keys)}).layers] == [
         False,
         True,
         False,
@@ -397,7 +414,7 @@ RELEASED = {
 
 @pytest.mark.parametrize("preset", RELEASED)
 def test_older_spellings_mean_the_published_model(preset):
-    model = model_of(preset=preset)
+    model = model_of({"preset": preset})
     keys, lacking = RELEASED[preset]
     written = families_for(model)[0].write(model)
     found = read_keys({key: value for key, value in written.items() if key not in lacking} | keys, Path("hf"))

@@ -12,6 +12,7 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups, World
+from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -343,6 +344,6 @@ def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_pa
     ],
 )
 def test_the_note_names_the_nearest_family(change, note):
-    found = export_message(replace(ModelConfig(), **change))
+    found = export_message(edit_model(ModelConfig(), change))
     assert found.endswith(note)
     assert bool(found) == bool(note)

@@ -14,7 +14,6 @@ from moefold.comm.resumable import run_to_end
 from moefold.config.data import DataConfig
 from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -45,6 +44,7 @@ from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_memory
+from tests.models import model_of
 from tests.slow import slow
 
 MODEL = {
@@ -84,7 +84,7 @@ def _config(
 ) -> Config:
     cfg = Config(
         run=RunConfig(dtype=dtype, device="cpu"),
-        model=ModelConfig(**MODEL | (model or {})),
+        model=model_of(MODEL | (model or {})),
         parallel=ParallelConfig(**parallel),
         # Even experts: what the formulas assume of rows.
         moe=MoEConfig(**{"choice": "round_robin"} | (moe or {})),

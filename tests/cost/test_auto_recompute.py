@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -15,6 +14,7 @@ from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
+from tests.models import model_of
 
 SHARED = {"ffn.moe.shared.intermediate_size": 512, "layer_pattern": "DM"}
 LATENT = {"attention": "mla"}
@@ -23,7 +23,7 @@ LATENT = {"attention": "mla"}
 def _config(model: dict[str, object] | None = None, budget_gib: float = 0.0, **parallel: object) -> Config:
     return Config(
         run=RunConfig(device="cpu"),
-        model=ModelConfig(num_layers=8, **(model or {})),
+        model=model_of({"num_layers": 8, **(model or {})}),
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(seq_len=2048, global_batch_size=64, recompute=("auto",), memory_budget_gib=budget_gib),
     )

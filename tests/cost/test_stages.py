@@ -3,7 +3,6 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -25,6 +24,7 @@ from moefold.cost.stages import (
 )
 from moefold.cost.state_memory import StateMemory
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
+from tests.models import model_of
 
 
 def _config(
@@ -35,7 +35,7 @@ def _config(
     **parallel: object,
 ) -> Config:
     return Config(
-        model=ModelConfig(**{"num_layers": 6, "layer_pattern": "DMM"} | (model or {})),
+        model=model_of({"num_layers": 6, "layer_pattern": "DMM"} | (model or {})),
         parallel=ParallelConfig(pipeline_layout=layout, **parallel),
         train=TrainConfig(**train or {}),
     )
@@ -68,7 +68,7 @@ def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
     """Of every tp rank, what tensor parallelism shards and what it replicates: bytes by the exact formula of states."""
     sizes = load_preset(model["preset"]) if "preset" in model else model
     parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
-    cfg = Config(model=ModelConfig(**sizes), parallel=parallel)
+    cfg = Config(model=model_of(sizes), parallel=parallel)
     stages = plan_stages(cfg).stages
     held = [states.weights // 4 for states in StateMemory(cfg).max_by_pp_rank]
     assert [stage_cost(cfg, stage.parts).num_parameters for stage in stages] == held

@@ -4,14 +4,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, sample_order, write_meta
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, write_config_json
 from moefold.config.upgrade import FORMAT
+from tests.models import config_of
 
 
 def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dict[str, object]) -> Config:
     """Write a run folder with checkpoints of these steps; the newest one is the largest."""
-    cfg = config_from_dict({"run": {"dir": str(run_dir)}, "model": {"preset": "tiny"}} | sections)
+    cfg = config_of({"run": {"dir": str(run_dir)}, "model": {"preset": "tiny"}} | sections)
     for step in steps:
         path = run_dir / "checkpoints" / f"step-{step:06d}"
         path.mkdir(parents=True)

@@ -10,7 +10,6 @@ from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.save_load import write_checkpoint as write
 from moefold.comm.groups import ParallelGroups
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, write_config_json
 from moefold.inference.load import LoadedModel, load_model
 from moefold.inference.settings import InferenceRequest, Purpose, inference_config
@@ -21,13 +20,14 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.model.test_against_transformers import FAMILIES, SHARED, SIZES, _their_tensor
+from tests.models import config_of
 
 CPU = torch.device("cpu")
 
 
 def recipe(family: str, run_dir: Path, dtype: str = "float32", moe: dict[str, Any] | None = None) -> Config:
     """A small model of a family of transformers, with settings of a run that evaluation must not take over."""
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dtype": dtype, "seed": 5, "dir": str(run_dir)},
             "model": SIZES | FAMILIES[family][0],
@@ -97,7 +97,7 @@ SLOW_KINDS["sparse"] = SPARSE | {"attention.sinks": True}
 
 def recipe_of_kind(kind: str, run_dir: Path) -> Config:
     """A small model in float64."""
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dtype": "float64", "seed": 6, "dir": str(run_dir)},
             "model": SIZES | (KINDS | SLOW_KINDS)[kind],

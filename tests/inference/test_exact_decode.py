@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
@@ -24,6 +23,7 @@ from moefold.validate.config import check_config
 from moefold.validate.exactness import inexact_settings
 from tests.inference.example import CPU, KINDS
 from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.models import config_of
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 
@@ -107,7 +107,7 @@ REQUESTS = [
 
 def recipe(model: str, dtype: str, **mapping: Any) -> Config:
     """A small model in training, whose samples hold the longest request."""
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dtype": dtype, "seed": 5, "kernels": "c"},
             "model": SIZES | MODELS[model],

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from tests.models import config_of
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -100,7 +100,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 def _ours(model: dict[str, Any]) -> tuple[Config, Transformer]:
     sections = {"run": {"dtype": "float64", "seed": 5}, "model": SIZES | model, "train": {"global_batch_size": 2}}
     sections["train"] = {"seq_len": 24, "global_batch_size": 2, "micro_batch_size": 2}
-    cfg = config_from_dict(sections)
+    cfg = config_of(sections)
     ours = build_model(cfg).double()
     init_weights(ours, cfg.model, cfg.run.seed)
     with torch.no_grad():

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.load import config_from_dict
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
 from moefold.model.fused_block import fused_unsupported_reason
 from moefold.model.transformer import build_model
 from moefold.parallel.select_ops import apply_kernels, select_kernels
+from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -59,7 +59,7 @@ REASONS = {
 
 
 def test_the_layers_of_every_family_decode_in_c_or_say_why_not():
-    recipe = config_from_dict({"run": {"dtype": "float32", "kernels": "c"}, "data": {"kind": "synthetic"}})
+    recipe = config_of({"run": {"dtype": "float32", "kernels": "c"}, "data": {"kind": "synthetic"}})
     found: dict[str, set[str]] = {}
     for kind, sizes in MODELS.values():
         theirs = getattr(transformers, f"{kind.partition(' ')[0]}Config")(**SIZES | sizes)

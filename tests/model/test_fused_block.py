@@ -12,7 +12,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.init import init_weights
@@ -27,6 +26,7 @@ from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.select_ops import apply_kernels, select_kernels, uses_c_kernels
 from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
 from tests.slow import slow
 
@@ -45,7 +45,7 @@ PAGES = 3
 
 def recipe(model: dict[str, Any], dtype: str = "float32") -> Config:
     """A small model computed by the C kernels."""
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dtype": dtype, "seed": 3, "kernels": "c"},
             "model": SIZES | model,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.load import config_from_dict
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from tests.models import config_of
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -72,7 +72,7 @@ def _model(sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _ours(model: dict[str, Any]) -> Transformer:
     train = {"seq_len": SEQ_LEN, "global_batch_size": 2, "micro_batch_size": 2}
-    cfg = config_from_dict({"run": {"dtype": "float32", "seed": 5}, "model": model, "train": train})
+    cfg = config_of({"run": {"dtype": "float32", "seed": 5}, "model": model, "train": train})
     ours = build_model(cfg)
     init_weights(ours, cfg.model, cfg.run.seed)
     generator = torch.Generator().manual_seed(2)

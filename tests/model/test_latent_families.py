@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from tests.models import config_of
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -124,7 +124,7 @@ def ours_of(model: Sizes, seed: int) -> tuple[Config, Transformer]:
     sections = {"run": {"dtype": "float64", "seed": seed}, "model": {"vocab_size": VOCAB, "init_std": 0.3} | model}
     sections["moe"] = {"aux_loss": 0.0}
     sections["train"] = {"seq_len": SEQ_LEN, "global_batch_size": 2, "micro_batch_size": 2}
-    cfg = config_from_dict(sections)
+    cfg = config_of(sections)
     ours = build_model(cfg).double()
     init_weights(ours, cfg.model, cfg.run.seed)
     generator = torch.Generator().manual_seed(seed)

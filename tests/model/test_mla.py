@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from moefold.config.load import config_from_dict
 from moefold.model.attention import CausalAttention
 from moefold.model.paged_cache import CurrentPass, PagedLatents
 from moefold.model.part_modules import build_attention
 from moefold.model.rope import build_rope
 from moefold.ops.documents import PackedDocuments
 from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
+from tests.models import config_of
 
 S, B, PAGES = 9, 3, 3
 SIZES = {
@@ -45,7 +45,7 @@ class Example:
 
     def __init__(self, kind: dict[str, object], window: int) -> None:
         limits = {"attention_pattern": "W", "sliding_window": window} if window else {}
-        self.cfg = config_from_dict({"model": SIZES | kind | limits}).model
+        self.cfg = config_of({"model": SIZES | kind | limits}).model
         self.layer = build_attention(self.cfg.layers[0], self.cfg).double()
         self.current_pass = CurrentPass()
         generator = torch.Generator().manual_seed(4)

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
 from moefold.errors import ConfigError
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope
+from tests.models import config_of
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
 
 def _model(**keys: Any) -> ModelConfig:
-    return config_from_dict({"model": keys, "train": {"global_batch_size": 1}}).model
+    return config_of({"model": keys, "train": {"global_batch_size": 1}}).model
 
 
 def _rotated_factor(cfg: ModelConfig, seq_len: int = 0) -> float:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
+from tests.models import config_of
 
 S = 12
 SIZES = {
@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 def _model(settings: dict[str, object], train: dict[str, object] | None = None) -> Transformer:
-    cfg: Config = config_from_dict(
+    cfg: Config = config_of(
         {
             "run": {"dtype": "float64"},
             "model": SIZES | settings,

@@ -149,11 +149,6 @@ def test_unknown_kinds_are_answered_with_all_kinds(install):
     assert "train.lr_schedule.share is not a key of 'cosine'" in refusal("train.lr_schedule={share=1}")
 
 
-def test_a_table_of_a_built_in_kind_of_a_model_is_refused_with_its_flat_keys():
-    message = refusal('model.rope.scaling={kind="linear", factor=2.0}')
-    assert message.endswith("write model.rope.scaling=linear model.rope.scaling.factor=2.0")
-
-
 def test_a_package_that_is_gone_is_asked_for(install):
     install(GOOD)
     tree = config_to_dict(load_config(None, ["train.lr_schedule=half"]))

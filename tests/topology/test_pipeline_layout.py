@@ -1,6 +1,5 @@
 import pytest
 
-from moefold.config.load import config_from_dict
 from moefold.errors import ConfigError
 from moefold.topology.pipeline_layout import (
     LayoutSyntaxError,
@@ -11,6 +10,7 @@ from moefold.topology.pipeline_layout import (
     validate_layout,
 )
 from moefold.validate.config import check_config
+from tests.models import config_of
 
 
 def _kinds(text: str) -> str:
@@ -117,7 +117,7 @@ def _check(layout: str, **parallel: object) -> None:
         "parallel": {"pipeline_layout": layout, **parallel},
         "train": {"global_batch_size": 8},
     }
-    check_config(config_from_dict(recipe))
+    check_config(config_of(recipe))
 
 
 def test_check_config_reads_the_layout():

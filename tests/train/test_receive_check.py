@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
@@ -14,6 +13,7 @@ from moefold.topology.layout import fold
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
+from tests.models import config_of
 
 STEPS = 3
 
@@ -23,7 +23,7 @@ def _recipe(dispatcher: str, **sections: dict[str, object]) -> Config:
     model = {"num_layers": 2, "hidden_size": 64, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "vocab_size": 64}
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
     run = {"dtype": "float64", "device": "auto"}
-    return config_from_dict(
+    return config_of(
         {"data": {"kind": "synthetic"}, "run": run, "model": model, "parallel": parallel, "train": train, **sections}
     )
 

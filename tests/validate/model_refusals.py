@@ -104,7 +104,7 @@ SIZES = {
     ),
     "model.norm.zero_centered=true model.attention.qk_norm={} model.attention.qk_norm.over=all_heads": (
         "model.norm.zero_centered=true does not go with model.attention.qk_norm.over='all_heads', a norm of another kind; set "
-        "zero_centered=false, or qk_norm_width='head'"
+        "zero_centered=false, or over='head'"
     ),
     "model.attention_pattern=LF model.linear_attention.num_key_heads=3": (
         "model.linear_attention.num_value_heads=4 must be a multiple of model.linear_attention.num_key_heads=3, each of which serves as "
@@ -215,7 +215,7 @@ SIZES = {
     ),
     "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 model.residual=post": (
         "model.ffn.moe.shortcut=true does not go with model.residual='post': the routed output would be added "
-        "without a norm; set norm_placement='pre'"
+        "without a norm; set residual='pre'"
     ),
     "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 parallel.world_size=4 "
     "parallel.pp=4": (
@@ -241,7 +241,7 @@ SIZES = {
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.weight=false model.attention.qk_norm.over=all_heads": (
         "model.attention.qk_norm.weight=false does not go with model.attention.qk_norm.over='all_heads', whose norm has weights; set "
-        "qk_norm_width='head'"
+        "over='head'"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.in_nope=false model.rope_pattern=RN": (
         "model.attention.qk_norm.in_nope=false does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other "

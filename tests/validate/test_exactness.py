@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.ops.cpu import attention
 from moefold.recipe import load_config
 from moefold.validate.exactness import MAX_EXACT_HEAD_DIM, MAX_EXACT_SEQ_LEN, inexact_settings
 from tests.inference.example import KINDS
 from tests.model.test_against_transformers import SIZES
+from tests.models import config_of
 
 
 def recipe(sections: dict[str, dict[str, Any]]) -> Config:
@@ -21,7 +21,7 @@ def recipe(sections: dict[str, dict[str, Any]]) -> Config:
         "train": {"seq_len": 64, "global_batch_size": 8, "micro_batch_size": 1},
         "data": {"kind": "synthetic"},
     }
-    return config_from_dict({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
+    return config_of({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
 
 
 EXACT: dict[str, dict[str, dict[str, Any]]] = {

@@ -51,7 +51,7 @@ def test_a_value_out_of_its_range_is_refused(word, message):
     # By way of the tree, because a recipe that switches the key off would be told so first.
     with pytest.raises(ConfigError) as error:
         check_config(config_from_dict(tomllib.loads(word)))
-    assert str(error.value).startswith(word.split("=")[0] + "=")
+    assert str(error.value).startswith(word.split("=")[0])
     assert message in str(error.value)
 
 

@@ -3,8 +3,7 @@ import re
 import pytest
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import chosen, readers
-from moefold.config.edit import edit
+from moefold.config.chosen import part_of_kind, readers
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
@@ -377,8 +376,8 @@ def _idle_keys_of_parts() -> set[str]:
             found |= {
                 name for name, owners in readers().items() if owners[0][0] is group and (group, kind) not in owners
             }
-            cfg = edit(Config(), {group.key: kind})
-            found |= {name for unused in chosen(cfg, group).unused_keys() for name in unused.names.split()}
+            unused_keys = part_of_kind(Config(), group, kind).unused_keys()
+            found |= {name for unused in unused_keys for name in unused.names.split()}
     return found
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
 from moefold.config.small_sizes import SmallSizes
 from moefold.data.dataset import open_dataset
@@ -15,6 +14,7 @@ from moefold.train.batch import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import shrink
+from tests.models import config_of
 from tests.slow import slow
 from tests.verify import (
     feature_cases,
@@ -140,7 +140,7 @@ def test_float32_agrees_on_the_first_step(pool, mapping):
 def test_the_papers_accuracy_run_in_miniature(pool):
     """A shrunk Mixtral-8x7B, TP2 CP2 PP2 EP8 ETP1 on 16 ranks: the loss curve is the oracle's (arXiv:2504.14960)."""
     degrees = {"world_size": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 8, "etp": 1}
-    cfg = config_from_dict(
+    cfg = config_of(
         {
             "run": {"dtype": "float64", "steps": 30, "seed": 1},
             "model": {"preset": "mixtral-8x7b"},
@@ -179,7 +179,7 @@ def test_bfloat16_follows_the_oracle(pool, mapping):
 
 @pytest.mark.parity
 def test_a_shrunk_preset_of_gpt_oss(pool):
-    cfg = config_from_dict(
+    cfg = config_of(
         {
             "run": {"dtype": "float64", "seed": 1},
             "model": {"preset": "gpt-oss-120b"},

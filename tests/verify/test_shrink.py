@@ -6,7 +6,6 @@ import pytest
 
 from moefold.config.data import DataConfig
 from moefold.config.edit import edit_model
-from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
@@ -14,6 +13,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from moefold.verify.shrink import changed_axes, shrink
+from tests.models import config_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
@@ -152,9 +152,7 @@ def test_groups_of_experts_survive(ep, num_experts):
         "ffn.moe.router.top_groups": 4,
         "ffn.moe.router": "sigmoid",
     }
-    cfg = config_from_dict(
-        {"model": routing, "parallel": {"world_size": 32, "ep": ep}, "train": {"global_batch_size": 32}}
-    )
+    cfg = config_of({"model": routing, "parallel": {"world_size": 32, "ep": ep}, "train": {"global_batch_size": 32}})
     small = shrink(cfg).model
     assert (small.num_experts, small.num_groups, small.top_groups, small.top_k) == (num_experts, 8, 4, 8)
 

@@ -24,13 +24,13 @@ from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPro
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
-from moefold.config.part_table import known_parts
+from moefold.config.part_table import NONE, known_parts
 from moefold.config.patterns import LAYER_KINDS, PATTERNS, expand_layer_pattern, spell
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_numbers
-from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys
+from moefold.config.suggestions import nearest_numbers, part_keys, tables
+from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys, value_at
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
@@ -654,7 +654,11 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
 def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored model by their paths in [model]."""
     plain = {f"model.{key}": without_source(value) for key, value in sizes.items()}
-    return {name.removeprefix("model."): value for name, value in flat_settings(plain).items() if value is not None}
+    found = flat_settings(plain) | {
+        name: "given" for name in tables() if isinstance(value_at(name, {"model": sizes}), dict)
+    }
+    found |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
+    return {name.removeprefix("model."): NONE if value is None else value for name, value in found.items()}
 
 
 def _model_of(sizes: Mapping[str, Any]) -> ModelConfig:
@@ -734,6 +738,8 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     if "num_layers" in wrong:
         for key in ("layer_kinds", "layer_windows", "layer_chunks", "linear_layers", "rope_layers"):
             wrong.pop(key, None)
+    # A table that differs is named without its settings.
+    wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
 
 

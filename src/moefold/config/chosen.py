@@ -9,7 +9,7 @@ from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, key_name, settings_of
+from moefold.config.part import Part, build_part, flat_keys, settings_of
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -56,8 +56,7 @@ def with_part(recipe: Config, part: Part) -> Config:
         changed: Config = with_key(recipe, key, part)
         return changed
     for field, key in flat_keys(part.group, part.kind):
-        value = getattr(part, field)
-        recipe = with_part(recipe, value) if isinstance(key, type) else with_key(recipe, key, value)
+        recipe = with_key(recipe, key, getattr(part, field))
     return recipe
 
 
@@ -97,9 +96,8 @@ Sections = RoutingSections | DispatchSections
 def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
     value = read(group.key)
     if isinstance(value, str):
-        keys = flat_keys(group.group, value)
-        values = (_choose(read, key) if isinstance(key, type) else read(key) for _, key in keys)
-        value = build_part(group.group, value, tuple(values))
+        values = tuple(read(key) for _, key in flat_keys(group.group, value))
+        value = build_part(group.group, value, values)
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
@@ -129,7 +127,6 @@ def readers() -> dict[str, tuple[tuple[type[Part], str], ...]]:
     found: dict[str, tuple[tuple[type[Part], str], ...]] = {}
     for group in groups():
         for kind in built_in_kinds(group.group):
-            for _, key in flat_keys(group.group, kind):
-                name = key_name(key)
+            for _, name in flat_keys(group.group, kind):
                 found[name] = (*found.get(name, ()), (group, kind))
     return found

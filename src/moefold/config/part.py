@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
-from moefold.config.find import built_in_kinds, find_group, find_part, is_built_in, kind_of, kinds
+from moefold.config.find import built_in_kinds, find_part, is_built_in, kind_of, kinds
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
@@ -268,23 +268,14 @@ def marks_of(owner: Any) -> dict[str, tuple[Any, ...]]:
 
 
 @cache
-def flat_keys_of(owner: Any) -> tuple[tuple[str, str | type[Part]], ...]:
-    """Return the fields of a class of parts, in order, with what they are read from: a recipe key, or a group."""
+def flat_keys_of(owner: Any) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a class of parts, in order, with the recipe keys that they are read from."""
     found = ((name, entry) for name, marks in marks_of(owner).items() for entry in marks)
-    return tuple(
-        (name, entry.name if isinstance(entry, FlatKey) else find_group(entry.group))
-        for name, entry in found
-        if isinstance(entry, FlatKey | KindOf)
-    )
+    return tuple((name, entry.name) for name, entry in found if isinstance(entry, FlatKey))
 
 
-def key_name(key: str | type[Part]) -> str:
-    """Return the name of what a field is read from: a recipe key, or the key that chooses from a group."""
-    return key if isinstance(key, str) else key.key
-
-
-def flat_keys(group: str, kind: str) -> tuple[tuple[str, str | type[Part]], ...]:
-    """Return the fields of a built-in part, in order, with what they are read from: a recipe key, or a group of parts.
+def flat_keys(group: str, kind: str) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a built-in part, in order, with the recipe keys that they are read from.
 
     Args:
         group: the folder of `parts/`.

@@ -300,7 +300,7 @@ def _read_origin(name: str, recorded: Any) -> Origin:
 
 def _flat_spelling(name: str, group: str, kind: str, table: Mapping[str, Any]) -> str:
     """Return the refusal of a table of a built-in kind, with the flat keys that it stands for."""
-    flat = {field: key.key if isinstance(key, type) else key for field, key in flat_keys(group, kind)}
+    flat = dict(flat_keys(group, kind))
     words = [f"{name}={kind}", *(f"{flat[key]}={toml_value(value)}" for key, value in table.items() if key in flat)]
     strange = [key for key in table if key not in flat]
     more = f"; {name}.{strange[0]} is no key of {kind!r}" if strange else ""

@@ -10,7 +10,7 @@ from typing import Any
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, chosen_parts, read_key, readers
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.part import Part, default_of_field
+from moefold.config.part import Part, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
@@ -231,7 +231,8 @@ def _is_set(cfg: Config, name: str) -> bool:
         return bool(value != default_of(owner, setting))
     table = read_key(cfg, owner)
     default_owner: Any = type(table)
-    return is_dataclass(table) and bool(value != default_of_field(default_owner, setting))
+    has_key = is_dataclass(table) and setting in settings_of(default_owner)
+    return has_key and bool(value != default_of_field(default_owner, setting))
 
 
 def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:

@@ -10,7 +10,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.load import config_from_dict
 from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
 from moefold.errors import ConfigError
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
@@ -21,6 +20,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.inference.example import CPU, KINDS, SLOW_KINDS, opened, recipe_of_kind, write_checkpoint
 from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.models import config_of
 from tests.slow import slow
 
 PROMPTS = [tuple(i * i % 61 for i in range(70)), (35,), (8, 9, 7)]
@@ -174,7 +174,7 @@ TRAINING_MAPPINGS: list[dict[str, Any]] = [
 
 def training_config(mapping: dict[str, Any], run_dir: Path, family: str = "mixtral") -> Any:
     """A recipe whose training drops tokens, which sampling must not."""
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dtype": "float64", "seed": 5, "dir": str(run_dir)},
             "model": SIZES | FAMILIES[family][0] | {"num_layers": 4},

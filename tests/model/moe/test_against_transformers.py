@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from tests.model.moe.layers import moe_router
+from tests.models import model_of
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -74,7 +74,7 @@ def test_same_experts_and_weights_as_transformers(name):
     torch.manual_seed(0)
     theirs, sizes = ROUTERS[name]()
     torch.nn.init.normal_(theirs.weight, std=0.2)
-    ours = moe_router(ModelConfig(hidden_size=H, **sizes), MoEConfig())
+    ours = moe_router(model_of({"hidden_size": H, **sizes}), MoEConfig())
     ours.weight.data = theirs.weight.data.clone()
     if ours.expert_bias is not None:
         ours.expert_bias.copy_(theirs.e_score_correction_bias)

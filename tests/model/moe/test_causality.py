@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.layer import MoELayer
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
+from tests.models import model_of
 
 SIZES = {"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8}
 S, B = 12, 2
@@ -59,7 +59,7 @@ def _looks_ahead(layer: MoELayer) -> bool:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_looks_ahead_where_it_is_said_to_and_nowhere_else(rule):
     changes, moe, trains_causally, evaluates_causally = RULES[rule]
-    model = ModelConfig(**SIZES | changes)
+    model = model_of(SIZES | changes)
     layer = moe_layer(model, MoEConfig(**{"aux_loss": 0.0} | moe), loss_scale=1.0).double()
     layer.load_state_dict(make_weights(model), strict=False)
     found = {}

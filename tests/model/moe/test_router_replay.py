@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moefold.config.model import ModelConfig
+from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
@@ -22,9 +22,7 @@ S, B, N = 4, 2, 6
 
 
 def _layer(**model: object) -> MoELayer:
-    cfg = ModelConfig(
-        **{"hidden_size": 6, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8} | model
-    )
+    cfg = edit_model(MODEL, model)
     layer = moe_layer(cfg, MoEConfig(aux_loss=0.1), loss_scale=1.0).double()
     layer.load_state_dict(make_weights(MODEL), strict=False)
     return layer

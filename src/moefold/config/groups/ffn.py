@@ -123,7 +123,7 @@ class RoutedPart(FeedForwardPart):
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset(
         {
-            *("top_k", "zero_experts", "active_experts", "shortcut", "router"),
+            *("top_k", "zero_experts", "active_experts", "shortcut"),
         }
     )
     num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
