@@ -25,7 +25,8 @@ def recipe_page() -> str:
         "A recipe is a TOML file. Every key has a default, so that a recipe holds only what differs. On the command",
         "line, `section.key=value` words follow the recipe and win over it; text needs no quotes there. An unknown",
         "key, a wrong type and a setting that nothing would read are refused before anything starts. Keys that a",
-        "preset fills are not settings of the recipe: `model.attention.indexer=none` may leave the keys of its indexer unread.",
+        "preset fills are not settings of the recipe: `model.attention.indexer=none` may leave the keys of its "
+        "indexer unread.",
         "Names of Hugging Face, Megatron, torchtitan and vLLM are answered with the names of this page:",
         "`learning_rate` is `train.lr`. `moefold train --keys lr` lists the keys with a word in their names. The",
         "anchor of a key is its name: `recipe.md#train.lr`.",

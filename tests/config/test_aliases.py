@@ -42,7 +42,7 @@ def test_a_name_of_ours_has_no_other_meaning():
     ("word", "answer"),
     [
         ("train.learning_rate=1e-3", "unknown key train.learning_rate; moefold calls this train.lr"),
-        ("model.num_experts_per_tok=2", "unknown key model.num_experts_per_tok; moefold calls this model.ffn.moe.top_k"),
+        ("model.num_experts_per_tok=2", "moefold calls this model.ffn.moe.top_k"),
         ("train.max_steps=3", "unknown key train.max_steps; moefold calls this run.steps"),
         ("parallel.tensor_parallel_size=2", "moefold calls this parallel.tp"),
         ("parallel.tensor-model-parallel-size=2", "moefold calls this parallel.tp"),

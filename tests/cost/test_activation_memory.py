@@ -48,18 +48,34 @@ from tests.models import model_of
 from tests.slow import slow
 
 MODEL = {
-    "num_layers": 2, "layer_pattern": "DM", "hidden_size": 64, "attention.num_heads": 4, "attention.num_kv_heads": 2,
-    "attention.head_dim": 16, "ffn.dense.intermediate_size": 160, "ffn.moe.intermediate_size": 96, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "vocab_size": 256,
+    "num_layers": 2,
+    "layer_pattern": "DM",
+    "hidden_size": 64,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 2,
+    "attention.head_dim": 16,
+    "ffn.dense.intermediate_size": 160,
+    "ffn.moe.intermediate_size": 96,
+    "ffn.moe.num_experts": 4,
+    "ffn.moe.top_k": 2,
+    "vocab_size": 256,
     "ffn.moe.shared.intermediate_size": 80,
-}  # fmt: skip
+}
 LATENT = {
-    "attention": "mla", "attention.q_lora_rank": 24, "attention.kv_lora_rank": 20, "attention.qk_nope_head_dim": 12, "attention.qk_rope_head_dim": 4,
+    "attention": "mla",
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 20,
+    "attention.qk_nope_head_dim": 12,
+    "attention.qk_rope_head_dim": 4,
     "attention.v_head_dim": 16,
-}  # fmt: skip
+}
 LINEAR = {
-    "attention_pattern": "FL", "linear_attention.num_key_heads": 2, "linear_attention.num_value_heads": 4, "linear_attention.key_head_dim": 32,
+    "attention_pattern": "FL",
+    "linear_attention.num_key_heads": 2,
+    "linear_attention.num_value_heads": 4,
+    "linear_attention.key_head_dim": 32,
     "linear_attention.value_head_dim": 48,
-}  # fmt: skip
+}
 LLAMA4 = {
     "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "attention.qk_norm": {},
     "attention.qk_norm.weight": False, "attention.temperature.scale": 0.1, "ffn.moe.probs_on_input": True,

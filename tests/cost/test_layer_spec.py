@@ -14,8 +14,35 @@ from moefold.model.transformer import build_model
 from moefold.recipe import load_config
 from tests.models import model_of
 
-MODEL = model_of({"num_layers": 2, "layer_pattern": "DM", "hidden_size": 24, "attention.num_heads": 4, "attention.num_kv_heads": 2, "attention.head_dim": 6, "ffn.dense.intermediate_size": 20, "ffn.moe.intermediate_size": 10, "ffn.moe.num_experts": 3, "vocab_size": 32})  # fmt: skip
-WITH_EVERYTHING = edit_model(MODEL, {"ffn.moe.shared.intermediate_size": 8, "ffn.moe.shared.gate": True, "ffn.moe.bias": True, "ffn.moe.router.bias": True, "ffn.moe.router.expert_bias": True, "attention.qkv_bias": True, "attention.output_bias": True, "attention.sinks": True, "attention.qk_norm": {}, "mtp_layers": 2})  # fmt: skip
+MODEL = model_of(
+    {
+        "num_layers": 2,
+        "layer_pattern": "DM",
+        "hidden_size": 24,
+        "attention.num_heads": 4,
+        "attention.num_kv_heads": 2,
+        "attention.head_dim": 6,
+        "ffn.dense.intermediate_size": 20,
+        "ffn.moe.intermediate_size": 10,
+        "ffn.moe.num_experts": 3,
+        "vocab_size": 32,
+    }
+)
+WITH_EVERYTHING = edit_model(
+    MODEL,
+    {
+        "ffn.moe.shared.intermediate_size": 8,
+        "ffn.moe.shared.gate": True,
+        "ffn.moe.bias": True,
+        "ffn.moe.router.bias": True,
+        "ffn.moe.router.expert_bias": True,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.sinks": True,
+        "attention.qk_norm": {},
+        "mtp_layers": 2,
+    },
+)
 LATENT = edit_model(
     MODEL,
     {

@@ -16,7 +16,17 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = model_of({"num_layers": 16, "hidden_size": 512, "attention.num_heads": 8, "attention.num_kv_heads": 8, "ffn.moe.num_experts": 8, "ffn.moe.intermediate_size": 1024, "vocab_size": 512})  # fmt: skip
+MODEL = model_of(
+    {
+        "num_layers": 16,
+        "hidden_size": 512,
+        "attention.num_heads": 8,
+        "attention.num_kv_heads": 8,
+        "ffn.moe.num_experts": 8,
+        "ffn.moe.intermediate_size": 1024,
+        "vocab_size": 512,
+    }
+)
 STEPS = 3
 
 

@@ -156,7 +156,19 @@ def _kept(module: nn.Module, tokens: Tensor) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("mtp_layers", [0, 1])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_no_logits_are_kept(is_tied, mtp_layers):
-    model = model_of({"num_layers": 1, "hidden_size": 16, "attention.num_heads": 2, "attention.num_kv_heads": 1, "vocab_size": 97, "ffn.moe.num_experts": 2, "ffn.moe.intermediate_size": 8, "tie_embeddings": is_tied, "mtp_layers": mtp_layers})  # fmt: skip
+    model = model_of(
+        {
+            "num_layers": 1,
+            "hidden_size": 16,
+            "attention.num_heads": 2,
+            "attention.num_kv_heads": 1,
+            "vocab_size": 97,
+            "ffn.moe.num_experts": 2,
+            "ffn.moe.intermediate_size": 8,
+            "tie_embeddings": is_tied,
+            "mtp_layers": mtp_layers,
+        }
+    )
     tokens = torch.randint(97, (2, 12))
     kept = {}
     for chunk in (0, 8):

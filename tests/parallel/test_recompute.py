@@ -21,8 +21,41 @@ from tests.models import model_of
 from tests.verify.recipes import tiny
 
 H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128
-GQA = model_of({"num_layers": 2, "layer_pattern": "DM", "hidden_size": H, "attention.num_heads": A, "attention.num_kv_heads": G, "attention.head_dim": D, "ffn.dense.intermediate_size": F, "ffn.moe.intermediate_size": FE, "ffn.moe.shared.intermediate_size": FS, "ffn.moe.num_experts": E, "ffn.moe.top_k": K, "vocab_size": V})  # fmt: skip
-LATENT = model_of({"num_layers": 2, "layer_pattern": "DM", "hidden_size": H, "attention.num_heads": A, "attention": "mla", "attention.q_lora_rank": 24, "attention.kv_lora_rank": 20, "attention.qk_nope_head_dim": 12, "attention.qk_rope_head_dim": 4, "attention.v_head_dim": 16, "ffn.dense.intermediate_size": F, "ffn.moe.intermediate_size": FE, "ffn.moe.num_experts": E, "ffn.moe.top_k": K, "vocab_size": V})  # fmt: skip
+GQA = model_of(
+    {
+        "num_layers": 2,
+        "layer_pattern": "DM",
+        "hidden_size": H,
+        "attention.num_heads": A,
+        "attention.num_kv_heads": G,
+        "attention.head_dim": D,
+        "ffn.dense.intermediate_size": F,
+        "ffn.moe.intermediate_size": FE,
+        "ffn.moe.shared.intermediate_size": FS,
+        "ffn.moe.num_experts": E,
+        "ffn.moe.top_k": K,
+        "vocab_size": V,
+    }
+)
+LATENT = model_of(
+    {
+        "num_layers": 2,
+        "layer_pattern": "DM",
+        "hidden_size": H,
+        "attention.num_heads": A,
+        "attention": "mla",
+        "attention.q_lora_rank": 24,
+        "attention.kv_lora_rank": 20,
+        "attention.qk_nope_head_dim": 12,
+        "attention.qk_rope_head_dim": 4,
+        "attention.v_head_dim": 16,
+        "ffn.dense.intermediate_size": F,
+        "ffn.moe.intermediate_size": FE,
+        "ffn.moe.num_experts": E,
+        "ffn.moe.top_k": K,
+        "vocab_size": V,
+    }
+)
 DENSE, SHARED, MOE = 4 * F, 4 * FS, K * (2 * H + 2 * FE)
 """Numbers that a token keeps: gate, its SiLU, up and their product; the same; rows, their results, two projections."""
 

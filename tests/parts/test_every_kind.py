@@ -98,10 +98,21 @@ def _assert_judged(pool, cfg: Config, steps: int) -> None:
 
 
 MEASURED_SIZES = {
-    "attention.q_lora_rank": 24, "attention.kv_lora_rank": 20, "attention.qk_nope_head_dim": 12, "attention.qk_rope_head_dim": 4, "attention.v_head_dim": 16,
-    "linear_attention.num_key_heads": 2, "linear_attention.num_value_heads": 4, "linear_attention.key_head_dim": 32, "linear_attention.value_head_dim": 48,
-    "sliding_window": 16, "attention_chunk_size": 16, "attention.indexer.top_k": 24, "attention.indexer.head_dim": 16, "ffn.moe.latent_size": 24,
-}  # fmt: skip
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 20,
+    "attention.qk_nope_head_dim": 12,
+    "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 16,
+    "linear_attention.num_key_heads": 2,
+    "linear_attention.num_value_heads": 4,
+    "linear_attention.key_head_dim": 32,
+    "linear_attention.value_head_dim": 48,
+    "sliding_window": 16,
+    "attention_chunk_size": 16,
+    "attention.indexer.top_k": 24,
+    "attention.indexer.head_dim": 16,
+    "ffn.moe.latent_size": 24,
+}
 """Sizes whose tensors are large beside what a step holds for a moment."""
 MEASURED = kinds_of((*OF_LAYERS, "activation", "router_score", "router_softmax", "wire"))
 

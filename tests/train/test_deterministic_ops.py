@@ -36,7 +36,10 @@ FEATURES = {
         "model": {**LATENT, "attention.head_dim": 0, "mtp_layers": 1, "tie_embeddings": True},
         "train": {"loss_chunk": 4},
     },
-    "quantiles": {"model": {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}, "moe": {"choice": "quantile"}},
+    "quantiles": {
+        "model": {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True},
+        "moe": {"choice": "quantile"},
+    },
     "dropped": {"moe": {"capacity_factor": 1.0}},
     "expert bias, padded": {
         "model": BIASED,
@@ -46,10 +49,11 @@ FEATURES = {
     "fp8": {"train": {"precision": "fp8-blockwise"}},
     "all-to-all, dropped": {"parallel": {"world_size": 2, "ep": 2}, "moe": {"capacity_factor": 1.0}},
     "least loaded": {
-        "parallel": {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}, "moe": {"llep_min_tokens": 1},
+        "parallel": {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"},
+        "moe": {"llep_min_tokens": 1},
     },
     "context": {"parallel": {"world_size": 2, "cp": 2}, "data": {"document_end": 2}},
-}  # fmt: skip
+}
 
 
 def _recipe(name: str) -> Config:

@@ -81,11 +81,13 @@ MAPPINGS = {
         "parallel.tp=3 must divide model.hidden_size=64; choose model.hidden_size=63 or 66"
     ),
     "world_size=4 tp=4 model.attention.num_heads=24 model.attention.num_kv_heads=6 model.attention.head_dim=32": (
-        "parallel.tp=4 must divide model.attention.num_kv_heads=6, or be a multiple of it (key and value heads are then "
+        "parallel.tp=4 must divide model.attention.num_kv_heads=6, or be a multiple of it (key and value heads are "
+        "then "
         "replicated); choose model.attention.num_kv_heads=4 or 8, or parallel.tp=1 or 2"
     ),
     "world_size=4 tp=4 model.layer_pattern=DM model.ffn.dense.intermediate_size=1022": (
-        "parallel.tp=4 must divide model.ffn.dense.intermediate_size=1022; choose model.ffn.dense.intermediate_size=1020 or 1024, or "
+        "parallel.tp=4 must divide model.ffn.dense.intermediate_size=1022; choose "
+        "model.ffn.dense.intermediate_size=1020 or 1024, or "
         "parallel.tp=1 or 2"
     ),
     "world_size=4 tp=4 model.ffn.moe.shared.intermediate_size=6": (
@@ -102,10 +104,12 @@ MAPPINGS = {
         "whole heads; choose parallel.context='ring' or 'allgather', or parallel.cp=1, 2 or 4"
     ),
     "world_size=8 ep=8 model.ffn.moe.num_experts=6": (
-        "parallel.ep=8 must divide model.ffn.moe.num_experts=6; choose model.ffn.moe.num_experts=8, or parallel.ep=1 or 2"
+        "parallel.ep=8 must divide model.ffn.moe.num_experts=6; choose model.ffn.moe.num_experts=8, or parallel.ep=1 "
+        "or 2"
     ),
     "world_size=4 etp=4 model.ffn.moe.intermediate_size=510": (
-        "parallel.etp=4 must divide model.ffn.moe.intermediate_size=510; choose model.ffn.moe.intermediate_size=508 or 512, or "
+        "parallel.etp=4 must divide model.ffn.moe.intermediate_size=510; choose model.ffn.moe.intermediate_size=508 "
+        "or 512, or "
         "parallel.etp=1 or 2"
     ),
     "world_size=2 ep=2 model.layer_pattern=D": (
@@ -244,14 +248,16 @@ PIPELINES = {
 
 ACCEPTED = [
     # Heads of softmax attention do not matter where no layer has them.
-    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention.num_key_heads=3 model.linear_attention.num_value_heads=3 "
+    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention.num_key_heads=3 "
+    "model.linear_attention.num_value_heads=3 "
     "model.ffn.moe.intermediate_size=96 model.vocab_size=258 train.seq_len=96",
     "world_size=8 tp=8",
     "world_size=8 tp=8 model.vocab_size=32002",
     "world_size=4 tp=4 model.vocab_size=10",
     "world_size=8 tp=2 cp=2 context=ulysses",
     "world_size=8 cp=8 context=ulysses",
-    "world_size=4 cp=4 context=ulysses model.attention.num_heads=24 model.attention.num_kv_heads=6 model.attention.head_dim=32",
+    "world_size=4 cp=4 context=ulysses model.attention.num_heads=24 model.attention.num_kv_heads=6 "
+    "model.attention.head_dim=32",
     "world_size=2 cp=2 context=ulysses train.seq_len=6",
     "world_size=4 pp=4",
     "world_size=4 pp=4 schedule=gpipe train.global_batch_size=1",

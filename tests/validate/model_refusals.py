@@ -6,7 +6,8 @@ for a part that is left out.
 
 SIZES = {
     "model.hidden_size=100 model.attention.num_heads=8": (
-        "model.attention.num_heads=8 must divide model.hidden_size=100 when model.attention.head_dim is 0; choose 1, 2, 4, 5, "
+        "model.attention.num_heads=8 must divide model.hidden_size=100 when model.attention.head_dim is 0; choose 1, "
+        "2, 4, 5, "
         "10 or 20 heads, model.hidden_size=96 or 104, or set model.attention.head_dim"
     ),
     "model.attention.num_kv_heads=3": (
@@ -20,7 +21,8 @@ SIZES = {
         "because RoPE rotates pairs; set model.attention.head_dim to 2 or 4"
     ),
     "model.attention.rope_fraction=0.3": (
-        "model.attention.rope_fraction=0.3 of a head of 32 is 9.6 dimensions, which must be a positive even number; choose 0.25"
+        "model.attention.rope_fraction=0.3 of a head of 32 is 9.6 dimensions, which must be a positive even number; "
+        "choose 0.25"
         " (8 dimensions) or 0.3125 (10 dimensions)"
     ),
     "model.attention.head_dim=4 model.attention.rope_fraction=0.25": (
@@ -31,25 +33,31 @@ SIZES = {
         "choose 'none'"
     ),
     "model.rope.scaling=llama3 model.rope.scaling.factor=8 model.rope.scaling.low_freq_factor=5": (
-        "model.rope.scaling.low_freq_factor=5.0 must be at most model.rope.scaling.high_freq_factor=4.0; the published pair is 1.0 and "
+        "model.rope.scaling.low_freq_factor=5.0 must be at most model.rope.scaling.high_freq_factor=4.0; the "
+        "published pair is 1.0 and "
         "4.0"
     ),
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.beta_slow=40": (
-        "model.rope.scaling.beta_slow=40.0 must be at most model.rope.scaling.beta_fast=32.0; the published pair is 1.0 and 32.0"
+        "model.rope.scaling.beta_slow=40.0 must be at most model.rope.scaling.beta_fast=32.0; the published pair is "
+        "1.0 and 32.0"
     ),
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.original_seq_len=6": (
         "...so that some frequencies are scaled and some are not; choose 7 to 2010619"
     ),
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1": (
-        "model.rope.scaling.mscale=1.0 is divided by the factor of model.rope.scaling.mscale_all_dim, not given; give both or neither"
+        "model.rope.scaling.mscale=1.0 is divided by the factor of model.rope.scaling.mscale_all_dim, not given; "
+        "give both or neither"
     ),
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale_all_dim=1": (
-        "model.rope.scaling.mscale_all_dim=1.0 divides the factor of model.rope.scaling.mscale, which is not given; give both or "
+        "model.rope.scaling.mscale_all_dim=1.0 divides the factor of model.rope.scaling.mscale, which is not given; "
+        "give both or "
         "neither"
     ),
-    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.attention_factor=1.1 model.rope.scaling.mscale=1 "
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.attention_factor=1.1 "
+    "model.rope.scaling.mscale=1 "
     "model.rope.scaling.mscale_all_dim=1": (
-        "model.rope.scaling.mscale=1.0 has no effect with model.rope.scaling.attention_factor=1.1, which it would only derive; leave "
+        "model.rope.scaling.mscale=1.0 has no effect with model.rope.scaling.attention_factor=1.1, which it would "
+        "only derive; leave "
         "one of them out"
     ),
     "model.attention=mla model.attention.qk_rope_head_dim=5": (
@@ -71,31 +79,39 @@ SIZES = {
         "zero_centered=false, or norm='rmsnorm'"
     ),
     "model.rope.scaling=longrope model.rope.scaling.long_factors=[1,2] model.attention.head_dim=4": (
-        "model.rope.scaling.short_factors has 0 numbers, and model.rope.scaling='longrope' needs one for each of the 2 pairs "
+        "model.rope.scaling.short_factors has 0 numbers, and model.rope.scaling='longrope' needs one for each of the "
+        "2 pairs "
         "of dims that RoPE rotates; give 2"
     ),
-    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1] model.rope.scaling.short_factors=[0] model.attention.head_dim=2": (
+    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1] "
+    "model.rope.scaling.short_factors=[0] model.attention.head_dim=2": (
         "model.rope.scaling.short_factors has the number 0.0, and divides frequencies; give finite numbers above 0"
     ),
-    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1] model.rope.scaling.short_factors=[1] model.attention.head_dim=2 "
+    "model.rope.scaling=longrope model.rope.scaling.long_factors=[1] model.rope.scaling.short_factors=[1] "
+    "model.attention.head_dim=2 "
     "model.rope.scaling.original_seq_len=1": (
-        "model.rope.scaling.original_seq_len=1 has the logarithm 0, by which the attention factor of longrope divides; give "
+        "model.rope.scaling.original_seq_len=1 has the logarithm 0, by which the attention factor of longrope "
+        "divides; give "
         "the context length of the first training, or short_mscale and long_mscale"
     ),
     "model.ffn.moe.router.softmax=sparsemixer moe.choice=round_robin": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses by the logits alone, "
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses by the "
+        "logits alone, "
         "and the weights of a token have no fixed sum; choose choice='topk', or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.expert_bias=true": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.expert_bias=true: it chooses by the logits alone, "
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.expert_bias=true: it "
+        "chooses by the logits alone, "
         "and the weights of a token have no fixed sum; choose expert_bias=false, or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.num_groups=4: it chooses by the logits alone, and "
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.num_groups=4: it chooses "
+        "by the logits alone, and "
         "the weights of a token have no fixed sum; choose num_groups=1, or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.upcycle_from=runs/a": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.upcycle_from='runs/a': it chooses by the logits "
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.upcycle_from='runs/a': it chooses by the "
+        "logits "
         "alone, and the weights of a token have no fixed sum; choose upcycle_from='', or softmax='pre'"
     ),
     "model.norm.zero_centered=true model.attention=mla": (
@@ -103,19 +119,23 @@ SIZES = {
         "zero_centered=false, or attention='gqa'"
     ),
     "model.norm.zero_centered=true model.attention.qk_norm={} model.attention.qk_norm.over=all_heads": (
-        "model.norm.zero_centered=true does not go with model.attention.qk_norm.over='all_heads', a norm of another kind; set "
+        "model.norm.zero_centered=true does not go with model.attention.qk_norm.over='all_heads', a norm of another "
+        "kind; set "
         "zero_centered=false, or over='head'"
     ),
     "model.attention_pattern=LF model.linear_attention.num_key_heads=3": (
-        "model.linear_attention.num_value_heads=4 must be a multiple of model.linear_attention.num_key_heads=3, each of which serves as "
+        "model.linear_attention.num_value_heads=4 must be a multiple of model.linear_attention.num_key_heads=3, each "
+        "of which serves as "
         "many; choose 3 or 6"
     ),
-    "model.attention_pattern=LF model.linear_attention.conv_kernel=6 train.seq_len=16 parallel.world_size=4 parallel.cp=4": (
+    "model.attention_pattern=LF model.linear_attention.conv_kernel=6 train.seq_len=16 "
+    "parallel.world_size=4 parallel.cp=4": (
         "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
         "the 5 tokens before one of model.linear_attention.conv_kernel=6; choose train.seq_len=40"
     ),
     "model.attention.indexer.top_k=300": (
-        "model.attention.indexer.top_k=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 or less, or 0 "
+        "model.attention.indexer.top_k=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 "
+        "or less, or 0 "
         "for dense attention"
     ),
     "model.attention.indexer.top_k=8 model.attention.indexer.head_dim=16": (
@@ -140,7 +160,8 @@ SIZES = {
         "model.index_pattern='FS2F' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
         "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
     ),
-    "model.attention.indexer.top_k=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 parallel.pipeline_layout=auto": (
+    "model.attention.indexer.top_k=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 "
+    "parallel.pipeline_layout=auto": (
         "model.index_pattern='FS3' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
         "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
         "less"
@@ -157,19 +178,24 @@ SIZES = {
         "rl.group_size=4 out"
     ),
     "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2": (
-        "parallel.context='ring' with parallel.cp=2 does not go with model.attention.indexer.top_k=8, which selects among the keys "
+        "parallel.context='ring' with parallel.cp=2 does not go with model.attention.indexer.top_k=8, which selects "
+        "among the keys "
         "of the whole sequence; choose 'allgather', or parallel.cp=1"
     ),
-    "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned data.document_end=0": (
-        "parallel.context='planned' does not go with model.attention.indexer.top_k=8, which selects among the keys of the whole "
+    "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned "
+    "data.document_end=0": (
+        "parallel.context='planned' does not go with model.attention.indexer.top_k=8, which selects among the keys "
+        "of the whole "
         "sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
     ),
     'model.attention.indexer.top_k=8 train.recompute=["core_attention"]': (
-        "train.recompute has 'core_attention', and the sparse attention of model.attention.indexer.top_k=8 does not have it as a "
+        "train.recompute has 'core_attention', and the sparse attention of model.attention.indexer.top_k=8 does not "
+        "have it as a "
         "part; leave it out"
     ),
     "model.attention.indexer.top_k=8 run.cuda_graphs=attention run.device=cuda": (
-        "run.cuda_graphs='attention' does not go with model.attention.indexer.top_k=8: the indexer's loss is recorded, and its "
+        "run.cuda_graphs='attention' does not go with model.attention.indexer.top_k=8: the indexer's loss is "
+        "recorded, and its "
         "blocks chosen, by the host; set run.cuda_graphs='none', or change that"
     ),
     "model.attention_pattern=F5": (
@@ -190,19 +216,23 @@ SIZES = {
         "dimensions"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.after_rope=true model.rope.interleaved=true": (
-        "model.attention.qk_norm.after_rope=true does not go with model.rope.interleaved=true, whose rotation reorders the "
+        "model.attention.qk_norm.after_rope=true does not go with model.rope.interleaved=true, whose rotation "
+        "reorders the "
         "dims; choose interleaved=false"
     ),
     "model.ffn.moe.zero_experts=4 model.ffn.moe.router.num_groups=2 model.ffn.moe.router.top_groups=1": (
-        "model.ffn.moe.zero_experts=4 does not go with model.ffn.moe.router.num_groups=2, as zero-computation experts are in no group; leave "
+        "model.ffn.moe.zero_experts=4 does not go with model.ffn.moe.router.num_groups=2, as zero-computation "
+        "experts are in no group; leave "
         "num_groups and top_groups out, or zero_experts"
     ),
     "model.ffn.moe.zero_experts=4 model.upcycle_from=dense": (
-        "model.ffn.moe.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of the dense "
+        "model.ffn.moe.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of "
+        "the dense "
         "layer that it routes to them; leave one of them out"
     ),
     "model.ffn.moe.zero_experts=4 model.ffn.moe.router.expert_bias=true model.ffn.moe.active_experts=3": (
-        "model.ffn.moe.active_experts=3.0 must be at most model.ffn.moe.top_k=2, the choices of a token; choose a number up to 2"
+        "model.ffn.moe.active_experts=3.0 must be at most model.ffn.moe.top_k=2, the choices of a token; choose a "
+        "number up to 2"
     ),
     "model.ffn.moe.shortcut=true model.layer_pattern=MD": (
         "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared=none means "
@@ -213,19 +243,24 @@ SIZES = {
         "model.layer_pattern='M' has layers M without a D after them in model.num_layers=4; choose 'MD' with an even "
         "number of layers"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 model.residual=post": (
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 "
+    "model.residual=post": (
         "model.ffn.moe.shortcut=true does not go with model.residual='post': the routed output would be added "
         "without a norm; set residual='pre'"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 parallel.world_size=4 "
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 "
+    "parallel.world_size=4 "
     "parallel.pp=4": (
-        "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline stage, and "
+        "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline "
+        "stage, and "
         "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
         "MD, or parallel.pipeline_layout"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 parallel.world_size=4 "
+    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 "
+    "parallel.world_size=4 "
     "parallel.pp=4 parallel.pipeline_layout=auto model.num_layers=2": (
-        "model.ffn.moe.shortcut=true keeps a layer M and the D after it on one pipeline stage, and parallel.pp*parallel."
+        "model.ffn.moe.shortcut=true keeps a layer M and the D after it on one pipeline stage, and "
+        "parallel.pp*parallel."
         "virtual_stages=4 stages are more than these 1 groups of layers, the embedding and the loss; choose 3 or less"
     ),
     "model.attention_pattern=C2": (
@@ -236,15 +271,18 @@ SIZES = {
         "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
     ),
     "model.attention_pattern=C model.attention_chunk_size=4 model.attention.indexer.top_k=2": (
-        "model.attention_pattern='C' has layers of kind C, and model.attention.indexer.top_k=2 selects keys of the whole document; "
+        "model.attention_pattern='C' has layers of kind C, and model.attention.indexer.top_k=2 selects keys of the "
+        "whole document; "
         "choose 'F' or 'W', or indexer='none'"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.weight=false model.attention.qk_norm.over=all_heads": (
-        "model.attention.qk_norm.weight=false does not go with model.attention.qk_norm.over='all_heads', whose norm has weights; set "
+        "model.attention.qk_norm.weight=false does not go with model.attention.qk_norm.over='all_heads', whose norm "
+        "has weights; set "
         "over='head'"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.in_nope=false model.rope_pattern=RN": (
-        "model.attention.qk_norm.in_nope=false does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other "
+        "model.attention.qk_norm.in_nope=false does not go with model.attention.qk_norm.weight=true: layers without "
+        "RoPE would have other "
         "parameters than those with it; set weight=false, or in_nope=true"
     ),
     'train.recompute=["core_attention"] model.attention_pattern=L2': (

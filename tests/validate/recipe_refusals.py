@@ -10,29 +10,35 @@ ROUTING = {
         "moe.choice='topk', or leave replay out"
     ),
     "model.ffn.moe.top_k=1": (
-        'model.ffn.moe.top_k=1 with model.ffn.moe.router.softmax="post" weighs every choice with 1, so the router gets no gradient '
+        'model.ffn.moe.top_k=1 with model.ffn.moe.router.softmax="post" weighs every choice with 1, so the router '
+        "gets no gradient "
         'from the loss; set model.ffn.moe.router.softmax="pre", or model.ffn.moe.top_k=2 or more'
     ),
     "model.ffn.moe.top_k=1 model.ffn.moe.router=sigmoid": (
-        "model.ffn.moe.top_k=1 with model.ffn.moe.router.normalize=true weighs every choice with 1, so the router gets no gradient "
+        "model.ffn.moe.top_k=1 with model.ffn.moe.router.normalize=true weighs every choice with 1, so the router "
+        "gets no gradient "
         "from the loss; set model.ffn.moe.router.normalize=false, or model.ffn.moe.top_k=2 or more"
     ),
     "model.ffn.moe.top_k=9": ("model.ffn.moe.top_k=9 must be at most model.ffn.moe.num_experts=8; choose 1 to 8"),
     "model.ffn.moe.router.num_groups=3 model.ffn.moe.router.top_groups=2": (
-        "model.ffn.moe.router.num_groups=3 must divide model.ffn.moe.num_experts=8; choose 1, 2, 4 or 8, or model.ffn.moe.num_experts=6 or 9"
+        "model.ffn.moe.router.num_groups=3 must divide model.ffn.moe.num_experts=8; choose 1, 2, 4 or 8, or "
+        "model.ffn.moe.num_experts=6 or 9"
     ),
     "model.ffn.moe.router.top_groups=2": (
         "model.ffn.moe.router.top_groups=2 must be at most model.ffn.moe.router.num_groups=1; choose 1 to 1"
     ),
     "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=1 model.ffn.moe.top_k=4": (
-        "model.ffn.moe.router.top_groups=1 groups of 2 experts are fewer than model.ffn.moe.top_k=4 experts; choose top_groups of 2 or more,"
+        "model.ffn.moe.router.top_groups=1 groups of 2 experts are fewer than model.ffn.moe.top_k=4 experts; choose "
+        "top_groups of 2 or more,"
         " or top_k of 2 or less"
     ),
     "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=4": (
-        "model.ffn.moe.router.top_groups=4 of model.ffn.moe.router.num_groups=4 limits nothing; choose top_groups below 4, or leave both out"
+        "model.ffn.moe.router.top_groups=4 of model.ffn.moe.router.num_groups=4 limits nothing; choose top_groups "
+        "below 4, or leave both out"
     ),
     "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4 model.ffn.moe.router=sigmoid": (
-        "model.ffn.moe.router='sigmoid' scores a group by its two best experts, and model.ffn.moe.router.num_groups=8 makes groups of "
+        "model.ffn.moe.router='sigmoid' scores a group by its two best experts, and "
+        "model.ffn.moe.router.num_groups=8 makes groups of "
         "one; choose num_groups of 4 or less"
     ),
     "moe.choice=quantile": (
@@ -40,23 +46,28 @@ ROUTING = {
         "and model.ffn.moe.router.expert_bias=false; set model.ffn.moe.router.expert_bias=true"
     ),
     "moe.choice=quantile model.ffn.moe.router.expert_bias=true model.ffn.moe.top_k=8": (
-        "moe.choice='quantile' has nothing to balance: model.ffn.moe.top_k=8 is every expert; choose top_k of at most 7, or "
+        "moe.choice='quantile' has nothing to balance: model.ffn.moe.top_k=8 is every expert; choose top_k of at "
+        "most 7, or "
         "choice='topk'"
     ),
     "moe.choice=sinkhorn model.ffn.moe.router.expert_bias=true": (
-        "model.ffn.moe.router.expert_bias=true contradicts moe.choice='sinkhorn', which balances the experts by itself; choose "
+        "model.ffn.moe.router.expert_bias=true contradicts moe.choice='sinkhorn', which balances the experts by "
+        "itself; choose "
         "expert_bias=false, or choice='topk'"
     ),
     "moe.choice=round_robin model.ffn.moe.router.expert_bias=true": (
-        "model.ffn.moe.router.expert_bias=true contradicts moe.choice='round_robin', which reads no score; choose expert_bias=false,"
+        "model.ffn.moe.router.expert_bias=true contradicts moe.choice='round_robin', which reads no score; choose "
+        "expert_bias=false,"
         " or choice='topk'"
     ),
     "moe.choice=sinkhorn model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
-        "model.ffn.moe.router.num_groups=4 contradicts moe.choice='sinkhorn', which balances the experts by itself; leave num_groups"
+        "model.ffn.moe.router.num_groups=4 contradicts moe.choice='sinkhorn', which balances the experts by itself; "
+        "leave num_groups"
         " and top_groups out, or choose choice='topk'"
     ),
     "moe.choice=skewed model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
-        "model.ffn.moe.router.num_groups=4 contradicts moe.choice='skewed', which reads no score; leave num_groups and top_groups "
+        "model.ffn.moe.router.num_groups=4 contradicts moe.choice='skewed', which reads no score; leave num_groups "
+        "and top_groups "
         "out, or choose choice='topk'"
     ),
     "moe.choice=skewed model.ffn.moe.top_k=8": (
@@ -67,11 +78,13 @@ ROUTING = {
         "moe.choice='skewed' needs more experts than expert 0, and model.ffn.moe.num_experts=1; choose 2 or more"
     ),
     "moe.capacity_factor=0.4": (
-        "moe.capacity_factor=0.4 with model.ffn.moe.top_k=2 gives all experts together a capacity below the number of tokens,"
+        "moe.capacity_factor=0.4 with model.ffn.moe.top_k=2 gives all experts together a capacity below the number "
+        "of tokens,"
         " so some would reach no expert; choose 0.5 or more, or 0.0 (dropless)"
     ),
     "moe.eval_capacity_factor=0.3 model.ffn.moe.top_k=3 train.eval_every=5": (
-        "moe.eval_capacity_factor=0.3 with model.ffn.moe.top_k=3 gives all experts together a capacity below the number of "
+        "moe.eval_capacity_factor=0.3 with model.ffn.moe.top_k=3 gives all experts together a capacity below the "
+        "number of "
         "tokens, so some would reach no expert; choose 0.34 or more, or 0.0 (dropless)"
     ),
     "moe.capacity_factor=4.0": (
@@ -382,10 +395,12 @@ ACCEPTED = [
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.beta_fast=1 model.rope.scaling.beta_slow=1",
     "model.attention.head_dim=100 model.attention.rope_fraction=0.58",
     "model.rope.scaling=linear model.rope.scaling.factor=2",
-    "model.rope.scaling=longrope model.attention.head_dim=2 model.rope.scaling.short_factors=[1] model.rope.scaling.long_factors=[2]",
+    "model.rope.scaling=longrope model.attention.head_dim=2 model.rope.scaling.short_factors=[1] "
+    "model.rope.scaling.long_factors=[2]",
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.top_k=1 model.norm=layernorm model.head_bias=true",
     "model.rope.scaling=llama3 model.rope.scaling.factor=8 model.rope.scaling.original_seq_len=4096",
-    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1 model.rope.scaling.mscale_all_dim=1",
+    "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1 "
+    "model.rope.scaling.mscale_all_dim=1",
     "model.attention=mla model.hidden_size=100 model.attention.num_heads=3",
     "model.layer_pattern=DM",
     "model.layer_pattern=DM3",
@@ -394,8 +409,10 @@ ACCEPTED = [
     "model.ffn.moe.top_k=8",
     "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2",
     "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4",
-    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 model.ffn.moe.router=sigmoid model.ffn.moe.router.expert_bias=true moe.aux_kind=sequence",
-    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 moe.choice=quantile model.ffn.moe.router.expert_bias=true",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 model.ffn.moe.router=sigmoid "
+    "model.ffn.moe.router.expert_bias=true moe.aux_kind=sequence",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 moe.choice=quantile "
+    "model.ffn.moe.router.expert_bias=true",
     "model.ffn.moe.router.expert_bias=true moe.aux_loss=0.0",
     "moe.choice=sinkhorn moe.sinkhorn_iterations=1",
     "moe.choice=round_robin",

@@ -45,7 +45,8 @@ REINFORCEMENT = {
         "rl.objective='clip' with rl.correction='clamp' compares with the weights at the start of a round, which are "
         "those that rl.updates=1 trains, so every ratio is 1; choose objective 'policy', or updates above 1"
     ),
-    f"{RL} rl.objective=clip rl.updates=2 rl.replay=on model.ffn.moe.router.expert_bias=true model.ffn.moe.router=sigmoid": (
+    f"{RL} rl.objective=clip rl.updates=2 rl.replay=on model.ffn.moe.router.expert_bias=true "
+    "model.ffn.moe.router=sigmoid": (
         "rl.replay='on' with rl.updates=2 would update the expert bias by choices of older weights "
         "(moe.bias_update_rate=0.001); set bias_update_rate=0, updates=1, or replay='off'"
     ),
@@ -114,7 +115,8 @@ REINFORCEMENT = {
     ),
     f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
     f"{RL} model.ffn.moe.router.softmax=sparsemixer": (
-        "model.ffn.moe.router.softmax.samples=true does not go with reinforcement learning: training would sample other "
+        "model.ffn.moe.router.softmax.samples=true does not go with reinforcement learning: training would sample "
+        "other "
         "experts than rollouts have; set model.ffn.moe.router.softmax.samples=false, or rl.group_size=0"
     ),
     f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",

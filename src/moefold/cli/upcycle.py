@@ -92,7 +92,8 @@ def upcycled_model(
     model = cfg.model
     if granularity is not None and model.ffn.moe.intermediate_size != width:
         raise ConfigError(
-            f"model.ffn.moe.intermediate_size={model.ffn.moe.intermediate_size} is not the width {width} that --granularity "
+            f"model.ffn.moe.intermediate_size={model.ffn.moe.intermediate_size} is not the width {width} that "
+            "--granularity "
             f"{slices} gives; leave one of the two out"
         )
     check_config(cfg)
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "or, with --granularity G, one of G slices of it, and the router begins with whole copies "
         "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
         "model.upcycle_from.",
-        epilog="example:\n  moefold upcycle llama OUT model.ffn.moe.num_experts=16 model.ffn.moe.top_k=4 --granularity 2",
+        epilog="example:\n  moefold upcycle llama OUT model.ffn.moe.num_experts=16 --granularity 2",
     )
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")

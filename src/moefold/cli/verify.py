@@ -227,7 +227,8 @@ def _header(
         ("  experts", f"etp={p.etp} ep={p.ep} edp={p.edp} pp={p.pp}, order {p.moe_order}"),
         (
             "model",
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.ffn.moe.num_experts} experts, top {model.ffn.moe.top_k}, "
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {model.ffn.moe.num_experts} experts, top "
+            f"{model.ffn.moe.top_k}, "
             f"{count_parameters(model).total:,} parameters in float64",
         ),
         ("batch", f"{train.global_batch_size} samples of {train.seq_len} tokens, {train.micro_batch_size} at a time"),

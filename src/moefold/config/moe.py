@@ -53,8 +53,9 @@ class MoEConfig:
     bias_update_rate: Annotated[
         float, at_least(0, "0: the bias stays"), ReadIf("lora.rank=0"), ReadIf("model.ffn.moe.router.expert_bias")
     ] = 1e-3
-    """Step size of model.ffn.moe.router.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
-    more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
+    """Step size of model.ffn.moe.router.expert_bias: up for an expert with fewer routed tokens than the mean of
+    the step, down for more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437
+    sec. 4.2)."""
     choice: Annotated[str | Part, KindOf("choice", is_flat=True)] = "topk"
     """Choice of experts. topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then also
     depend on later tokens (not causal). round_robin, skewed: forced, for benchmarks."""

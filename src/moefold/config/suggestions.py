@@ -139,7 +139,7 @@ def part_keys() -> dict[str, str]:
 
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
-    """Return the built-in kinds that have each setting of a table, by its path, in schema order; without kinds: none."""
+    """Return the kinds that have each setting of a table, by its path, in schema order; of one without kinds, none."""
     found: dict[str, tuple[str, ...]] = {}
     for name, mark in tables().items():
         for owner in owners_of(mark):

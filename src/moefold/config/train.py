@@ -95,8 +95,9 @@ class TrainConfig(Section):
     mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.attention.indexer")] = "sparse"
-    """Stage of sparse attention (model.attention.indexer.top_k). warmup: attention is dense, and only the indexers learn, from the
-    attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers learn."""
+    """Stage of sparse attention (model.attention.indexer). warmup: attention is dense, and only the indexers learn,
+    from the attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers
+    learn."""
     indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.attention.indexer")] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
     mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers

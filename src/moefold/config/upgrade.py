@@ -27,6 +27,42 @@ class Moved(NamedTuple):
         return f"{self.key}.{self.setting}"
 
 
+_MODEL = """
+model residual:norm_placement
+model.rope scaling:rope_scaling theta:rope_theta interleaved:rope_interleaved
+model.ffn.moe router:router_score activation:moe_activation num_experts top_k zero_experts active_experts
+model.ffn.moe intermediate_size:moe_ffn_hidden_size latent_size:moe_hidden_size bias:moe_bias
+model.ffn.moe probs_on_input:router_probs_on_input shortcut:moe_shortcut
+model.attention qk_norm gate:attention_gate num_heads:num_attention_heads num_kv_heads:num_query_groups head_dim
+model.attention q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim scale_latents:mla_scale_latents
+model.attention qkv_bias output_bias:attention_output_bias sinks:attention_sinks scale:attention_scale rope_fraction
+model.ffn.moe.router softmax:router_softmax normalize:router_normalize scaling_factor:router_scaling_factor num_groups
+model.ffn.moe.router top_groups expert_bias bias:router_bias
+model.attention.temperature scale:nope_temperature_scale tokens:nope_temperature_tokens
+model.attention.indexer top_k:index_topk num_heads:index_heads head_dim:index_head_dim
+model.attention.indexer rope_interleaved:index_rope_interleaved
+model.ffn.moe.shared intermediate_size:shared_expert_ffn_hidden_size gate:shared_expert_gate
+model.attention.qk_norm over:qk_norm_width after_rope:qk_norm_after_rope weight:qk_norm_weight in_nope:qk_norm_nope
+model.attention.gate per:attention_gate_width
+model.linear_attention num_key_heads:linear_num_key_heads num_value_heads:linear_num_value_heads
+model.linear_attention key_head_dim:linear_key_head_dim value_head_dim:linear_value_head_dim
+model.linear_attention conv_kernel:linear_conv_kernel bias:linear_conv_bias gate_rank:linear_gate_rank
+model.linear_attention full_rank_gates:linear_full_rank_gates decay_bound:linear_decay_bound
+model.ffn.dense intermediate_size:ffn_hidden_size
+model.ffn.moe.activation alpha:swiglu_alpha limit:swiglu_limit
+model.ffn.moe.router.softmax jitter:sparsemixer_jitter
+model.norm eps:norm_eps zero_centered:zero_centered_norms
+model.residual multiplier:residual_multiplier
+model.rope.scaling factor:rope_scaling_factor original_seq_len:rope_original_seq_len short_factors:rope_short_factors
+model.rope.scaling long_factors:rope_long_factors short_mscale:rope_short_mscale long_mscale:rope_long_mscale
+model.rope.scaling low_freq_factor:rope_low_freq_factor high_freq_factor:rope_high_freq_factor
+model.rope.scaling beta_fast:rope_beta_fast beta_slow:rope_beta_slow truncate:rope_truncate
+model.rope.scaling attention_factor:rope_attention_factor mscale:rope_mscale mscale_all_dim:rope_mscale_all_dim
+"""
+"""Flat keys of [model] by the tables that they have moved to: "setting:key", or "setting" with the same name.
+
+Keys that choose a kind or a table come before its settings.
+"""
 MOVED = {
     "train.min_lr": Moved("train.lr_schedule", "min_lr"),
     "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
@@ -42,90 +78,13 @@ MOVED = {
     "rl.clip_high": Moved("rl.objective", "clip_high"),
     "rl.correction_low": Moved("rl.correction", "low"),
     "rl.correction_high": Moved("rl.correction", "high"),
-    "model.norm_placement": Moved("model", "residual"),
-    "model.router_score": Moved("model.ffn.moe", "router"),
-    "model.router_softmax": Moved("model.ffn.moe.router", "softmax"),
-    "model.moe_activation": Moved("model.ffn.moe", "activation"),
-    "model.rope_scaling": Moved("model.rope", "scaling"),
-    "model.qk_norm": Moved("model.attention", "qk_norm"),
-    "model.attention_gate": Moved("model.attention", "gate"),
-    "model.nope_temperature_scale": Moved("model.attention.temperature", "scale"),
-    "model.index_topk": Moved("model.attention.indexer", "top_k"),
-    "model.shared_expert_ffn_hidden_size": Moved("model.ffn.moe.shared", "intermediate_size"),
-    "model.num_attention_heads": Moved("model.attention", "num_heads"),
-    "model.num_query_groups": Moved("model.attention", "num_kv_heads"),
-    "model.head_dim": Moved("model.attention", "head_dim"),
-    "model.q_lora_rank": Moved("model.attention", "q_lora_rank"),
-    "model.kv_lora_rank": Moved("model.attention", "kv_lora_rank"),
-    "model.qk_nope_head_dim": Moved("model.attention", "qk_nope_head_dim"),
-    "model.qk_rope_head_dim": Moved("model.attention", "qk_rope_head_dim"),
-    "model.v_head_dim": Moved("model.attention", "v_head_dim"),
-    "model.mla_scale_latents": Moved("model.attention", "scale_latents"),
-    "model.qkv_bias": Moved("model.attention", "qkv_bias"),
-    "model.attention_output_bias": Moved("model.attention", "output_bias"),
-    "model.attention_sinks": Moved("model.attention", "sinks"),
-    "model.attention_scale": Moved("model.attention", "scale"),
-    "model.rope_fraction": Moved("model.attention", "rope_fraction"),
-    "model.qk_norm_width": Moved("model.attention.qk_norm", "over"),
-    "model.qk_norm_after_rope": Moved("model.attention.qk_norm", "after_rope"),
-    "model.qk_norm_weight": Moved("model.attention.qk_norm", "weight"),
-    "model.qk_norm_nope": Moved("model.attention.qk_norm", "in_nope"),
-    "model.attention_gate_width": Moved("model.attention.gate", "per"),
-    "model.nope_temperature_tokens": Moved("model.attention.temperature", "tokens"),
-    "model.index_heads": Moved("model.attention.indexer", "num_heads"),
-    "model.index_head_dim": Moved("model.attention.indexer", "head_dim"),
-    "model.index_rope_interleaved": Moved("model.attention.indexer", "rope_interleaved"),
-    "model.linear_num_key_heads": Moved("model.linear_attention", "num_key_heads"),
-    "model.linear_num_value_heads": Moved("model.linear_attention", "num_value_heads"),
-    "model.linear_key_head_dim": Moved("model.linear_attention", "key_head_dim"),
-    "model.linear_value_head_dim": Moved("model.linear_attention", "value_head_dim"),
-    "model.linear_conv_kernel": Moved("model.linear_attention", "conv_kernel"),
-    "model.linear_conv_bias": Moved("model.linear_attention", "bias"),
-    "model.linear_gate_rank": Moved("model.linear_attention", "gate_rank"),
-    "model.linear_full_rank_gates": Moved("model.linear_attention", "full_rank_gates"),
-    "model.linear_decay_bound": Moved("model.linear_attention", "decay_bound"),
-    "model.ffn_hidden_size": Moved("model.ffn.dense", "intermediate_size"),
-    "model.num_experts": Moved("model.ffn.moe", "num_experts"),
-    "model.top_k": Moved("model.ffn.moe", "top_k"),
-    "model.zero_experts": Moved("model.ffn.moe", "zero_experts"),
-    "model.active_experts": Moved("model.ffn.moe", "active_experts"),
-    "model.moe_ffn_hidden_size": Moved("model.ffn.moe", "intermediate_size"),
-    "model.moe_hidden_size": Moved("model.ffn.moe", "latent_size"),
-    "model.moe_bias": Moved("model.ffn.moe", "bias"),
-    "model.swiglu_alpha": Moved("model.ffn.moe.activation", "alpha"),
-    "model.swiglu_limit": Moved("model.ffn.moe.activation", "limit"),
-    "model.router_probs_on_input": Moved("model.ffn.moe", "probs_on_input"),
-    "model.moe_shortcut": Moved("model.ffn.moe", "shortcut"),
-    "model.shared_expert_gate": Moved("model.ffn.moe.shared", "gate"),
-    "model.sparsemixer_jitter": Moved("model.ffn.moe.router.softmax", "jitter"),
-    "model.router_normalize": Moved("model.ffn.moe.router", "normalize"),
-    "model.router_scaling_factor": Moved("model.ffn.moe.router", "scaling_factor"),
-    "model.num_groups": Moved("model.ffn.moe.router", "num_groups"),
-    "model.top_groups": Moved("model.ffn.moe.router", "top_groups"),
-    "model.expert_bias": Moved("model.ffn.moe.router", "expert_bias"),
-    "model.router_bias": Moved("model.ffn.moe.router", "bias"),
-    "model.norm_eps": Moved("model.norm", "eps"),
-    "model.zero_centered_norms": Moved("model.norm", "zero_centered"),
-    "model.residual_multiplier": Moved("model.residual", "multiplier"),
-    "model.rope_theta": Moved("model.rope", "theta"),
-    "model.rope_interleaved": Moved("model.rope", "interleaved"),
-    "model.rope_scaling_factor": Moved("model.rope.scaling", "factor"),
-    "model.rope_original_seq_len": Moved("model.rope.scaling", "original_seq_len"),
-    "model.rope_short_factors": Moved("model.rope.scaling", "short_factors"),
-    "model.rope_long_factors": Moved("model.rope.scaling", "long_factors"),
-    "model.rope_short_mscale": Moved("model.rope.scaling", "short_mscale"),
-    "model.rope_long_mscale": Moved("model.rope.scaling", "long_mscale"),
-    "model.rope_low_freq_factor": Moved("model.rope.scaling", "low_freq_factor"),
-    "model.rope_high_freq_factor": Moved("model.rope.scaling", "high_freq_factor"),
-    "model.rope_beta_fast": Moved("model.rope.scaling", "beta_fast"),
-    "model.rope_beta_slow": Moved("model.rope.scaling", "beta_slow"),
-    "model.rope_truncate": Moved("model.rope.scaling", "truncate"),
-    "model.rope_attention_factor": Moved("model.rope.scaling", "attention_factor"),
-    "model.rope_mscale": Moved("model.rope.scaling", "mscale"),
-    "model.rope_mscale_all_dim": Moved("model.rope.scaling", "mscale_all_dim"),
     "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
+} | {
+    f"model.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
+    for line in _MODEL.split("\n")
+    for word in line.split()[1:]
 }
-"""Place of each flat key of format 1, as "section.key"; keys that choose a kind or a table before its settings."""
+"""Place of each flat key of format 1, as "section.key"."""
 OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
 """Flat keys whose value 0 meant that there is no table."""
 

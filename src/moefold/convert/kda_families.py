@@ -126,7 +126,8 @@ class DecayBound:
         found = Renamed("kda_lower_bound", "linear_attention.decay_bound", -5.0).read(hf_config)
         if not isinstance(is_bounded, bool) or found["linear_attention.decay_bound"] >= 0:
             raise ConfigError(
-                f"config.json has kda_safe_gate={is_bounded!r} and kda_lower_bound={found['linear_attention.decay_bound']}, "
+                f"config.json has kda_safe_gate={is_bounded!r} and "
+                f"kda_lower_bound={found['linear_attention.decay_bound']}, "
                 "which should be true or false, and below 0"
             )
         return found if is_bounded else {}

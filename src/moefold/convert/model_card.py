@@ -174,7 +174,8 @@ def write_model_card(
     count = count_parameters(model)
     sizes = f"{count.total:,} parameters"
     if model.ffn.moe.num_experts:
-        sizes += f", {count.active:,} of them active for each token ({model.ffn.moe.top_k} of {model.ffn.moe.num_experts} experts)"
+        experts = model.ffn.moe
+        sizes += f", {count.active:,} of them active for each token ({experts.top_k} of {experts.num_experts} experts)"
     lines = [
         f"# {f'Low-rank adapters of a {family} model' if is_adapter else f'{family} model'} trained with moefold",
         "",

@@ -102,17 +102,20 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     slices = width // inner
     if model.ffn.moe.num_experts % slices or model.ffn.moe.top_k % slices:
         return (
-            f"its width {width} is {slices} experts of model.ffn.moe.intermediate_size={inner}, so model.ffn.moe.num_experts="
+            f"its width {width} is {slices} experts of model.ffn.moe.intermediate_size={inner}, so "
+            "model.ffn.moe.num_experts="
             f"{model.ffn.moe.num_experts} and model.ffn.moe.top_k={model.ffn.moe.top_k} must be multiples of {slices}"
         )
     if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
         return (
-            "model.ffn.moe.router.softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that they "
+            "model.ffn.moe.router.softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that "
+            "they "
             " do not add up to the dense layer; choose 'pre' or 'post'"
         )
     if model.ffn.moe.latent_size:
         return (
-            f"its feed-forward width has no counterpart of model.ffn.moe.latent_size={model.ffn.moe.latent_size}, the width of "
+            f"its feed-forward width has no counterpart of model.ffn.moe.latent_size={model.ffn.moe.latent_size}, "
+            "the width of "
             "latent experts; leave latent_size out"
         )
     # Experts keep the activation.

@@ -20,5 +20,6 @@ def check_priced_stage(model: ModelConfig, train: TrainConfig, lora: LoraConfig)
     if train.trains_indexers_only(model):
         raise ConfigError(
             "train.indexer_stage='warmup' has no predicted step time: the time model has attention over selected keys "
-            "alone; choose 'sparse' to price the stage that follows, or model.attention.indexer=none to price dense attention"
+            "alone; choose 'sparse' to price the stage that follows, or model.attention.indexer=none to price dense "
+            "attention"
         )

@@ -121,7 +121,8 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
         )
     if model.selected_keys:
         yield (
-            f"model.attention.indexer.top_k={model.selected_keys}: torch computes scores and sums over selected keys, which depend "
+            f"model.attention.indexer.top_k={model.selected_keys}: torch computes scores and sums over selected "
+            "keys, which depend "
             "on the number of tokens; choose 0"
         )
     core = model.softmax_attention.core(model.hidden_size)

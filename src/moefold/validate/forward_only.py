@@ -49,7 +49,8 @@ def validate_forward_model(model: ModelConfig, moe: MoEConfig, train: TrainConfi
         return
     if model.selected_keys:
         yield (
-            f"model.attention.indexer.top_k={model.selected_keys} trains indexers by the gradient of a loss of their own, and "
+            f"model.attention.indexer.top_k={model.selected_keys} trains indexers by the gradient of a loss of their "
+            "own, and "
             f"{name} has no gradients; set indexer='none', or choose optimizer='adamw'"
         )
     if moe.trace_every:

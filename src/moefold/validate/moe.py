@@ -60,17 +60,20 @@ def _validate_zero_experts(part: RoutedPart, upcycle_from: str) -> Iterator[str]
     """Check what zero-computation experts do not go with, and their share."""
     if part.zero_experts and part.router.num_groups > 1:
         yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.ffn.moe.router.num_groups={part.router.num_groups}, as "
+            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with "
+            f"model.ffn.moe.router.num_groups={part.router.num_groups}, as "
             "zero-computation experts are in no group; leave num_groups and top_groups out, or zero_experts"
         )
     if part.zero_experts and upcycle_from:
         yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.upcycle_from={upcycle_from!r}: each "
+            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.upcycle_from={upcycle_from!r}: "
+            "each "
             "token would lose the part of the dense layer that it routes to them; leave one of them out"
         )
     if part.active_experts > part.top_k:
         yield (
-            f"model.ffn.moe.active_experts={part.active_experts} must be at most model.ffn.moe.top_k={part.top_k}, the choices of a "
+            f"model.ffn.moe.active_experts={part.active_experts} must be at most model.ffn.moe.top_k={part.top_k}, "
+            "the choices of a "
             f"token; choose a number up to {part.top_k}"
         )
 
@@ -85,25 +88,30 @@ def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
     if experts % groups:
         yield (
             f"model.ffn.moe.router.num_groups={groups} must divide model.ffn.moe.num_experts={experts}; choose "
-            f"{nearest_numbers(groups, divisors(experts))}, or model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
+            f"{nearest_numbers(groups, divisors(experts))}, or "
+            f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
         )
         return
     size = experts // groups
     if top > groups:
-        yield f"model.ffn.moe.router.top_groups={top} must be at most model.ffn.moe.router.num_groups={groups}; choose 1 to {groups}"
+        name = f"model.ffn.moe.router.num_groups={groups}"
+        yield f"model.ffn.moe.router.top_groups={top} must be at most {name}; choose 1 to {groups}"
     elif top * size < part.top_k:
         yield (
-            f"model.ffn.moe.router.top_groups={top} groups of {size} experts are fewer than model.ffn.moe.top_k={part.top_k} experts; "
+            f"model.ffn.moe.router.top_groups={top} groups of {size} experts are fewer than "
+            f"model.ffn.moe.top_k={part.top_k} experts; "
             f"choose top_groups of {-(-part.top_k // size)} or more, or top_k of {top * size} or less"
         )
     elif top == groups:
         yield (
-            f"model.ffn.moe.router.top_groups={top} of model.ffn.moe.router.num_groups={groups} limits nothing; choose top_groups below {groups}, "
+            f"model.ffn.moe.router.top_groups={top} of model.ffn.moe.router.num_groups={groups} limits nothing; "
+            f"choose top_groups below {groups}, "
             "or leave both out"
         )
     if size == 1 and part.router.sums_top2:
         yield (
-            f"model.ffn.moe.router={part.router.kind!r} scores a group by its two best experts, and model.ffn.moe.router.num_groups="
+            f"model.ffn.moe.router={part.router.kind!r} scores a group by its two best experts, and "
+            "model.ffn.moe.router.num_groups="
             f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
         )
 

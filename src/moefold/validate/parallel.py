@@ -223,7 +223,8 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
         yield (
             f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
-            f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole sequence; choose "
+            f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
+            "sequence; choose "
             "'allgather'"
         )
     if not context.shards_heads or cp == 1:

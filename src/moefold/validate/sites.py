@@ -220,7 +220,8 @@ def validate_expert_rows(
         if rows % sites.count:
             yield (
                 f"sites.count={sites.count} must divide the {rows} experts {where}, so that each rank has experts of "
-                'every site; choose another sites.count, model.ffn.moe.num_experts or parallel.ep, or sites.experts="average"'
+                "every site; choose another sites.count, model.ffn.moe.num_experts or parallel.ep, or "
+                'sites.experts="average"'
             )
             break
 

@@ -23,7 +23,8 @@ def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     rotated = model.rope_settings.rotary_dim
     if model.has_rope and indexer.head_dim < rotated:
         yield (
-            f"model.attention.indexer.head_dim={indexer.head_dim} must be at least {rotated}, the dims of a head that have "
+            f"model.attention.indexer.head_dim={indexer.head_dim} must be at least {rotated}, the dims of a head "
+            "that have "
             f"RoPE; choose {rotated} or more"
         )
     window = max(layer.window for layer in model.layers)
@@ -100,7 +101,8 @@ def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterato
     top_k = model.selected_keys
     if top_k > train.seq_len:
         yield (
-            f"model.attention.indexer.top_k={top_k} must be at most train.seq_len={train.seq_len}, as no token sees more keys; "
+            f"model.attention.indexer.top_k={top_k} must be at most train.seq_len={train.seq_len}, as no token sees "
+            "more keys; "
             f"choose {train.seq_len} or less, or 0 for dense attention"
         )
 

@@ -171,7 +171,8 @@ def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iter
     if dense and model.routed and model.routed.router.num_groups > 1:
         yield (
             f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.ffn.moe.router.num_groups="
-            f"{model.routed.router.num_groups} would choose between their members; set model.ffn.moe.router.num_groups=1"
+            f"{model.routed.router.num_groups} would choose between their members; set "
+            "model.ffn.moe.router.num_groups=1"
         )
 
 

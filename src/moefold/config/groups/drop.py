@@ -46,7 +46,8 @@ class DropPart(Part):
             enough = part.num_choices / part.top_k
             if factor > 0 and factor * part.top_k < 1:
                 rule = (
-                    f"with model.ffn.moe.top_k={part.top_k} gives all experts together a capacity below the number of tokens, "
+                    f"with model.ffn.moe.top_k={part.top_k} gives all experts together a capacity below the number "
+                    "of tokens, "
                     "so some would reach no expert"
                 )
                 minimum = math.ceil(100 / part.top_k) / 100

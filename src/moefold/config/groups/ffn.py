@@ -31,7 +31,8 @@ Route = Callable[[Any, Any, Any], ChosenExperts]
 """The router of the oracle: x [B, S, H], its weight and its bias or None -> the choices."""
 FeedForwardFormula = Callable[[Mapping[str, Any], Any, Route, Callable[[Any], Any]], tuple[Any, Any]]
 """A network in float64: weights by name, the normalised hidden states [B, S, H], the router, and the rounding of
-dispatched tokens -> output, and output of routed experts or None; both are added, `model.ffn.moe.shortcut` says where."""
+dispatched tokens -> output, and output of routed experts or None; both are added, and
+`model.ffn.moe.shortcut` says where."""
 
 
 @dataclass(frozen=True, kw_only=True)

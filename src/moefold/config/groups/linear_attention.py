@@ -56,7 +56,8 @@ class LinearAttentionPart(AttentionPart):
             yield Problem(
                 "model.linear_attention.num_value_heads",
                 self.num_value_heads,
-                f"must be a multiple of model.linear_attention.num_key_heads={self.num_key_heads}, each of which serves as many",
+                f"must be a multiple of model.linear_attention.num_key_heads={self.num_key_heads}, each of which "
+                "serves as many",
                 f"choose {nearest_multiples(self.num_value_heads, self.num_key_heads)}",
             )
 

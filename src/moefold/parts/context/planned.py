@@ -50,7 +50,8 @@ class PlannedContext(ContextPart):
         """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""
         if model.selected_keys:
             rule = (
-                f"does not go with model.attention.indexer.top_k={model.selected_keys}, which selects among the keys of the whole "
+                f"does not go with model.attention.indexer.top_k={model.selected_keys}, which selects among the keys "
+                "of the whole "
                 "sequence"
             )
             way_out = "choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"

@@ -53,7 +53,8 @@ class Yarn(ContextScaling):
                 "model.rope.scaling.original_seq_len", self.original_seq_len, rule, f"choose {minimum} to {maximum}"
             )
         if self.attention_factor and self.mscale:
-            rule = f"has no effect with model.rope.scaling.attention_factor={self.attention_factor}, which it would only derive"
+            factor = f"{self.key}.attention_factor={self.attention_factor}"
+            rule = f"has no effect with {factor}, which it would only derive"
             yield Problem("model.rope.scaling.mscale", self.mscale, rule, "leave one of them out")
         if self.mscale and not self.mscale_all_dim:
             rule = "is divided by the factor of model.rope.scaling.mscale_all_dim, not given"

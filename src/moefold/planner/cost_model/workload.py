@@ -220,7 +220,8 @@ class RecordedRouting:
         ours = (part.num_experts, part.zero_experts, part.top_k) if part else (0, 0, 0)
         if theirs != ours:
             raise ConfigError(
-                f"--trace={str(folder)!r} was traced with model.ffn.moe.num_experts={theirs[0]}, zero_experts={theirs[1]} and "
+                f"--trace={str(folder)!r} was traced with model.ffn.moe.num_experts={theirs[0]}, "
+                f"zero_experts={theirs[1]} and "
                 f"top_k={theirs[2]}, and the model has {ours[0]}, {ours[1]} and {ours[2]}; name a trace of it"
             )
         if not self._trace.steps:

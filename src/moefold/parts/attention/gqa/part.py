@@ -151,7 +151,8 @@ class GqaPart(SoftmaxAttentionPart):
             yield Problem(
                 "model.attention.qk_norm.in_nope",
                 False,
-                "does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other parameters than "
+                "does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other "
+                "parameters than "
                 "those with it",
                 "set weight=false, or in_nope=true",
             )
