@@ -61,13 +61,9 @@ def conversion_summary(conversion: "Conversion", out: Path, was_checked: bool) -
     )
     size = f"{conversion.tensors} tensors, {conversion.num_bytes / 1e9:.3g} GB"
     notes = "".join(f"\nnote: {note}" for note in conversion.messages)
-    return printable(
-        f"{out}: {size}{checked}; {_other_files(len(conversion.sidecar_files))}{ignored}{notes}", MULTILINE_CHARS
-    )
-
-
-def _other_files(count: int) -> str:
-    return "1 other file" if count == 1 else f"{count} other files"
+    count = len(conversion.sidecar_files)
+    others = "1 other file" if count == 1 else f"{count} other files"
+    return printable(f"{out}: {size}{checked}; {others}{ignored}{notes}", MULTILINE_CHARS)
 
 
 @contextmanager

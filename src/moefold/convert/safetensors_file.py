@@ -145,10 +145,9 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
-        has = "lacks" if size < 8 + length + end else "has"
-        raise ConfigError(
-            f"{str(file)!r} {has} {abs(8 + length + end - size)} bytes at its end {_describe_mismatch(has)}"
-        )
+        lacking = 8 + length + end - size
+        has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
+        raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {which}")
     return found
 
 
@@ -200,10 +199,6 @@ def _map_values(opened: Any, start: int, like: Tensor) -> Tensor:
     first = start - start % mmap.ALLOCATIONGRANULARITY
     pages = mmap.mmap(opened.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first)
     return torch.frombuffer(pages, dtype=like.dtype, count=like.numel(), offset=start - first)
-
-
-def _describe_mismatch(has: str) -> str:
-    return "that its header promises" if has == "lacks" else "that no tensor owns"
 
 
 @dataclass(frozen=True)
