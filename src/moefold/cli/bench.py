@@ -99,17 +99,30 @@ def step_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=int, default=0, metavar="N", help="tokens per step (default: 2048 for small, else 4096)"
     )
-    text = "experts per layer (default: as many as fit)"
-    parser.add_argument("--experts", type=int, default=0, metavar="E", help=text)
-    text = "an untrained router over random states, or states that load all experts equally (default natural)"
-    parser.add_argument("--routing", choices=("natural", "balanced"), default="natural", help=text)
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        metavar="E",
+        help="experts per layer (default: as many as fit)",
+    )
+    parser.add_argument(
+        "--routing",
+        choices=("natural", "balanced"),
+        default="natural",
+        help="an untrained router over random states, or states that load all experts equally (default natural)",
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the computation (default float32)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu", help="default cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    text = "cpu: CPU time of all threads, for machines with shared cores (default wall)"
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help=text)
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: CPU time of all threads, for machines with shared cores (default wall)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="measured rounds (default 20)")
     add_output_options(parser)
     return parser

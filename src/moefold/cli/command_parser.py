@@ -118,8 +118,14 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[
 
 def add_part_option(parser: argparse.ArgumentParser) -> None:
     """Add the option of commands that read a run: files of parts that it was trained with, imported while parsing."""
-    text = "a part from a file with which the model was trained; the file is imported; may be repeated"
-    parser.add_argument("--part", action="append", default=[], type=_part, metavar="FILE.py:CLASS", help=text)
+    parser.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        type=_part,
+        metavar="FILE.py:CLASS",
+        help="a part from a file with which the model was trained; the file is imported; may be repeated",
+    )
 
 
 def _part(text: str) -> str:

@@ -103,21 +103,35 @@ def _parser() -> argparse.ArgumentParser:
         "a run with lora.rank becomes a folder of PEFT: adapter_config.json and adapter_model.safetensors.",
         epilog="Under torchrun the ranks share the work. One parameter at a time is in memory, never the model.",
     )
-    text = "a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best"
-    parser.add_argument("checkpoint", metavar="CKPT", help=text)
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best",
+    )
     parser.add_argument("out", metavar="HF_DIR", help="the folder to write; must not exist")
-    text = "dtype of the tensors; auto: imported weights keep theirs, trained weights get run.dtype of the run"
-    parser.option("--dtype", "auto", None, text, choices=("auto", "float32", "bfloat16", "float16"))
-    text = (
+    parser.option(
+        "--dtype",
+        "auto",
+        None,
+        "dtype of the tensors; auto: imported weights keep theirs, trained weights get run.dtype of the run",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    parser.option(
+        "--quantize",
+        "none",
+        None,
         "fp8: matrices of attention and feed-forward networks, in blocks of 128 x 128 with a scale each; mxfp4: "
-        "the experts of gpt-oss (default none)"
+        "the experts of gpt-oss (default none)",
+        choices=("none", "fp8", "mxfp4"),
     )
-    parser.option("--quantize", "none", None, text, choices=("none", "fp8", "mxfp4"))
-    text = (
+    parser.option(
+        "--family",
+        "auto",
+        "NAME",
         f"{', '.join(FAMILIES)}, or auto: the family of the imported weights, else the first one that computes "
-        "the same (default auto)"
+        "the same (default auto)",
+        choices=("auto", *FAMILIES),
     )
-    parser.option("--family", "auto", "NAME", text, choices=("auto", *FAMILIES))
     parser.flag("--merge", "merge the adapters of a run with lora.rank into its base weights")
     parser.add_argument(
         "--base", metavar="DIR", help="base weights of the adapters, if they have moved (default: as in the checkpoint)"
@@ -127,10 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.flag("--check", "read the result again and compare every byte")
     mtp_group = parser.add_mutually_exclusive_group()
     mtp_group.add_argument("--without-mtp", action="store_true", help="leave out multi-token prediction (MTP) layers")
-    text = (
-        "write MTP layers among the other layers, as DeepSeek does; by default they have files of their own, "
-        "because transformers reports them as unexpected unless the only one is layer 61"
+    mtp_group.add_argument(
+        "--mtp-inside",
+        action="store_true",
+        help="write MTP layers among the other layers, as DeepSeek does; by default they have files of their own, "
+        "because transformers reports them as unexpected unless the only one is layer 61",
     )
-    mtp_group.add_argument("--mtp-inside", action="store_true", help=text)
     add_part_option(parser)
     return parser

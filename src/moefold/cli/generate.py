@@ -100,8 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.option("--temperature", 1.0, "T", "divides the logits; 0: greedy decoding (1)")
     parser.option("--top-k", 0, "K", "sample from the K likeliest; 0: from all (0)")
     parser.option("--top-p", 1.0, "P", "sample from the likeliest that reach probability P (1)")
-    text = "sample from tokens at least P times as likely as the likeliest, before --top-k and --top-p (0)"
-    parser.option("--min-p", 0.0, "P", text)
+    parser.option(
+        "--min-p",
+        0.0,
+        "P",
+        "sample from tokens at least P times as likely as the likeliest, before --top-k and --top-p (0)",
+    )
     parser.option("--seed", 0, None, "seed of the sampled tokens (0)")
     parser.flag("--chat", "prompts are messages, put into the model's chat template")
     parser.option("--chat-template", "", "FILE", "template for --chat instead of the model's")
@@ -110,8 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.flag("--no-echo", "print the continuation without its prompt")
     parser.flag("--ignore-eos", "continue after an end-of-text token")
     parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")
-    text = "GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)"
-    parser.option("--cache-gib", 0.0, "G", text)
+    parser.option(
+        "--cache-gib",
+        0.0,
+        "G",
+        "GiB of the KV cache of a rank; fewer prompts run at once; 0: for all, up to 64 a data-parallel rank (0)",
+    )
     add_generation_options(parser)
     add_inference_options(parser)
     parser.flag("--json", "print one JSON object per prompt: prompt, text, tokens, end")

@@ -27,19 +27,32 @@ def add_inference_options(parser: CommandParser) -> None:
 
 def add_ignore_key_option(parser: CommandParser) -> None:
     """Add the option of commands that read a Hugging Face folder."""
-    text = "key of the folder's JSON files that may have any value, though moefold does not know it; may be repeated"
-    parser.add_argument("--ignore-key", action="append", default=[], metavar="KEY", help=text)
+    parser.add_argument(
+        "--ignore-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key of the folder's JSON files that may have any value, though moefold does not know it; may be repeated",
+    )
 
 
 def add_generation_options(parser: CommandParser) -> None:
     """Add the options that only commands which generate have."""
-    text = "run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)"
-    parser.option("--kernels", "auto", None, text, choices=choices_of("run", "kernels"))
-    text = (
-        "how data-parallel ranks reach experts of other ranks: exchange tokens in step, or fetch: read the "
-        "weights of their peers from shared memory (exchange)"
+    parser.option(
+        "--kernels",
+        "auto",
+        None,
+        "run.kernels of a recipe; auto on a CPU: C wherever it is faster there (auto)",
+        choices=choices_of("run", "kernels"),
     )
-    parser.option("--experts", "exchange", None, text, choices=("exchange", "fetch"))
+    parser.option(
+        "--experts",
+        "exchange",
+        None,
+        "how data-parallel ranks reach experts of other ranks: exchange tokens in step, or fetch: read the "
+        "weights of their peers from shared memory (exchange)",
+        choices=("exchange", "fetch"),
+    )
 
 
 def read_options(kind: type[Options], arguments: Namespace, **others: Any) -> Options:

@@ -145,8 +145,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Write a recipe that comes with moefold, and the files that it reads, into a folder.",
         epilog=EPILOG,
     )
-    text = f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder alone gets {DEFAULT_RECIPE}"
-    parser.add_argument("words", nargs="*", metavar="[NAME] [DIR]", help=text)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[NAME] [DIR]",
+        help=f"recipe ({DEFAULT_RECIPE}) and folder (the current one); a folder alone gets {DEFAULT_RECIPE}",
+    )
     parser.flag("--list", "list the recipes, with a sentence on each")
     parser.flag("--force", "replace files that exist")
     return parser

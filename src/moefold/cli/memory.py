@@ -245,8 +245,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
     parser.flag("--dry", "use formulas and a model that is only built, not run; any world size")
-    text = "with --dry: device of the kernels (default: the recipe's, or cuda)"
-    parser.add_argument("--device", choices=tuple(KERNEL_PROFILES), help=text)
+    parser.add_argument(
+        "--device",
+        choices=tuple(KERNEL_PROFILES),
+        help="with --dry: device of the kernels (default: the recipe's, or cuda)",
+    )
     parser.option("--imbalance", 1.0, "X", "with --dry: rows of the busiest rank over the mean")
     parser.flag("--json", "print bytes as one JSON object")
     return parser

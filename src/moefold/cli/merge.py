@@ -46,8 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Under torchrun the ranks share the work. A part of one tensor at a time is in memory, never a model."
         "\n\nexample:\n  moefold merge runs/math runs/code --weights 1 3 --out merged",
     )
-    text = "a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best"
-    parser.add_argument("checkpoints", nargs="+", metavar="CKPT", help=text)
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        metavar="CKPT",
+        help="a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best",
+    )
     parser.add_argument(
         "--weights", nargs="+", type=float, default=[], metavar="W", help="weight of each, above 0 (default: all equal)"
     )

@@ -159,8 +159,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--cuda-graphs", choices=("none", "partial", "full"), default="none", help="what is captured (none)")
     add("--flops", choices=("full", "causal"), default="full", help="attention in the FLOP count of the MFU (full)")
     add("--mtp-flops", choices=("with", "without"), help="multi-token prediction in that count (with)")
-    text = "a part of the search, see below (default folding: all of it)"
-    add("--method", choices=tuple(METHODS), default=FOLDED, metavar="NAME", help=text)
+    add(
+        "--method",
+        choices=tuple(METHODS),
+        default=FOLDED,
+        metavar="NAME",
+        help="a part of the search, see below (default folding: all of it)",
+    )
     help_ = "the family to write and draw (default: of those within the error the nearest to a measurement)"
     add("--take", choices=tuple(FAMILIES), help=help_)
     add("--offload", action="store_true", help="search offload to host memory too, whose cost is unmeasured")
@@ -171,8 +176,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", metavar="NAME|FILE|RUN", help=help_)
     help_ = "compare the best mapping with folding to the best without, at these sequence lengths (default: --seq-len)"
     add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
-    text = "rank the best N folds too, or mappings of --json (all folds, slower)"
-    add("--top", type=int, metavar="N", help=text)
+    add(
+        "--top",
+        type=int,
+        metavar="N",
+        help="rank the best N folds too, or mappings of --json (all folds, slower)",
+    )
     help_ = "mean prompt of reinforcement learning (default: the longest that fits into train.seq_len)"
     add("--prompt-tokens", type=int, metavar="N", help=help_)
     add("--new-tokens", type=int, metavar="N", help="mean completion (default: rollout.max_tokens)")

@@ -150,10 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="device file to write; its name is the device's")
     parser.option("--ranks", int, None, "ranks of this machine (default: all GPUs, or one rank on a CPU)")
     parser.option("--device", "auto", None, "default auto", choices=("auto", "cpu", "cuda"))
-    text = (
-        f"device whose other numbers are kept: {', '.join(device_names())}, or a FILE.toml (default: the detected one)"
+    parser.add_argument(
+        "--base",
+        metavar="NAME",
+        help=f"device whose other numbers are kept: {', '.join(device_names())}, or a FILE.toml (default: the "
+        "detected one)",
     )
-    parser.add_argument("--base", metavar="NAME", help=text)
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of attention and experts (default: bfloat16 on GPUs, float32 on a CPU)"
     )

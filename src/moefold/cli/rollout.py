@@ -68,10 +68,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.option("--task-size", 4, "N", "as data.task_size in a recipe (4)")
     parser.option("--count", 0, "N", "prompts; 0: all, or 256 problems (0)")
     parser.flag("--held-out", "problems that recipes do not train on")
-    text = "exact, number, sort, countdown, or FILE.py:FUNCTION; may be repeated, for the sum"
-    parser.add_argument("--reward", action="append", default=[], metavar="NAME", help=text)
-    text = "factor of a reward in the sum, as often as --reward (1)"
-    parser.add_argument("--reward-weight", action="append", type=float, default=[], metavar="W", help=text)
+    parser.add_argument(
+        "--reward",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="exact, number, sort, countdown, or FILE.py:FUNCTION; may be repeated, for the sum",
+    )
+    parser.add_argument(
+        "--reward-weight",
+        action="append",
+        type=float,
+        default=[],
+        metavar="W",
+        help="factor of a reward in the sum, as often as --reward (1)",
+    )
     parser.option("--samples", 8, "G", "completions of each prompt (8)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="file to write")
     parser.flag("--force", "replace the file if it exists")

@@ -62,8 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.option("--gpu", "", "NAME", "name of the GPU, such as H100 (skypilot)")
     parser.option("--cpus-per-task", int, "C", "CPU cores of a rank (slurm: the cores of the node, shared)")
     parser.option("--mem", "", "M", "memory of a node, such as 512G, in GiB; not ray (slurm: all)")
-    text = "whole nodes, or a share of them with --cpus-per-task (slurm: whole nodes)"
-    parser.add_argument("--exclusive", action=argparse.BooleanOptionalAction, help=text)
+    parser.add_argument(
+        "--exclusive",
+        action=argparse.BooleanOptionalAction,
+        help="whole nodes, or a share of them with --cpus-per-task (slurm: whole nodes)",
+    )
     for key in SITE_KEYS:
         parser.add_argument(f"--{key}", default="", metavar="NAME", help=f"{key} of the site, as for sbatch (slurm)")
     return parser

@@ -70,8 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", required=True, metavar="T", help="bytes, a tokenizer.json, or a folder with one")
     parser.option("--format", "auto", None, "auto: by file name", choices=["auto", "text", "jsonl", "parquet"])
     parser.option("--column", "text", None, "field or column with the text (default: text)")
-    text = "skip lines and rows that hold no text in the column, and count them; else the first one ends the command"
-    parser.flag("--skip-bad-rows", text)
+    parser.flag(
+        "--skip-bad-rows",
+        "skip lines and rows that hold no text in the column, and count them; else the first one ends the command",
+    )
     parser.add_argument("--processes", type=int, default=_cores(), metavar="N", help="default: one per core")
     parser.option("--shard-mb", 64, "N", "input per token file, in 10**6 bytes (default: 64)")
     return parser

@@ -98,12 +98,19 @@ def _parser() -> argparse.ArgumentParser:
         "Starts the ranks itself on one machine; joins them under torchrun or srun.",
         epilog="Ctrl-C finishes the step, saves, and exits 130; the same command resumes.",
     )
-    text = "the recipe, for example recipes/quickstart.toml; without one, the settings change the defaults"
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help=text)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
-    text = (
-        "list the keys of a recipe with their defaults: those whose name has PATTERN (lr, rope, parallel.*), or "
-        "else whose help has it; all without PATTERN"
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        metavar="RECIPE.toml",
+        help="the recipe, for example recipes/quickstart.toml; without one, the settings change the defaults",
     )
-    parser.add_argument("--keys", nargs="?", const="", metavar="PATTERN", help=text)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="PATTERN",
+        help="list the keys of a recipe with their defaults: those whose name has PATTERN (lr, rope, parallel.*), or "
+        "else whose help has it; all without PATTERN",
+    )
     return parser

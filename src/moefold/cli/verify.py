@@ -301,10 +301,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.option(
         "--ranks", int, "N", "with --shrink: lower degrees only if the mapping takes more ranks than this (default 16)"
     )
-    text = (
+    parser.option(
+        "--against",
+        "oracle",
+        None,
         "one-rank: train the same code on one rank instead of the oracle, for parts from outside without a "
-        "formula; this compares the code with itself (oracle)"
+        "formula; this compares the code with itself (oracle)",
+        choices=("oracle", ONE_RANK),
     )
-    parser.option("--against", "oracle", None, text, choices=("oracle", ONE_RANK))
     parser.option("--steps", 3, None, "optimizer steps (default 3)")
     return parser
