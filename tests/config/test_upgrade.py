@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta
 from moefold.config.load import config_from_dict
 from moefold.config.part import make_part, settings_of
 from moefold.config.schema import config_to_dict
@@ -156,6 +157,30 @@ def test_an_old_checkpoint_has_the_schedule_of_its_run():
     meta = read_meta(OLD_RUN / "step-000004")
     assert meta.schedule == schedule_settings(cfg.run, cfg.train)
     assert meta.format == FORMAT
+
+
+@pytest.mark.parametrize(
+    ("flat", "method"),
+    [
+        (
+            {"method": "condition", "template": "{prompt} {reward}", "want": 0.9},
+            {"kind": "condition", "reward": "reward", "template": "{prompt} {reward}", "want": 0.9},
+        ),
+        ({"method": "filter", "threshold": "q0.8"}, {"kind": "filter", "reward": "reward", "threshold": "q0.8"}),
+        ({"method": "dpo"}, "dpo"),
+    ],
+    ids=["condition", "filter", "dpo"],
+)
+def test_an_old_checkpoint_has_the_samples_of_its_run(tmp_path, flat, method):
+    fields = json.loads((OLD_RUN / "step-000004" / "moefold.json").read_text())
+    fields["order"] |= {f"align.{key}": value for key, value in flat.items()}
+    (tmp_path / "moefold.json").write_text(json.dumps(fields))
+    meta = read_meta(tmp_path)
+    assert meta.order["align.method"] == method
+    cfg = parse_run_config({**old_settings(), "align": flat}, OLD_RUN / "config.json")
+    assert data_order_change(meta, cfg) == ""
+    (tmp_path / "moefold.json").write_text(json.dumps(asdict(meta)))
+    assert read_meta(tmp_path) == meta
 
 
 def test_the_board_shows_an_old_run_in_the_new_keys(tmp_path):

@@ -72,7 +72,7 @@ class SamplingOptions(ModelOptions):
     chat_template: str = ""
     """File of a chat template instead of the model's."""
     want: str = ""
-    """Reward to ask for instead of align.want, or "none"."""
+    """Reward to ask for instead of align.method.want, or "none"."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
