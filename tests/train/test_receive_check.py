@@ -68,7 +68,7 @@ def test_steps_equal_the_steps_of_the_all_to_all(pool, sections):
 
 @pytest.mark.parity
 def test_a_step_without_room_stops_the_run_before_the_weights_change(pool):
-    cfg = _recipe("symm_mem", moe={"choice": "skewed", "skew": 0.9}, parallel={"receive_factor": 1.0})
+    cfg = _recipe("symm_mem", moe={"choice": {"kind": "skewed", "share": 0.9}}, parallel={"receive_factor": 1.0})
     for losses, _, error, is_unchanged in pool.run(2, _train, cfg):
         assert losses == []
         assert error.startswith("step 1 is void: rank ")

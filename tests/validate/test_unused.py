@@ -233,8 +233,6 @@ CASES = [
     ("moe.trace_every=5", ["run.steps=4"], ["run.steps=5"]),
     ("moe.bias_update_rate=0.1", [], ["model.expert_bias=true"]),
     ("moe.choice=sinkhorn", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
-    ("moe.sinkhorn_iterations=4", [], ["moe.choice=sinkhorn"]),
-    ("moe.skew=0.5", [], ["moe.choice=skewed"]),
     ("moe.input_jitter=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.router_dtype=float64", ["run.dtype=float64"], ["run.dtype=float32"]),
     ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),

@@ -47,6 +47,8 @@ MOVED = {
     "align.gamma": Moved("align.method", "gamma"),
     "align.desirable_weight": Moved("align.method", "desirable_weight"),
     "align.undesirable_weight": Moved("align.method", "undesirable_weight"),
+    "moe.sinkhorn_iterations": Moved("moe.choice", "iterations"),
+    "moe.skew": Moved("moe.choice", "share"),
     "rl.clip_low": Moved("rl.objective", "clip_low"),
     "rl.clip_high": Moved("rl.objective", "clip_high"),
     "rl.correction_low": Moved("rl.correction", "low"),

@@ -237,7 +237,7 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
         )
     if chosen_in(moe, ChoicePart).is_forced:
         raise ConfigError(
-            f"the run of this checkpoint forced its routing (moe.choice={moe.choice!r}, a benchmark) by positions "
+            f"the run of this checkpoint forced its routing (moe.choice='{moe.choice}', a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"
         )
 

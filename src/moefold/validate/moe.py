@@ -37,7 +37,7 @@ def _validate_replay(moe: MoEConfig) -> Iterator[str]:
     """Check that a replayed trace is not combined with a balancing choice."""
     if moe.replay and not chosen_in(moe, ChoicePart).scores_decide:
         yield (
-            f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice={moe.choice!r} would choose "
+            f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice='{moe.choice}' would choose "
             "others; choose moe.choice='topk', or leave replay out"
         )
 

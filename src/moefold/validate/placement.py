@@ -55,7 +55,7 @@ def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_o
             )
     if is_balanced and chosen_in(moe, ChoicePart).reads_micro_batch:
         yield (
-            f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
+            f"{name} with moe.choice='{moe.choice}' would balance other tokens than placement='samples': it reads the "
             f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"
         )
 

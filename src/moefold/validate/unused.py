@@ -40,7 +40,7 @@ UNUSED_KEY_RULES = (
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
-        "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
+        "moe.bias_update_rate moe.choice moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
         "rollout.experts "
         "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch "

@@ -40,7 +40,7 @@ class SymmMem(DispatcherPart):
         if recipe.moe.pad_to_capacity:
             yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
         if chosen(recipe, WirePart).rounds:
-            yield f"it sends tokens in run.dtype, and moe.dispatch_precision={recipe.moe.dispatch_precision!r}"
+            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{recipe.moe.dispatch_precision}'"
         if recipe.model.routed and recipe.model.routed.has_bias:
             yield "it leaves rows without an expert, and model.moe_bias=true adds the bias of an expert to each row"
         if recipe.faults.check_dispatch:
