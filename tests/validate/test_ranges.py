@@ -21,8 +21,6 @@ CASES = [
     ("sites.number=-2", "must be at least 0, or -1 (all sites on this machine)"),
     ("sites.density=0", "must lie between 1/4096 and 1"),
     ("run.steps=0", "run.steps=0 must be at least 1"),
-    ("parallel.attention_tolerance=-0.1", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
-    ("parallel.attention_tolerance=1.5", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
     ("model.linear_decay_bound=0.1", "must be at most 0 (0: none)"),
     ("model.attention_scale=-1", "must be at least 0 (0: 1/sqrt(head_dim))"),
     ("data.document_end=-2", "must be at least 0, or -1 (a sample is one document)"),
@@ -58,6 +56,8 @@ def test_a_value_out_of_its_range_is_refused(word, message):
     [
         ("align.method", "filter", "reward", "", "must name a column"),
         ("align.method", "weight", "weight_cap", 0.5, "must be at least 1, or 0 (none)"),
+        ("parallel.context", "planned", "tolerance", -0.1, "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
+        ("parallel.context", "planned", "tolerance", 1.5, "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
         ("align.method", "condition", "want", math.inf, "must be a finite number"),
     ],
 )

@@ -22,7 +22,8 @@ SHORTCUT = ["model.layer_pattern=MD", "model.shared_expert_ffn_hidden_size=64"]
 _GLA = ["model.attention_pattern=LF", "model.linear_attention=gla"]
 PLANNED = ["parallel.context=planned", "parallel.world_size=2", "parallel.cp=2"]
 ALONE = ["parallel.context=planned", "data.document_end=0"]
-BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.attention_hosts=balanced"]
+PLACED = [*PLANNED, "data.document_end=0", "parallel.context.placement=documents"]
+BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.context.hosts=balanced"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 
 # One setting for each idle key, with what would give it an effect.
@@ -93,21 +94,19 @@ CASES = [
     ("moe.dispatch_precision=fp8-blockwise", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.z_loss=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("parallel.dispatcher=local", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
-    ("parallel.placement=documents", [], [*PLANNED, "data.document_end=0"]),
-    ("parallel.placement=documents", PLANNED, [*PLANNED, "data.document_end=0"]),
-    ("parallel.attention_hosts=balanced", [], [*PLANNED, "data.document_end=0"]),
-    ("parallel.attention_hosts=balanced", PLANNED, [*PLANNED, "data.document_end=0"]),
-    ("parallel.placement=balanced", ALONE, [*ALONE, "parallel.world_size=2"]),
-    ("parallel.attention_hosts=balanced", ALONE, [*ALONE, "parallel.world_size=2"]),
+    ("parallel.context.placement=documents", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.context.hosts=balanced", PLANNED, [*PLANNED, "data.document_end=0"]),
+    ("parallel.context.placement=balanced", ALONE, [*ALONE, "parallel.world_size=2"]),
+    ("parallel.context.hosts=balanced", ALONE, [*ALONE, "parallel.world_size=2"]),
     (
-        "parallel.placement=documents",
+        "parallel.context.placement=documents",
         [*ALONE, "parallel.world_size=2"],
         [*ALONE, "parallel.world_size=2", "parallel.cp=2"],
     ),
-    ("parallel.attention_tolerance=0.2", [], BALANCED_HOSTS),
-    ("parallel.attention_pool=2", [], BALANCED_HOSTS),
-    ("parallel.attention_block=64", [], BALANCED_HOSTS),
-    ("parallel.attention_block=64", PLANNED, [*PLANNED, "data.document_end=0", "parallel.placement=documents"]),
+    ("parallel.context.tolerance=0.2", PLACED, BALANCED_HOSTS),
+    ("parallel.context.pool=2", PLACED, BALANCED_HOSTS),
+    ("parallel.context.block=64", [*PLANNED, "data.document_end=0"], BALANCED_HOSTS),
+    ("parallel.context.block=64", PLANNED, [*PLANNED, "data.document_end=0", "parallel.context.placement=documents"]),
     ("parallel.overlap_tp=true", [], ["parallel.world_size=2", "parallel.tp=2"]),
     ("parallel.overlap_experts=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("model.moe_bias=true", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
@@ -210,10 +209,6 @@ CASES = [
     ("model.rope_high_freq_factor=2", [], ["model.rope_scaling=llama3"]),
     ("moe.drop_policy=position", [], ["moe.capacity_factor=1.0"]),
     ("moe.drop_scope=sub_sequence", [], ["moe.capacity_factor=1.0"]),
-    ("parallel.receive_factor=3.0", [], ["parallel.dispatcher=symm_mem", "parallel.ep=2", "parallel.world_size=2"]),
-    ("moe.llep_threshold=1.5", [], ["parallel.dispatcher=leastloaded"]),
-    ("moe.llep_capacity=1.2", [], ["parallel.dispatcher=leastloaded"]),
-    ("moe.llep_min_tokens=16", ["parallel.dispatcher=allgather"], ["parallel.dispatcher=leastloaded"]),
     ("moe.trace_every=5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.replay=runs/other", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("metrics.expert_counts_every=5", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
@@ -235,7 +230,6 @@ CASES = [
     ("moe.choice=sinkhorn", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.input_jitter=0.1", ["model.layer_pattern=D"], ["model.layer_pattern=M"]),
     ("moe.router_dtype=float64", ["run.dtype=float64"], ["run.dtype=float32"]),
-    ("parallel.schedule_csv=rows.csv", [], ["parallel.schedule=csv"]),
     ("train.mtp_loss=0.1", [], ["model.mtp_layers=1"]),
     ("model.index_topk=8", ["model.attention_pattern=L"], ["model.attention_pattern=LF"]),
     ("model.index_heads=2", [], ["model.index_topk=8"]),

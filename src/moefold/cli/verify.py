@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import DispatchSections, chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.optimizer import OptimizerPart
@@ -216,7 +216,7 @@ def _header(
 ) -> str:
     degrees = {
         f"zero {p.zero}": p.world_size,
-        f"dispatcher {chosen(DispatchSections(p, moe), DispatcherPart).kind}": p.ep * p.etp,
+        f"dispatcher {chosen_in(p, DispatcherPart).kind}": p.ep * p.etp,
         f"context {p.context}": p.cp,
         f"schedule {p.schedule}": p.pp,
     }

@@ -41,13 +41,6 @@ class MoEConfig(Section):
     """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
     for every dp)."""
-    llep_threshold: Annotated[float, at_least(1), Judged.MAPPING] = 1.3
-    """Dispatcher leastloaded: move routed tokens where the busiest ep rank has more than this times the mean load."""
-    llep_capacity: Annotated[float, at_least(1), Judged.MAPPING] = 1.1
-    """Dispatcher leastloaded: target load of a rank after the move, as a multiple of the mean load."""
-    llep_min_tokens: Annotated[int, at_least(1), Judged.MAPPING] = 64
-    """Dispatcher leastloaded: minimum number of routed tokens for which an expert's weights are sent; about 1024 on a
-    GPU."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
     bias_update_rate: Annotated[

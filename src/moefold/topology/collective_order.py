@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from moefold.config.chosen import DispatchSections, chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -56,7 +56,7 @@ def stage_collectives(
     first = model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if model.all_layers[number].ffn.is_routed]
-    ops = chosen(DispatchSections(parallel, moe), DispatcherPart).collectives(parallel.ep, parallel.etp)
+    ops = chosen_in(parallel, DispatcherPart).collectives(parallel.ep, parallel.etp)
     recomputes = any(part in train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):
         for phase in ("F",) if kind == "F" else ("R", "B") if recomputes else ("B",):

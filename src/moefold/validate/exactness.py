@@ -6,7 +6,7 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.groups.router import ChoicePart, RouterScorePart
@@ -86,7 +86,7 @@ def _mapping(p: ParallelConfig, moe: MoEConfig, rl: RLConfig, rollout: RolloutCo
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
         yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
-    dispatcher = chosen(DispatchSections(p, moe), DispatcherPart)
+    dispatcher = chosen_in(p, DispatcherPart)
     if p.ep * p.etp > 1 and not dispatcher.keeps_sum_order:
         yield (
             f"parallel.dispatcher={dispatcher.kind!r}: sums the outputs of a token's experts otherwise than the "

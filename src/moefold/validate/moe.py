@@ -5,7 +5,7 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoicePart, RouterScorePart
@@ -119,7 +119,7 @@ def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig, moe: Mo
     Raises:
         ConfigError: it is not installed.
     """
-    part = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    part = chosen_in(parallel, DispatcherPart)
     if requests_dispatch_kernels(model, parallel, moe) and not part.has_package():
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs the package {part.kernel_package}, which is not installed: get "
@@ -133,7 +133,7 @@ def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, moe: MoE
     Raises:
         ConfigError: they do not.
     """
-    part = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    part = chosen_in(parallel, DispatcherPart)
     if requests_dispatch_kernels(model, parallel, moe) and device_type != "cuda":
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs CUDA GPUs, and the ranks would run on the CPU; "
@@ -144,7 +144,7 @@ def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, moe: MoE
 def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> bool:
     """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
     return (
-        bool(chosen(DispatchSections(parallel, moe), DispatcherPart).kernel_package)
+        bool(chosen_in(parallel, DispatcherPart).kernel_package)
         and parallel.ep * parallel.etp > 1
         and has_moe_layers(model)
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.chosen import DispatchSections, chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.faults import FaultsConfig
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.moe import MoEConfig
@@ -41,7 +41,7 @@ def validate_regrouped_ranks(parallel: ParallelConfig, moe: MoEConfig, faults: F
             f"faults.on_loss='regroup' needs a second data-parallel replica, and parallel.world_size={p.world_size} "
             f"with tp={p.tp}, cp={p.cp}, pp={p.pp} is one; raise parallel.world_size, or set faults.on_loss='stop'"
         )
-    dispatcher = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    dispatcher = chosen_in(parallel, DispatcherPart)
     if dispatcher.has_shared_buffers:
         yield (
             f"faults.on_loss='regroup' cannot rebuild the shared buffers of parallel.dispatcher={dispatcher.kind!r}; "

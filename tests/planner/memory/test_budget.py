@@ -83,7 +83,7 @@ def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
 
 def test_symmetric_memory_is_counted_as_the_runtime_does():
     cfg = recipe("mixtral-8x7b", {"world_size": 8, "ep": 4, "tp": 2}, 8, "1f1b", 1)
-    parallel = replace(cfg.parallel, dispatcher="symm_mem", receive_factor=1.5)
+    parallel = replace(cfg.parallel, dispatcher=make_part("dispatcher", "symm_mem", receive_factor=1.5))
     symmetric = replace(cfg, parallel=parallel, run=replace(cfg.run, device="cuda"))
     check_config(symmetric)
     check_formula(symmetric)
