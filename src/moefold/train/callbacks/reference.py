@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,20 +70,17 @@ _KEYS_OF_FORMAT_1 = {
 """Keys of [align] that every recipe had: they are part of the names of files, which a resumed run looks for."""
 
 
-def _order(run: TrainingContext) -> dict[str, Any]:
-    return sample_order(run.cfg) | _KEYS_OF_FORMAT_1
-
-
 def _file_name(run: TrainingContext) -> str:
     """Return a file name that changes with anything that changes the pairs or their numbers."""
-    order = {key: value for key, value in _order(run).items() if key not in LOCATION_KEYS}
+    order = sample_order(run.cfg) | _KEYS_OF_FORMAT_1
+    order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
     return _hashed_name([order, list(run.data.fingerprints.values())])
 
 
 def _former_file_name(run: TrainingContext) -> str:
     """Return the file name of earlier versions, which changed with the paths of the data."""
     fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in run.data.fingerprints.items()}
-    return _hashed_name([_order(run), fingerprints])
+    return _hashed_name([sample_order(run.cfg) | _KEYS_OF_FORMAT_1, fingerprints])
 
 
 def _hashed_name(identity: object) -> str:
