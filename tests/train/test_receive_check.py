@@ -78,8 +78,8 @@ def test_a_step_without_room_stops_the_run_before_the_weights_change(pool):
 
 def test_the_message_names_a_factor_that_suffices():
     cfg = _recipe({"kind": "symm_mem", "receive_factor": 1.5})
-    check_receive_loads(torch.tensor([0.2, 1.0]), cfg.parallel, cfg.moe, "step 4")
+    check_receive_loads(torch.tensor([0.2, 1.0]), cfg.parallel, "step 4")
     with pytest.raises(
         RunError, match=r"step 4 is void: rank 1 was to receive 1.83 times .*receive_factor=1.9 or more"
     ):
-        check_receive_loads(torch.tensor([0.2, 1.22]), cfg.parallel, cfg.moe, "step 4")
+        check_receive_loads(torch.tensor([0.2, 1.22]), cfg.parallel, "step 4")

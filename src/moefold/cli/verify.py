@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed.run, replayed.moe)
-    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cpu")
+    check_dispatch_device(cfg.model, cfg.parallel, "cpu")
     return verify(cfg, args.steps, _run_on_ranks, message, notes, against_one_rank=args.against == ONE_RANK)
 
 

@@ -12,7 +12,6 @@ from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part, names_failure
 from moefold.config.schema import Config
@@ -101,7 +100,7 @@ def apply_expert_parallel(
         layer.experts.bias_slice = bias_slice
 
 
-def local_receive_load(model: ParallelModel, parallel: ParallelConfig, moe: MoEConfig) -> Tensor:
+def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor:
     """Return this rank's largest receive load since the last call in its slot, zeros in the other slots, [ranks].
 
     [0] if the dispatcher always has room.
@@ -115,7 +114,7 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig, moe: MoEC
     return loads
 
 
-def check_receive_loads(loads: Tensor, parallel: ParallelConfig, moe: MoEConfig, step: str) -> None:
+def check_receive_loads(loads: Tensor, parallel: ParallelConfig, step: str) -> None:
     """Stop the run if a rank was to receive more than it has room for: the results of this pass are void.
 
     Args:

@@ -5,7 +5,6 @@ from functools import partial
 
 from moefold.config.chosen import chosen_in, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, make_part, word_of, words_of
 from moefold.config.train import TrainConfig
@@ -64,7 +63,7 @@ class ParallelMapping:
         return words_of(self)
 
 
-def mapping_from_config(parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig) -> ParallelMapping:
+def mapping_from_config(parallel: ParallelConfig, train: TrainConfig) -> ParallelMapping:
     """Return the mapping of a recipe."""
     p = parallel
     dispatcher = chosen_in(p, DispatcherPart)

@@ -12,7 +12,6 @@ from itertools import chain
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action, SlotRow
 from moefold.config.train import TrainConfig
@@ -46,7 +45,6 @@ CollectiveSequence = tuple[CollectiveStart, ...]
 def stage_collectives(
     model: ModelConfig,
     parallel: ParallelConfig,
-    moe: MoEConfig,
     train: TrainConfig,
     stage: Stage,
     kind: str,
@@ -67,7 +65,6 @@ def stage_collectives(
 def collective_sequence(
     model: ModelConfig,
     parallel: ParallelConfig,
-    moe: MoEConfig,
     train: TrainConfig,
     stages: Mapping[int, Stage],
     row: SlotRow,
@@ -83,7 +80,7 @@ def collective_sequence(
         # A W action (weight gradients) starts no expert collective.
         if action.kind == "W":
             return iter(())
-        return stage_collectives(model, parallel, moe, train, stages[action.stage], action.kind, action.micro_batch)
+        return stage_collectives(model, parallel, train, stages[action.stage], action.kind, action.micro_batch)
 
     started: list[CollectiveStart] = []
     for slot in row:

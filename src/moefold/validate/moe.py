@@ -113,35 +113,35 @@ TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Rules for training only."""
 
 
-def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> None:
+def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the kernels of the dispatcher are installed if the recipe names it.
 
     Raises:
         ConfigError: it is not installed.
     """
     part = chosen_in(parallel, DispatcherPart)
-    if requests_dispatch_kernels(model, parallel, moe) and not part.has_package():
+    if requests_dispatch_kernels(model, parallel) and not part.has_package():
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs the package {part.kernel_package}, which is not installed: get "
             f"it from {part.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
-def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, device_type: str) -> None:
+def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> None:
     """Check that the ranks run on GPUs if the recipe names a dispatcher that needs them.
 
     Raises:
         ConfigError: they do not.
     """
     part = chosen_in(parallel, DispatcherPart)
-    if requests_dispatch_kernels(model, parallel, moe) and device_type != "cuda":
+    if requests_dispatch_kernels(model, parallel) and device_type != "cuda":
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
 
-def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> bool:
+def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
     return (
         bool(chosen_in(parallel, DispatcherPart).kernel_package)

@@ -6,7 +6,6 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.faults import FaultsConfig
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
@@ -31,7 +30,7 @@ def validate_regrouped_job(
         )
 
 
-def validate_regrouped_ranks(parallel: ParallelConfig, moe: MoEConfig, faults: FaultsConfig) -> Iterator[str]:
+def validate_regrouped_ranks(parallel: ParallelConfig, faults: FaultsConfig) -> Iterator[str]:
     """Check that ranks may be lost, and that the others can be grouped again."""
     p = parallel
     if not faults.regroups:
