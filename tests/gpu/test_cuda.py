@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from tests.gpu.runs import losses_on, small_recipe
 
 pytestmark = [
@@ -22,7 +23,15 @@ def test_float32_losses_equal_the_cpu():
 def test_routing_state_follows_the_device():
     """Expert bias, noise, thresholds and running load live where the tokens are."""
     cfg = small_recipe("float32")
-    model = replace(cfg.model, router_score="sigmoid", expert_bias=True, num_groups=4, top_groups=2)
+    model = edit_model(
+        cfg.model,
+        {
+            "ffn.moe.router": "sigmoid",
+            "ffn.moe.router.expert_bias": True,
+            "ffn.moe.router.num_groups": 4,
+            "ffn.moe.router.top_groups": 2,
+        },
+    )
     for choice in ("topk", "quantile"):
         moe = replace(cfg.moe, aux_kind="global_batch", input_jitter=0.01, choice=choice)
         routed = replace(cfg, model=model, moe=moe)
@@ -32,8 +41,9 @@ def test_routing_state_follows_the_device():
 
 def test_latent_attention_and_further_tokens_equal_the_cpu():
     cfg = small_recipe("float32")
-    sizes = {"attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
-    model = replace(cfg.model, v_head_dim=24, mtp_layers=1, rope_interleaved=True, **sizes)
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    latent = {"attention": "mla"} | {f"attention.{name}": size for name, size in sizes.items()}
+    model = edit_model(cfg.model, latent | {"mtp_layers": 1, "rope.interleaved": True})
     latent = replace(cfg, model=model)
     cpu, gpu = losses_on(latent, "cpu", 5), losses_on(latent, "cuda", 5)
     assert gpu == pytest.approx(cpu, rel=1e-4)
@@ -43,10 +53,12 @@ def test_latent_attention_and_further_tokens_equal_the_cpu():
 def test_gpt_oss_equals_the_cpu(document_end):
     """Sinks, windows tile by tile and by mask, biases and the clamped gate; with and without documents."""
     cfg = small_recipe("float32")
-    attention = {"attention_sinks": True, "attention_pattern": "WF", "attention_output_bias": True, "qkv_bias": True}
-    experts = {"moe_bias": True, "moe_activation": "clamped_swiglu", "swiglu_limit": 0.1, "router_bias": True}
+    biases = {f"attention.{name}": True for name in ("sinks", "output_bias", "qkv_bias")}
+    experts = {"ffn.moe.bias": True, "ffn.moe.router.bias": True, "ffn.moe.activation": "clamped_swiglu"}
+    experts |= {"ffn.moe.activation.limit": 0.1}
     for window, seq_len in ((5, 64), (9, 320)):
-        model = replace(cfg.model, vocab_size=8, sliding_window=window, **attention, **experts)
+        windows = {"vocab_size": 8, "attention_pattern": "WF", "sliding_window": window}
+        model = edit_model(cfg.model, windows | biases | experts)
         # At a higher rate, choices of experts that bfloat16 changes part the losses by 4 % in five steps.
         train = replace(cfg.train, seq_len=seq_len, lr=1e-3)
         data = replace(cfg.data, document_end=document_end)

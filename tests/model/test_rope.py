@@ -32,7 +32,7 @@ def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
     rng = random.Random(seed)
     theirs: dict[str, Any] = {
         "rope_type": "yarn",
-        "rope_theta": rng.uniform(20.0, 200000.0),
+        "rope.theta": rng.uniform(20.0, 200000.0),
         "factor": rng.uniform(1.5, 64.0),
         "beta_fast": rng.uniform(8.0, 64.0),
         "beta_slow": rng.uniform(0.3, 6.0),
@@ -47,7 +47,7 @@ def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
         theirs |= {"mscale": rng.uniform(0.2, 2.0), "mscale_all_dim": rng.uniform(0.2, 2.0)}
     names = {
         "original_max_position_embeddings": "rope.scaling.original_seq_len",
-        "rope_theta": "rope.theta",
+        "rope.theta": "rope.theta",
         "partial_rotary_factor": "attention.rope_fraction",
     }
     ours = {names.get(key, f"rope.scaling.{key}"): value for key, value in theirs.items() if key != "rope_type"}

@@ -19,7 +19,7 @@ OF_LAYERS = ("attention", "ffn", "indexer", "norm", "residual", "span")
 """Groups of which each layer has a part."""
 LINEAR_SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 4, "value_head_dim": 6}
 SIZES: dict[str, dict[str, object]] = {
-    "mla": {"q_lora_rank": 5, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},
+    "mla": {"attention.q_lora_rank": 5, "attention.kv_lora_rank": 6, "attention.qk_nope_head_dim": 4, "attention.qk_rope_head_dim": 2, "attention.v_head_dim": 3},
     "gated_deltanet": LINEAR_SIZES | {"conv_kernel": 3},
     "kda": LINEAR_SIZES | {"conv_kernel": 3},
     "gla": LINEAR_SIZES | {"gate_rank": 3},

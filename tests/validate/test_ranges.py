@@ -1,3 +1,4 @@
+import math
 import re
 import tomllib
 from dataclasses import fields
@@ -20,16 +21,11 @@ CASES = [
     ("sites.number=-2", "must be at least 0, or -1 (all sites on this machine)"),
     ("sites.density=0", "must lie between 1/4096 and 1"),
     ("run.steps=0", "run.steps=0 must be at least 1"),
-    ("parallel.attention_tolerance=-0.1", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
-    ("parallel.attention_tolerance=1.5", "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
-    ('model.linear_attention={kind="kda",decay_bound=0.1}', "must be at most 0 (0: none)"),
+    ("model.linear_attention.decay_bound=0.1", "must be at most 0 (0: none)"),
     ("model.attention.scale=-1", "must be at least 0 (0: 1/sqrt(head_dim))"),
     ("data.document_end=-2", "must be at least 0, or -1 (a sample is one document)"),
-    ("align.reward=''", "must name a column"),
-    ("align.weight_cap=0.5", "must be at least 1, or 0 (none)"),
     ("moe.eval_capacity_factor=-2", "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)"),
     ("train.loss_chunk=-2", "must be at least 0 (0: all), or -1 (automatic)"),
-    ("align.want=inf", "must be a finite number"),
     ("faults.straggler_factor=1", "must be above 1, or 0 (off)"),
     ("rl.group_size=1", "must be at least 2, or 0 (no reinforcement learning)"),
     ('rollout.url="localhost:8000"', "must begin with http:// or https://"),
@@ -53,6 +49,23 @@ def test_a_value_out_of_its_range_is_refused(word, message):
         check_config(config_from_dict(tomllib.loads(word)))
     assert str(error.value).startswith(word.split("=")[0])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "setting", "value", "message"),
+    [
+        ("align.method", "filter", "reward", "", "must name a column"),
+        ("align.method", "weight", "weight_cap", 0.5, "must be at least 1, or 0 (none)"),
+        ("parallel.context", "planned", "tolerance", -0.1, "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
+        ("parallel.context", "planned", "tolerance", 1.5, "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
+        ("align.method", "condition", "want", math.inf, "must be a finite number"),
+    ],
+)
+def test_a_setting_of_a_part_out_of_its_range_is_refused(key, kind, setting, value, message):
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError) as error:
+        config_from_dict({section: {name: {"kind": kind, setting: value}}})
+    assert str(error.value) == f"{key}.{setting}={value!r} {message}"
 
 
 COMMON_RULES = {

@@ -19,7 +19,6 @@ from moefold.config.find import find_part, kinds_in_words, unknown_kind
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
-from moefold.config.moved import without_moved_keys
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part, Table, as_plain, tables_of
 from moefold.config.part_table import NONE, build_table, is_table_value, settings_of_other_kind, shown_value
@@ -86,14 +85,9 @@ def nested(tree: Mapping[str, Any]) -> Tree:
             continue
         found[section] = {}
         for key, value in keys.items():
-            is_setting = _is_table(f"{section}.{key.partition('.')[0]}")
+            is_setting = f"{section}.{key.partition('.')[0]}" in tables()
             _put(found[section], key.split(".") if is_setting else [key], value)
     return found
-
-
-def _is_table(name: str) -> bool:
-    """Return whether the value of a key of a section may be a table."""
-    return name in tables() or name in part_keys()
 
 
 def _put(tree: Tree, names: Sequence[str], value: Any) -> None:
@@ -123,9 +117,12 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
-    tree, problems = _with_preset(nested(without_moved_keys(tree)))
+    given = nested(tree)
+    moved = [name for name in MOVED if _has(given, *name.split("."))]
+    problems = {name: moved_key_refusal(given, name) for name in moved}
+    tree, wrong_preset = _with_preset(given)
     tree, parts, wrong_parts = _take_tables(tree)
-    problems |= wrong_parts | _structure_problems(tree)
+    problems = _structure_problems(tree) | wrong_preset | wrong_parts | problems
     filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
@@ -154,6 +151,11 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 @cache
 def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
+
+
+def _has(tree: Mapping[str, Any], section: str, key: str) -> bool:
+    keys = tree.get(section)
+    return isinstance(keys, dict) and key in keys
 
 
 def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
@@ -202,7 +204,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[st
     rest = dict(tree)
     for section, owner in sections().items():
         keys = rest.get(section)
-        for key in (*tables_of(owner), *(_flat_parts(section) if isinstance(keys, dict) else ())):
+        for key in tables_of(owner):
             if not isinstance(keys, dict) or key not in keys:
                 continue
             name = f"{section}.{key}"
@@ -216,13 +218,6 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[st
                 problems[name] = str(error)
             rest[section] = {other: value for other, value in rest[section].items() if other != key}
     return rest, found, problems
-
-
-@cache
-def _flat_parts(section: str) -> tuple[str, ...]:
-    """Return the keys of a section that choose a part whose built-in kinds have flat keys."""
-    names = (name.partition(".") for name in part_keys() if name not in tables() and name.count(".") == 1)
-    return tuple(key for owner, _, key in names if owner == section)
 
 
 def _apply_override(tree: Tree, override: str) -> str:
@@ -259,7 +254,7 @@ def _apply_override(tree: Tree, override: str) -> str:
     if not isinstance(keys, dict):
         return ""
     owner, dot, _ = key.partition(".")
-    is_setting = bool(dot) and _is_table(f"{section}.{owner}")
+    is_setting = bool(dot) and f"{section}.{owner}" in tables()
     value = _parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
     names = key.split(".") if is_setting else [key]
     before: Any = keys
@@ -284,7 +279,7 @@ def _apply_override(tree: Tree, override: str) -> str:
 def _override_value(section: str, key: str, text: str) -> Any:
     value = _parsed_value(text)
     takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
-    takes_table = _is_table(f"{section}.{key}")
+    takes_table = f"{section}.{key}" in tables()
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 
 
@@ -309,9 +304,7 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
             )
         else:
             for key, value in keys.items():
-                if f"{section}.{key}" in MOVED:
-                    problems[f"{section}.{key}"] = moved_key_refusal(tree, f"{section}.{key}")
-                elif key not in key_types(section):
+                if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
                 elif f"{section}.{key}" in tables() and f"{section}.{key}" not in part_keys():
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)

@@ -8,7 +8,7 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import cache
 from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
@@ -22,21 +22,12 @@ COMMUNICATION = ("moefold.comm.", "torch.distributed.")
 """Modules in which an error is of a collective, which other ranks may have left."""
 
 
-class FlatKey(NamedTuple):
-    """Recipe key that a field of a built-in part of a model is read from; type, bounds and help stand on the key."""
-
-    name: str
-    """As "section.key"."""
-
-
 class KindOf(NamedTuple):
     """Mark of a recipe key whose value is the kind of a part of a group, or a table with `kind`."""
 
     group: str
     words: tuple[str, ...] = ()
     """Built-in kinds that the key may name; empty: all."""
-    is_flat: bool = False
-    """Whether built-in kinds read their settings from keys of sections (`FlatKey`), and take no table."""
 
 
 class UnusedKeys(NamedTuple):
@@ -204,6 +195,11 @@ def words_of(section: Any) -> dict[str, Any]:
     return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
+def word_of(value: str | Part) -> str | Part:
+    """Return the kind of a built-in part, without its settings; a part from outside, and a kind, stay."""
+    return value.kind if isinstance(value, Part) and is_built_in(type(value)) else value
+
+
 def without_source(value: Any, *names: str) -> Any:
     """Return the value of a key as plain data, without facts on where its part comes from, for comparisons.
 
@@ -230,7 +226,7 @@ def settings_of(part: Any) -> tuple[str, ...]:
 def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
     """Return the fields of a section, a table or a class of parts that have a table, with what it is.
 
-    It is the mark of a part, or the class of a table without `kind`. Fields that read flat keys are left out.
+    It is the mark of a part, or the class of a table without `kind`.
     """
     hints = get_type_hints(owner, include_extras=True)
     found: dict[str, KindOf | type[Table]] = {}
@@ -239,7 +235,7 @@ def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
         mark = next((mark for mark in marks if isinstance(mark, KindOf)), None)
         plain = hints[name].__origin__ if marks else hints[name]
         arms = [arm for arm in (get_args(plain) or (plain,)) if isinstance(arm, type)]
-        if mark is not None and not mark.is_flat:
+        if mark is not None:
             found[name] = mark
         elif table := next((arm for arm in arms if issubclass(arm, Table)), None):
             found[name] = table
@@ -265,30 +261,6 @@ def marks_of(owner: Any) -> dict[str, tuple[Any, ...]]:
     """Return the metadata in the annotation of each field of a class of parts, or of a section, in order."""
     hints = get_type_hints(owner, include_extras=True)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(owner)}
-
-
-@cache
-def flat_keys_of(owner: Any) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a class of parts, in order, with the recipe keys that they are read from."""
-    found = ((name, entry) for name, marks in marks_of(owner).items() for entry in marks)
-    return tuple((name, entry.name) for name, entry in found if isinstance(entry, FlatKey))
-
-
-def flat_keys(group: str, kind: str) -> tuple[tuple[str, str], ...]:
-    """Return the fields of a built-in part, in order, with the recipe keys that they are read from.
-
-    Args:
-        group: the folder of `parts/`.
-        kind: a built-in kind of it.
-    """
-    return flat_keys_of(find_part(group, kind))
-
-
-@lru_cache(maxsize=1024)
-def build_part(group: str, kind: str, values: tuple[Any, ...]) -> Any:
-    """Build a part from the values of its recipe keys, in the order of `flat_keys`."""
-    names = (name for name, _ in flat_keys(group, kind))
-    return find_part(group, kind)(**dict(zip(names, values, strict=True)))
 
 
 class Section:
@@ -329,7 +301,7 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with settings of its own, each with its mark."""
     found = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
-    return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf) and not entry.is_flat)
+    return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf))
 
 
 def _is_kind(mark: KindOf, word: str) -> bool:

@@ -24,10 +24,10 @@ from moefold.config.find import (
     is_built_in,
     kinds,
     kinds_in_words,
+    missing_experiment,
     unknown_kind,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
-from moefold.config.moved import missing_experiment
 from moefold.config.outside import (
     ENTRY_POINTS,
     MissingPartError,
@@ -39,12 +39,10 @@ from moefold.config.outside import (
     split_file_kind,
 )
 from moefold.config.part import (
-    FlatKey,
     KindOf,
     Part,
     Table,
     default_of_field,
-    flat_keys,
     settings_of,
     tables_of,
     without_source,
@@ -53,12 +51,10 @@ from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
     join_with_or,
-    key_types,
     kind_settings,
     owners_of,
     part_keys,
     part_marks,
-    sections,
     tables,
 )
 from moefold.errors import ConfigError, raise_all
@@ -175,8 +171,6 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
             f"{name}.kind must be a text, and is {kind!r}; write one of {kinds_in_words(group)}, or FILE.py:CLASS"
         )
     recorded = _read_origin(name, table.pop(SOURCE, {}))
-    if kind in built_in_kinds(group) and part_marks()[name].is_flat:
-        raise ConfigError(_flat_spelling(name, group, kind, table))
     part, origin = _class_of(name, group, kind, recorded)
     _report_difference(name, kind, recorded, origin)
     values = checked_settings(name, kind, part, table)
@@ -298,15 +292,6 @@ def _read_origin(name: str, recorded: Any) -> Origin:
     return Origin(**recorded)
 
 
-def _flat_spelling(name: str, group: str, kind: str, table: Mapping[str, Any]) -> str:
-    """Return the refusal of a table of a built-in kind, with the flat keys that it stands for."""
-    flat = dict(flat_keys(group, kind))
-    words = [f"{name}={kind}", *(f"{flat[key]}={toml_value(value)}" for key, value in table.items() if key in flat)]
-    strange = [key for key in table if key not in flat]
-    more = f"; {name}.{strange[0]} is no key of {kind!r}" if strange else ""
-    return f"{name} is a table, and {kind!r} is a built-in kind, whose keys are flat; write {' '.join(words)}{more}"
-
-
 def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, Origin]:
     """Return the class of a kind from outside, and where it was found."""
     base = find_group(group)
@@ -415,15 +400,6 @@ def _hints(part: Any) -> dict[str, Any]:
     return {name: hints[name] for name in settings_of(part)}
 
 
-def _unknown_key(name: str) -> str:
-    """Return why a name is no recipe key, with the nearest one; empty if it is one."""
-    known = [f"{section}.{key}" for section in sections() for key in key_types(section)]
-    if name in known:
-        return ""
-    guess = closest_match(name, known)
-    return "is no recipe key" + (f"; did you mean {guess!r}?" if guess else "")
-
-
 @cache
 def _model(part: Any) -> type[BaseModel]:
     """Return the validator of the settings of a part; a field without a default is required."""
@@ -433,14 +409,10 @@ def _model(part: Any) -> type[BaseModel]:
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
     of_base = {field.name for base in bases for field in fields(base)}
     for key, hint in _hints(part).items():
-        marks = [entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, FlatKey | KindOf)]
-        if key in tables_of(part) and (issubclass(part, Table) or is_built_in(part) or key in of_base):
+        if key in tables_of(part):
+            if not (issubclass(part, Table) or is_built_in(part) or key in of_base):
+                raise ConfigError(f"part {kind!r} of {origin}: KindOf is for built-in kinds; {key} has one")
             continue
-        for mark in marks:
-            if isinstance(mark, FlatKey) and (fault := _unknown_key(mark.name)):
-                raise ConfigError(f"part {kind!r} of {origin}: FlatKey({mark.name!r}) of {key} {fault}")
-        if marks and key not in of_base:
-            raise ConfigError(f"part {kind!r} of {origin}: FlatKey and KindOf are for built-in kinds; {key} has one")
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]
         # The name of a setting may be one of a method of pydantic's models.
         keys[f"{_PREFIX}{key}"] = (checked, Field(... if key in required else None, alias=key))

@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from moefold.config.aliases import key_hint
+from moefold.config.find import kind_of
 from moefold.config.method_defaults import LR_KEY, rates_text
-from moefold.config.part import Table
+from moefold.config.part import Table, settings_of
 from moefold.config.part_table import NONE
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import (
@@ -23,9 +24,10 @@ from moefold.config.suggestions import (
     join_with_or,
     key_types,
     kind_settings,
-    last_name,
-    owner_of,
+    owners_of,
+    part_keys,
     sections,
+    tables,
 )
 from moefold.errors import ConfigError
 
@@ -62,8 +64,7 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
         if path.startswith(f"{name}."):
             section, _, key = path.partition(".")
             default = _shown_default(default_of(section, key))
-            help_text = _help_of_setting(owner_of(path), last_name(path))
-            yield RecipeKey(path, describe_key(section, key), default, help_text, owners)
+            yield RecipeKey(path, describe_key(section, key), default, _help_of_table(path), owners)
 
 
 def _shown_default(value: Any) -> str:
@@ -75,6 +76,19 @@ def _shown_default(value: Any) -> str:
             return "{}"
         case _:
             return json.dumps(value, default=str)
+
+
+def _help_of_table(path: str) -> str:
+    """Return the help of a setting: of each of the kinds where it differs between them."""
+    table, _, setting = path.rpartition(".")
+    owners: dict[str, list[str]] = {}
+    for owner in owners_of(tables()[table]):
+        if setting in settings_of(owner):
+            kind = kind_of(owner) if table in part_keys() else ""
+            owners.setdefault(_help_of_setting(owner, setting), []).append(kind)
+    if len(owners) == 1:
+        return next(iter(owners))
+    return " ".join(f"{', '.join(found)}: {text[0].lower()}{text[1:]}" for text, found in owners.items())
 
 
 def _help_of_setting(part: type, setting: str) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
-from moefold.config.part import KindOf, Part
+from moefold.config.part import KindOf, Part, Section
 
 DEFAULT_EVERY = 30
 READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum", also="sites.penalty")
@@ -13,7 +13,7 @@ NUM_SIMILAR = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SitesConfig:
+class SitesConfig(Section):
     """Jobs that train one model and exchange weights every few steps, by an outer optimizer ([sites.md](sites.md))."""
 
     count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024), Judged.FILES] = 1

@@ -14,8 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
 from moefold.config.find import built_in_kinds, find_part, kind_of
-from moefold.config.moved import moved_key
-from moefold.config.part import KindOf, Table, default_of_field, marks_of, settings_of, tables_of
+from moefold.config.part import KindOf, Table, default_of_field, settings_of, tables_of
 from moefold.config.schema import Config
 
 
@@ -120,15 +119,8 @@ def owners_of(mark: KindOf | type[Table]) -> tuple[Any, ...]:
 
 @cache
 def part_marks() -> dict[str, KindOf]:
-    """Return the mark of each key that chooses a part, by its path, with keys whose kinds have flat keys."""
-    flat = {
-        f"{section}.{key}": entry
-        for section in sections()
-        for key, marks in marks_of(sections()[section]).items()
-        for entry in marks
-        if isinstance(entry, KindOf)
-    }
-    return flat | {path: mark for path, mark in tables().items() if isinstance(mark, KindOf)}
+    """Return the mark of each key that chooses a part, by its path."""
+    return {path: mark for path, mark in tables().items() if isinstance(mark, KindOf)}
 
 
 @cache
@@ -236,8 +228,6 @@ def explain_unknown_key(section: str, key: str) -> str:
     name = f"{section}.{key}"
     if name in DERIVED:
         return DERIVED[name]
-    if moved := moved_key(name):
-        return moved
     paths = paths_with(key)
     if paths and not is_known_path(name):
         return f"unknown key {name}; did you mean {' or '.join(paths)}?"

@@ -13,6 +13,7 @@ FORMAT = 2
 """Format of recipes and checkpoints that this version writes; it reads older ones."""
 FORMAT_KEY = "format"
 """Key above the sections of a recipe with its format."""
+KIND = "kind"
 
 
 class Moved(NamedTuple):
@@ -21,6 +22,9 @@ class Moved(NamedTuple):
     key: str
     """As "section.key"."""
     setting: str
+    """`KIND`: where the value is on, another kind stands for it, which has the old one in its name."""
+    kinds: tuple[str, ...] = ()
+    """Kinds that read it; empty: the built-in ones that have the setting."""
 
     def __str__(self) -> str:
         """Return the path, as an override has it."""
@@ -66,7 +70,7 @@ Keys that choose a kind or a table come before its settings.
 MOVED = {
     "train.min_lr": Moved("train.lr_schedule", "min_lr"),
     "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
-    "train.weight_decay": Moved("train.optimizer", "weight_decay"),
+    "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
     "train.beta1": Moved("train.optimizer", "beta1"),
     "train.beta2": Moved("train.optimizer", "beta2"),
     "train.eps": Moved("train.optimizer", "eps"),
@@ -74,6 +78,31 @@ MOVED = {
     "train.muon_groups": Moved("train.optimizer", "groups"),
     "train.muon_momentum": Moved("train.optimizer", "momentum"),
     "train.muon_ns_steps": Moved("train.optimizer", "ns_steps"),
+    "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
+    "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient", ("spsa",)),
+    "train.gradient_delay": Moved("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
+    "train.delay_correction": Moved("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
+    "align.reward": Moved("align.method", "reward"),
+    "align.threshold": Moved("align.method", "threshold"),
+    "align.beta": Moved("align.method", "beta"),
+    "align.weight_cap": Moved("align.method", "weight_cap"),
+    "align.template": Moved("align.method", "template"),
+    "align.want": Moved("align.method", "want"),
+    "align.gamma": Moved("align.method", "gamma"),
+    "align.desirable_weight": Moved("align.method", "desirable_weight"),
+    "align.undesirable_weight": Moved("align.method", "undesirable_weight"),
+    "moe.sinkhorn_iterations": Moved("moe.choice", "iterations"),
+    "moe.skew": Moved("moe.choice", "share"),
+    "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
+    "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
+    "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
+    "parallel.receive_factor": Moved("parallel.dispatcher", "receive_factor"),
+    "parallel.schedule_csv": Moved("parallel.schedule", "path"),
+    "parallel.placement": Moved("parallel.context", "placement"),
+    "parallel.attention_hosts": Moved("parallel.context", "hosts"),
+    "parallel.attention_tolerance": Moved("parallel.context", "tolerance"),
+    "parallel.attention_pool": Moved("parallel.context", "pool"),
+    "parallel.attention_block": Moved("parallel.context", "block"),
     "rl.clip_low": Moved("rl.objective", "clip_low"),
     "rl.clip_high": Moved("rl.objective", "clip_high"),
     "rl.correction_low": Moved("rl.correction", "low"),
@@ -128,10 +157,13 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             value = {} if value else NONE
         elif name in OFF and not value:
             path, value = place.key, NONE
-        if not _is_read(place.key if name in OFF else path, found, base):
+        if place.setting == KIND and value:
+            kind = _kind_at(place.key, found, base)
+            _put(found, place.key, next((one for one in place.kinds if one.endswith(f"_{kind}")), kind))
+        elif place.setting == KIND or not _is_read(place.key if name in OFF else path, found, base, place.kinds):
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
-            _put(found, path, value, base)
+            _put(found, path, value)
     return found, unread
 
 
@@ -156,17 +188,17 @@ def _kind_at(path: str, found: Any, base: Any) -> str | None:
     return default.kind if isinstance(default, Part) else default if isinstance(default, str) else ""
 
 
-def _is_read(path: str, found: Any, base: Any) -> bool:
-    """Return whether the parts of a recipe have a key."""
+def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
+    """Return whether the parts of a recipe have a key, of which `kinds` have it; empty: the built-in ones."""
     owner = path.rpartition(".")[0]
     if not owner.count("."):
         return True
     kind = _kind_at(owner, found, base) if _is_read(owner, found, base) else None
-    kinds = kind_settings().get(path, ())
-    return kind is not None and path in kind_settings() and (not kinds or kind in kinds)
+    kinds = kinds or kind_settings().get(path, ())
+    return kind is not None and (kind in kinds if kinds else path in kind_settings())
 
 
-def _put(tree: dict[str, Any], path: str, value: Any, base: Any) -> None:
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     """Set the value of a key; a table that chooses the default of a section has its kind."""
     *owners, last = path.split(".")
     for depth, name in enumerate(owners):
@@ -217,7 +249,7 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
     found, unread = upgraded(tree)
     if name in unread:
         kind = _kind_at(place.key, found, {})
-        owners = kind_settings()[str(place)]
+        owners = place.kinds or kind_settings()[str(place)]
         kinds = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
         which = f"not of {kind!r}" if kind else "that is absent"
         return f"{name} is {place} now, {kinds}, and {which}; leave it out"
@@ -248,6 +280,8 @@ def moved_override_refusal(name: str, text: str) -> str:
 def _word(name: str, text: str) -> str:
     """Return an override of a flat key in format 2."""
     place = MOVED[name]
+    if place.setting == KIND:
+        return f"{place.key}={join_with_or(list(place.kinds))}"
     if str(place) in tables() and text in ("true", "false"):
         return f"{place}={'{}' if text == 'true' else NONE}"
     return f"{place.key}={NONE}" if name in OFF and text.rstrip(".0") == "" else f"{place}={text}"
@@ -274,6 +308,8 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: value}}
     if name in upgraded(tree)[1]:
         raise ConfigError(moved_key_refusal(tree, name))
+    if MOVED[name].setting == KIND:
+        raise ConfigError(moved_override_refusal(name, text))
     return _word(name, text)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from moefold.bounded_read import parse_toml
 from moefold.config.part_table import toml_value
 from moefold.config.suggestions import key_types, kind_settings, sections
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, MOVED, check_format, upgraded, value_at
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded, value_at
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100
@@ -62,7 +62,11 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     names = {".".join(path[:2]) for path in read}
     owners = [f"{section}.{key}" for section in sections() for key in key_types(section) if f"{section}.{key}" in names]
     statements = list(_statements(text))
-    spelled = {str(MOVED[found.name]): found.value for found in statements if found.name in MOVED}
+    spelled = {
+        str(MOVED[found.name]): found.value
+        for found in statements
+        if found.name in MOVED and found.name not in unread and MOVED[found.name].setting != KIND
+    }
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
     entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items() if value is not None}
     blocks = {

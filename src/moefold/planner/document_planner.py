@@ -4,20 +4,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.planner import Planner, PlanRequest, best_of_all
 from moefold.planner.search.constraints import Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping
 
 
-def candidate_strategies(own: AttentionStrategy) -> list[AttentionStrategy]:
+def candidate_strategies(own: ContextPart) -> list[ContextPart]:
     """Return the recipe's own strategy, and then planned attention with each placement and choice of hosts."""
+    base: PlannedPart = own if isinstance(own, PlannedPart) else make_part(ContextPart.group, "planned")
     planned = [
-        replace(own, context="planned", placement=placement, hosts=hosts)
+        replace(base, placement=placement, hosts=hosts)
         for placement in ("samples", "documents", "balanced")
         for hosts in ("home", "balanced")
     ]
@@ -37,7 +39,7 @@ class DocumentPlanner(Planner):
         self._make_planner = make_planner
 
     @cached_property
-    def planners(self) -> dict[AttentionStrategy, Planner]:
+    def planners(self) -> dict[ContextPart, Planner]:
         """Planners by strategy, the recipe's own first; strategies that the runtime refuses are left out."""
         found = {}
         for strategy in candidate_strategies(self._loads.strategy):
@@ -110,15 +112,15 @@ class DocumentPlanner(Planner):
         assert isinstance(loads, DocumentLoads)
         return loads
 
-    def _request_with(self, strategy: AttentionStrategy) -> PlanRequest:
+    def _request_with(self, strategy: ContextPart) -> PlanRequest:
         q = self.request
         return replace(
             q,
-            base_config=replace(q.base_config, parallel=strategy.apply(q.base_config.parallel)),
+            base_config=replace(q.base_config, parallel=replace(q.base_config.parallel, context=strategy)),
             workload=replace(q.workload, attention=self._loads.with_strategy(strategy)),
         )
 
-    def _marked(self, strategy: AttentionStrategy, plans: Iterable[PlannedMapping]) -> list[PlannedMapping]:
+    def _marked(self, strategy: ContextPart, plans: Iterable[PlannedMapping]) -> list[PlannedMapping]:
         return [replace(plan, attention=strategy) for plan in plans]
 
     def _planner_of(self, plan: PlannedMapping) -> Planner:

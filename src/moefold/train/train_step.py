@@ -281,7 +281,7 @@ class TrainingStep:
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         totals = self._all_reduce_metrics(loss, step, flags(), data_s, memory_tracker)
-        check_receive_loads(totals.receive_loads, self._cfg.parallel, self._cfg.moe, f"step {step}")
+        check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
         metrics = (
             None if replica_check is None else replica_check.metrics(self._tp_dedup(self._sum_terms(loss.detach()))[0])
         )
@@ -442,10 +442,10 @@ class TrainingStep:
         self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._cfg.parallel, self._cfg.moe)
+        loads = local_receive_load(self.model, self._cfg.parallel)
         if loads.numel():
             loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._cfg.parallel, self._cfg.moe, "the validation")
+        check_receive_loads(loads.cpu(), self._cfg.parallel, "the validation")
         total = torch.stack(losses).sum(0)
         return float(all_reduce_sum(self._tp_dedup(total.double()), self.model.groups.world)), raised
 
@@ -497,7 +497,7 @@ class TrainingStep:
             times[world.rank, COMM] = waited_s
         packer.add("rank times", times)
         packer.add("offload", self._offload_metrics(device))
-        packer.add("receive loads", local_receive_load(self.model, self._cfg.parallel, self._cfg.moe))
+        packer.add("receive loads", local_receive_load(self.model, self._cfg.parallel))
         by_part = torch.zeros(world.size, 2 * len(PARTS) if memory_tracker else 0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part

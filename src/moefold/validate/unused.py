@@ -8,14 +8,16 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import chosen, chosen_parts, read_key, readers
+from moefold.config.chosen import chosen_parts, read_key
+from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.model import ModelConfig, has_moe_layers
+from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, join_with_or, part_keys
+from moefold.config.suggestions import default_of, part_keys
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings
@@ -25,8 +27,14 @@ from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
-from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule, why_unread
+
+_PLANNED_KEYS = " ".join(f"{ContextPart.key}.{setting}" for setting in settings_of(PlannedPart))
+
+
+def _is_planned(parallel: ParallelConfig) -> bool:
+    return isinstance(parallel.context, PlannedPart)
+
 
 UNUSED_KEY_RULES = (
     *LAYER_RULES,
@@ -34,9 +42,8 @@ UNUSED_KEY_RULES = (
     *UNUSED_SITES_KEYS,
     UnusedKeyRule(
         "model.ffn.moe model.upcycle_from moe.capacity_factor moe.drop_policy moe.drop_scope moe.pad_to_capacity "
-        "moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts moe.llep_threshold moe.llep_capacity "
-        "moe.llep_min_tokens parallel.receive_factor moe.eval_capacity_factor moe.aux_kind moe.bias_update_rate "
-        "moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
+        "moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts moe.eval_capacity_factor moe.aux_kind "
+        "moe.bias_update_rate moe.choice moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
         "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every rollout.experts "
         "metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
@@ -73,7 +80,32 @@ UNUSED_KEY_RULES = (
         "the run ends earlier, after run.steps",
         "choose at most run.steps",
     ),
-    *PLANNED_ATTENTION_RULES,
+    UnusedKeyRule(
+        _PLANNED_KEYS,
+        lambda cfg: _is_planned(cfg.parallel) and not cfg.data.may_have_documents,
+        "every sample is one document, so the ranks have equal attention work",
+        "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
+    ),
+    UnusedKeyRule(
+        _PLANNED_KEYS,
+        lambda cfg: (
+            _is_planned(cfg.parallel)
+            and cfg.parallel.cp == 1
+            and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp
+        ),
+        "dp*cp=1 rank has all tokens of a round",
+        "give the run more ranks in dp or cp",
+    ),
+    UnusedKeyRule(
+        "parallel.context.placement",
+        lambda cfg: (
+            isinstance(cfg.parallel.context, PlannedPart)
+            and cfg.parallel.context.placement == "documents"
+            and cfg.parallel.cp == 1
+        ),
+        "parallel.cp=1 leaves every sample whole on its rank",
+        "set parallel.cp above 1, or parallel.context.placement='balanced'",
+    ),
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout),
@@ -207,9 +239,6 @@ def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
         for unused in part.unused_keys():
             for name in unused.names.split():
                 found.setdefault(name, (unused.reason, unused.remedy))
-    for name in sorted(readers()):
-        if reason := _unread_by_parts(cfg, name):
-            found.setdefault(name, reason)
     return found
 
 
@@ -233,18 +262,6 @@ def _is_set(cfg: Config, name: str) -> bool:
     default_owner: Any = type(table)
     has_key = is_dataclass(table) and setting in settings_of(default_owner)
     return has_key and bool(value != default_of_field(default_owner, setting))
-
-
-def _unread_by_parts(cfg: Config, name: str) -> tuple[str, str] | None:
-    """Return reason and remedy for a key that other kinds of a part read; None: a chosen part reads it."""
-    owners = readers()[name]
-    if any(chosen(cfg, group).kind == kind for group, kind in owners):
-        return None
-    group = owners[0][0]
-    kinds = [kind for owner, kind in owners if owner is group]
-    value = chosen(cfg, group).kind
-    reason = f"only {group.key}={kinds[0]!r} reads it" if len(kinds) == 1 else f"{group.key}={value!r} does not read it"
-    return reason, f"choose {group.key}={join_with_or(list(map(repr, kinds)))}"
 
 
 def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:

@@ -6,6 +6,7 @@ its gradient.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.export import register_dataclass
 
-from moefold.config.chosen import RoutingSections, chosen, chosen_in, read_key
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoiceInputs, ChoicePart, RouterScorePart, RouterSoftmaxPart
 from moefold.config.model import ModelConfig
@@ -399,14 +400,13 @@ class FusedRouting:
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
     """Return why the fused kernel does not support the router of a recipe; empty if it does."""
-    sections = RoutingSections(model, moe)
-    choice = chosen(sections, ChoicePart)
+    choice = chosen_in(moe, ChoicePart)
     score = model.ffn.moe.router
     if not choice.scores_decide:
         return f"moe.choice={choice.kind!r}"
     if score.fused_options() is None:
         key = RouterSoftmaxPart.key if score.chooses else RouterScorePart.key
-        return f"{key}={read_key(sections, key).kind!r}"
+        return f"{key}={attrgetter(key.removeprefix('model.'))(model).kind!r}"
     if moe.router_dtype != "float32":
         return f"moe.router_dtype={moe.router_dtype!r}"
     if moe.trace_every or moe.replay:

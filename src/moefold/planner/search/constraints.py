@@ -244,7 +244,9 @@ class MappingConstraints:
         changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
         for axis, value in values.items():
             section, key = AXIS_KEYS[axis]
-            changes[section][key] = value
+            own = getattr(getattr(self.base_config, section), key)
+            # A kind stands for the recipe's part of this kind, with its settings.
+            changes[section][key] = own if isinstance(own, Part) and own.kind == value else value
         return replace(
             self.base_config,
             parallel=replace(self.base_config.parallel, **changes["parallel"]),

@@ -12,7 +12,6 @@ import torch.distributed.tensor
 # Training modules: saves half a second in each rank of each task.
 import moefold.train.trainer
 import moefold.verify.distributed_run  # noqa: F401
-from moefold.config.chosen import readers
 from moefold.config.schema import Config
 from moefold.validate.config import check_config
 
@@ -20,7 +19,6 @@ from moefold.validate.config import check_config
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 torch.set_num_threads(1)
 # Classes and types of all built-in parts, and what the rules of a recipe keep: each rank checks its recipe.
-readers()
 check_config(Config())
 # Garbage collection of these objects in a rank would copy their pages (copy-on-write): a quarter of a second.
 gc.collect()

@@ -63,7 +63,7 @@ class SparseMixer(RouterSoftmaxPart):
         if part is None or not part.router.chooses:
             return
         others = {
-            f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
+            f"moe.choice='{moe.choice}'": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
             "model.ffn.moe.router.expert_bias=true": (part.router.expert_bias, "expert_bias=false"),
             f"model.ffn.moe.router.num_groups={part.router.num_groups}": (part.router.num_groups > 1, "num_groups=1"),
             f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
