@@ -65,11 +65,11 @@ def _config(model: ModelConfig, dtype: torch.dtype) -> Any:
         add_bias_linear=False,
         num_moe_experts=model.ffn.moe.num_experts,
         moe_ffn_hidden_size=model.ffn.moe.intermediate_size,
-        moe_shared_expert_intermediate_size=model.ffn.moe.shared.intermediate_size or None,
-        moe_shared_expert_gate=model.ffn.moe.shared.gate,
+        moe_shared_expert_intermediate_size=model.ffn.moe.shared_width or None,
+        moe_shared_expert_gate=model.ffn.moe.shared is not None and model.ffn.moe.shared.gate,
         moe_router_topk=model.ffn.moe.top_k,
-        moe_router_score_function=model.ffn.moe.router,
-        moe_router_pre_softmax=model.ffn.moe.router.softmax == "pre",
+        moe_router_score_function=model.ffn.moe.router.kind,
+        moe_router_pre_softmax=_softmax(model) == "pre",
         moe_router_topk_scaling_factor=scale if scale != 1 else None,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",
@@ -94,3 +94,8 @@ def _copy_weights(ours: MoELayer, theirs: Any) -> None:
         theirs.shared_experts.linear_fc2.weight.copy_(shared.w_down)
     if ours.shared_gate is not None:
         theirs.shared_experts.gate_weight.copy_(ours.shared_gate)
+
+
+def _softmax(model: ModelConfig) -> str:
+    """Return the kind of the routing weights of a softmax router; empty for other routers."""
+    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

@@ -106,7 +106,7 @@ def torchtitan_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type:
     """See `Peer.unsupported_reason`."""
     if dtype != torch.bfloat16:
         return "its experts support bfloat16 only (--dtype bfloat16)"
-    if model.ffn.moe.router == "softmax" and model.ffn.moe.router.num_groups > 1:
+    if model.ffn.moe.router.kind == "softmax" and model.ffn.moe.router.num_groups > 1:
         return "it scores groups by their two best experts, where softmax routing uses the best one"
     return ""
 
@@ -121,11 +121,9 @@ def megatron_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type: s
         return "its expert bias needs CUDA"
     if model.ffn.moe.router.num_groups > 1:
         return "its group-limited routing differs from ours"
-    if model.ffn.moe.router == "sigmoid" and not model.ffn.moe.router.normalize:
+    if model.ffn.moe.router.kind == "sigmoid" and not getattr(model.ffn.moe.router, "normalize", True):
         return "its sigmoid scores are always normalised"
-    is_top1_softmax = (
-        model.ffn.moe.top_k == 1 and model.ffn.moe.router == "softmax" and model.ffn.moe.router.softmax == "post"
-    )
+    is_top1_softmax = model.ffn.moe.top_k == 1 and model.ffn.moe.router.kind == "softmax" and _softmax(model) == "post"
     return "it has no softmax over a single chosen expert" if is_top1_softmax else ""
 
 
@@ -136,9 +134,9 @@ PEERS = (
 
 
 def _common_unsupported_reason(model: ModelConfig) -> str:
-    if model.ffn.moe.router == "sqrtsoftplus":
+    if model.ffn.moe.router.kind == "sqrtsoftplus":
         return "its router has no sqrtsoftplus scores"
-    if model.ffn.moe.router.softmax == "sparsemixer":
+    if _softmax(model) == "sparsemixer":
         return "its router is no SparseMixer"
     if model.ffn.moe.zero_experts or model.ffn.moe.probs_on_input:
         return "it has neither zero-computation experts nor routing weights on inputs"
@@ -151,3 +149,8 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def _softmax(model: ModelConfig) -> str:
+    """Return the kind of the routing weights of a softmax router; empty for other routers."""
+    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

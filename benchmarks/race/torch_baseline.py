@@ -25,23 +25,29 @@ ExpertsImplementation = Literal["loop", "grouped_mm"]
 def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> str:
     """Return the reason why the baseline cannot compute a model; "" if it can."""
     if (
-        model.ffn.moe.router != "softmax"
+        model.ffn.moe.router.kind != "softmax"
         or model.ffn.moe.router.num_groups > 1
         or model.ffn.moe.router.expert_bias
         or model.ffn.moe.zero_experts
     ):
         return "its router supports only softmax and top-k"
-    if model.ffn.moe.router.softmax == "sparsemixer":
+    if _softmax(model) == "sparsemixer":
         return "its router is no SparseMixer"
     if not with_attention:
         return ""
-    if model.attention != "gqa" or model.attention.qk_norm.over == "all_heads" or model.attention.sinks:
+    norm = getattr(model.attention, "qk_norm", None)
+    if model.attention.kind != "gqa" or getattr(norm, "over", "head") == "all_heads" or model.attention.sinks:
         return "it supports only grouped-query attention"
-    if any(layer.chunk for layer in model.layers) or not model.attention.qk_norm.weight or model.ffn.moe.probs_on_input:
+    if any(layer.chunk for layer in model.layers) or not getattr(norm, "weight", True) or model.ffn.moe.probs_on_input:
         return "it supports neither chunks of attention, norms without weights, nor routing weights on inputs"
-    if model.attention.qk_norm.after_rope or model.attention.gate or model.attention.scale or model.residual != "pre":
+    if (
+        getattr(norm, "after_rope", False)
+        or model.attention.gate
+        or model.attention.scale
+        or model.residual.kind != "pre"
+    ):
         return "it supports only the layer of Llama and Qwen3"
-    if model.norm != "rmsnorm" or model.head_bias:
+    if model.norm.kind != "rmsnorm" or model.head_bias:
         return "it supports only RMSNorm, and a head without a bias"
     if (model.embedding_multiplier, model.residual.multiplier, model.logits_divisor) != (1.0, 1.0, 1.0):
         return "it has no multipliers"
@@ -93,7 +99,7 @@ class TorchBaseline:
         x_TH = x.flatten(0, -2)
         scores_TE = F.linear(x_TH.float(), moe.router.weight.float()).softmax(-1)
         probs_TK, ids_TK = scores_TE.topk(model.ffn.moe.top_k, dim=-1)
-        if model.ffn.moe.router.softmax == "post":
+        if _softmax(model) == "post":
             probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
         probs_TK = probs_TK * model.ffn.moe.router.scaling_factor
         run_experts = self._experts_loop if self._experts == "loop" else self._experts_grouped_mm
@@ -151,8 +157,13 @@ class TorchBaseline:
     def _apply_rope(self, x_BSAD: Tensor) -> Tensor:
         model, seq_len = self._cfg.model, self._cfg.train.seq_len
         position = torch.arange(x_BSAD.shape[1], dtype=torch.float64)
-        angle_SD = torch.outer(position, rope_frequencies(model.rope, seq_len)).repeat(1, 2)
+        angle_SD = torch.outer(position, rope_frequencies(model.rope_settings, seq_len)).repeat(1, 2)
         factor = chosen_in(model, RopeScalingPart).rotated_factor(seq_len)
         cos, sin = ((factor * f).to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
         first, second = x_BSAD.chunk(2, dim=-1)
         return x_BSAD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _softmax(model: ModelConfig) -> str:
+    """Return the kind of the routing weights of a softmax router; empty for other routers."""
+    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

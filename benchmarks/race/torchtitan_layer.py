@@ -29,12 +29,12 @@ def _config(model: ModelConfig) -> Any:
     size = model.hidden_size
     num_experts = model.ffn.moe.num_experts
     has_groups = model.ffn.moe.router.num_groups > 1
-    is_softmax = model.ffn.moe.router == "softmax"
+    is_softmax = model.ffn.moe.router.kind == "softmax"
     return MoE.Config(
         num_experts=num_experts,
         # Enables the expert bias; the value is only used by its update, which is not part of the layer.
         load_balance_coeff=1e-3 if model.ffn.moe.router.expert_bias else None,
-        shared_experts=_shared_expert(model) if model.ffn.moe.shared.intermediate_size else None,
+        shared_experts=_shared_expert(model) if model.ffn.moe.shared else None,
         router=TokenChoiceTopKRouter.Config(
             num_experts=num_experts,
             gate=_linear(size, num_experts),
@@ -43,7 +43,7 @@ def _config(model: ModelConfig) -> Any:
             top_k=model.ffn.moe.top_k,
             score_func=model.ffn.moe.router,
             # The softmax over the chosen logits equals the full softmax normalised over the chosen experts.
-            route_norm=model.ffn.moe.router.softmax == "post" if is_softmax else model.ffn.moe.router.normalize,
+            route_norm=_softmax(model) == "post" if is_softmax else model.ffn.moe.router.normalize,
             route_scale=model.ffn.moe.router.scaling_factor,
         ),
         routed_experts=RoutedExperts.Config(
@@ -90,3 +90,8 @@ def _copy_weights(ours: MoELayer, theirs: Any) -> None:
     if ours.router.expert_bias is not None:
         # The buffer is added to float32 scores.
         theirs.expert_bias_E = ours.router.expert_bias.detach().clone()
+
+
+def _softmax(model: ModelConfig) -> str:
+    """Return the kind of the routing weights of a softmax router; empty for other routers."""
+    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

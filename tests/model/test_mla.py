@@ -56,7 +56,7 @@ class Example:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Without a cache."""
         assert self.layer.latent_cache is None
-        return self.layer(x, build_rope(self.cfg.rope, torch.arange(len(x)), torch.float64))
+        return self.layer(x, build_rope(self.cfg.rope_settings, torch.arange(len(x)), torch.float64))
 
     def cached(self, window: int) -> PagedLatents:
         """Give the layer a cache."""
@@ -66,7 +66,7 @@ class Example:
     def piece(self, spans: list[range]) -> torch.Tensor:
         """The next tokens of each sample, with one, [R, 1, H]."""
         self.current_pass.rows = rows = pass_rows(spans, PAGES)
-        return self.layer(to_rows(self.x, spans), build_rope(self.cfg.rope, rows.positions_R, torch.float64))
+        return self.layer(to_rows(self.x, spans), build_rope(self.cfg.rope_settings, rows.positions_R, torch.float64))
 
 
 def refused(*args: object) -> None:
@@ -123,10 +123,10 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
         )
         example = Example(kind, window)
         example.layer.core_attention = partial(attend, example.layer.core_attention)
-        out = example.layer(example.x[:S], build_rope(example.cfg.rope, torch.arange(S), torch.float64), documents)
+        out = example.layer(example.x[:S], build_rope(example.cfg.rope_settings, torch.arange(S), torch.float64), documents)
         out.square().sum().backward()
         runs.append([out, *(parameter.grad for parameter in example.layer.parameters())])
     for padded, narrow in zip(*runs, strict=True):
         torch.testing.assert_close(narrow, padded, rtol=1e-11, atol=1e-12)
-    has_scale = window == 0 and not packed and example.cfg.v_head_dim <= example.cfg.softmax_attention.head_dim
+    has_scale = window == 0 and not packed and example.cfg.attention.v_head_dim <= example.cfg.softmax_attention.head_dim
     assert [scale is not None for scale in scales] == [False, has_scale]

@@ -65,7 +65,7 @@ def test_yarn_equals_transformers(seed):
     config = transformers.LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,
-        head_dim=cfg.head_dim,
+        head_dim=cfg.attention.head_dim,
         max_position_embeddings=9000,
         rope_parameters=theirs,
     )
@@ -216,7 +216,7 @@ def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
     keys = {**config.to_dict(), "rope_parameters": _YARN, "original_max_position_embeddings": 32}
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     cfg = parse_model_config(keys, Path("folder"))
-    assert cfg.rope_original_seq_len == 32
+    assert cfg.rope.scaling.original_seq_len == 32
     torch.testing.assert_close(rope_frequencies(cfg.rope_settings), expected.double(), rtol=3e-5, atol=1e-10)
 
 

@@ -243,27 +243,6 @@ def test_a_rule_that_fails_is_refused_by_its_distribution(install):
         check_config(load_config(None, ["train.lr_schedule=half"]))
 
 
-MISSPELT = """
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
-from moefold.config.part import FlatKey
-from moefold.parts.lr_schedule.wsd import WarmupStableDecay
-
-@dataclass(frozen=True, kw_only=True)
-class Half(WarmupStableDecay):
-    interface: ClassVar[int] = 1
-    min_lr: Annotated[float, FlatKey("train.min_lrr")] = 0.0
-    decay_steps: int = 0
-"""
-
-
-def test_a_misspelt_flat_key_is_refused_by_its_distribution(install):
-    install(MISSPELT)
-    assert refusal("train.lr_schedule=half") == (
-        "part 'half' of moefold-half 0.3: FlatKey('train.min_lrr') of min_lr is no recipe key; did you mean 'train.lr'?"
-    )
-
-
 def test_a_setting_that_is_no_key_of_a_cache_is_refused(file):
     file.write_text(GOOD.replace("share: float = 0.5", "share: list[float]"))
     assert "refuses its settings: TypeError: unhashable" in refusal(

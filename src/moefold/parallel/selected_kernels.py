@@ -91,4 +91,4 @@ def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | 
     reason = fused_router_unsupported_reason(model, moe)
     if reason or model.routed is None:
         return None, f", but plain routing, as {reason}" if reason else ""
-    return FusedRouting(model.routed, model.routed.router), ""
+    return FusedRouting(model.routed), ""

@@ -36,7 +36,7 @@ def _x(seed: int) -> torch.Tensor:
 def _other_choices() -> torch.Tensor:
     """Two experts for each token of N samples that no router would choose, [N, S, K]."""
     places = torch.arange(N * S).view(N, S, 1)
-    return ((places + torch.tensor([0, 3])) % MODEL.num_experts).to(torch.uint8)
+    return ((places + torch.tensor([0, 3])) % MODEL.ffn.moe.num_experts).to(torch.uint8)
 
 
 def test_choices_are_kept_by_sample_and_position():

@@ -25,10 +25,10 @@ def test_turning(heads, width, rotary, interleaved, by_sample, dtype):
     positions = torch.randint(0, 50, (5, 2) if by_sample else (5,))
     # A slice of wider rows, as latent attention gives.
     x = torch.randn(5, 2, heads, width + 3, dtype=torch.float64).to(dtype).to(DEVICE)[..., 3:].requires_grad_()
-    narrow = build_rope(model.rope, positions.to(DEVICE), dtype, apply_rope)
+    narrow = build_rope(model.rope_settings, positions.to(DEVICE), dtype, apply_rope)
     assert narrow.cos.shape[-1] == round(width * rotary)
     wide = x.detach().double().requires_grad_()
-    actual, expected = narrow(x), build_rope(model.rope, positions.to(DEVICE), torch.float64)(wide)
+    actual, expected = narrow(x), build_rope(model.rope_settings, positions.to(DEVICE), torch.float64)(wide)
     grad = torch.randn_like(expected).to(dtype)
     found = [actual, *torch.autograd.grad(actual, x, grad)]
     wanted = [expected, *torch.autograd.grad(expected, wide, grad.double())]

@@ -54,7 +54,6 @@ class MoELayer(nn.Module):
         part: sizes.
         hidden: width of the residual stream, H.
         moe: expert choice, auxiliary losses and token dropping.
-        score: score function of the router.
         loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
         micro_batches_per_rank: micro-batches that a rank computes in a step.
         noise_seed: 64-bit seed of the router's noise.

@@ -372,11 +372,11 @@ class FusedRouting:
         part: sizes and groups of experts.
     """
 
-    def __init__(self, part: RoutedPart, score: RouterScorePart) -> None:
+    def __init__(self, part: RoutedPart) -> None:
         # Lazy import, like those below: CPU-only installations have no Triton.
         from moefold.ops.triton.router import RouterOptions
 
-        options = score.fused_options()
+        options = part.router.fused_options()
         assert options is not None, "fused_router_unsupported_reason"
         self._options = RouterOptions(
             top_k=part.top_k,

@@ -92,7 +92,7 @@ def _data(layout: Layout) -> tuple[Tensor, Tensor]:
 
 def _slices(layout: Layout, rank: int) -> dict[str, tuple[slice, ...]]:
     """The part of each expert weight that a rank holds."""
-    experts, width = MODEL.num_experts // layout.ep, MODEL.moe_ffn_hidden_size // layout.etp
+    experts, width = MODEL.ffn.moe.num_experts // layout.ep, MODEL.ffn.moe.intermediate_size // layout.etp
     ep, etp = layout.moe.coordinate(rank, "ep"), layout.moe.coordinate(rank, "etp")
     mine, part = slice(ep * experts, (ep + 1) * experts), slice(etp * width, (etp + 1) * width)
     return {
@@ -240,7 +240,7 @@ def _travel_all(sizes: dict[str, Any]) -> dict[str, tuple[bool, bool]]:
 
 def _travel(groups: ParallelGroups, name: str, kind: str) -> tuple[bool, bool]:
     """Send tokens that say who they are; is each at the right expert, and back at its place, to the last bit?"""
-    num_tokens, top_k, experts = 5, 2, MODEL.num_experts
+    num_tokens, top_k, experts = 5, 2, MODEL.ffn.moe.num_experts
     dispatcher = make_dispatcher(name, groups.moe, experts)
     token = torch.arange(num_tokens)
     x = (groups.rank * 1000 + token).double().unsqueeze(1).repeat(1, 3).requires_grad_()
@@ -266,8 +266,8 @@ def _travel_ids(owner: Tensor, index: Tensor, kind: str) -> Tensor:
     """Two experts for each token, from its owner and index alone."""
     if kind == "crowd":
         return torch.tensor([6, 1]).expand(len(owner), 2)
-    first = (3 * owner + index) % MODEL.num_experts
-    return torch.stack([first, (first + 1 + index % 3) % MODEL.num_experts], 1)
+    first = (3 * owner + index) % MODEL.ffn.moe.num_experts
+    return torch.stack([first, (first + 1 + index % 3) % MODEL.ffn.moe.num_experts], 1)
 
 
 @pytest.mark.parity
@@ -300,7 +300,7 @@ def test_local_needs_all_experts_on_each_rank(pool):
 def _under_way_together(sizes: dict[str, Any], name: str) -> bool:
     """Two micro-batches whose phases interleave come home as they would alone."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
-    dispatcher = make_dispatcher(name, groups.moe, MODEL.num_experts)
+    dispatcher = make_dispatcher(name, groups.moe, MODEL.ffn.moe.num_experts)
     generator = torch.Generator().manual_seed(groups.rank)
     tokens = [torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (3, 7)]
     probs = [torch.rand(len(x), 2, dtype=torch.float64, generator=generator) for x in tokens]
