@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moefold.config.load import config_from_dict, nested
+from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings
+from moefold.config.tree import nested
 
 
 def model_of(settings: Mapping[str, Any]) -> ModelConfig:

@@ -13,8 +13,7 @@ MESSAGES = {
         "schedule='1f1b' or 'interleaved'"
     ),
     "run.cuda_graphs=full run.device=cuda": "run.cuda_graphs='full' records forward and backward passes, and train.op",
-    "model.attention.indexer.top_k=8": "model.attention.indexer.top_k=8 trains indexers by the gradient of a loss of their own, "
-    "and train.opti",
+    "model.attention.indexer.top_k=8": "model.attention.indexer.top_k=8 trains indexers by the gradient of a loss of",
     "moe.trace_every=1": "moe.trace_every=1 stores one choice of experts for each token of a step, and train.optimize",
     "rl.group_size=4 data.kind=task": "rl.group_size=4 updates by the gradient of sampled rewards, and train.optimize",
     "sites.count=2": "sites.method='mean' exchanges the weights of sites, and train.optimizer='spsa' has no exchange",

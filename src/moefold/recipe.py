@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.limits import MAX_NUMBER, MAX_STEPS
-from moefold.config.load import AUTO, Tree, apply_overrides, config_from_dict
+from moefold.config.load import AUTO, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
 from moefold.config.part_table import name_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
+from moefold.config.tree import Tree
 from moefold.config.upgrade import check_format
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config

@@ -24,8 +24,11 @@ def _records(path):
 
 
 def test_training_continues_with_the_numbers_of_the_earlier_commit(folder):
-    done = moefold("train", "recipe.toml", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    refused = moefold("train", "recipe.toml", cwd=folder)
+    assert "model.num_experts is model.ffn.moe.num_experts now: " in refused.stderr
+    for words in (("recipe", "upgrade", "recipe.toml"), ("train", "recipe.toml")):
+        done = moefold(*words, cwd=folder)
+        assert done.returncode == 0, done.stderr
     records = _records(folder / "run" / "metrics.jsonl")
     expected = _records(folder / "expected_metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]

@@ -123,10 +123,14 @@ def test_values_without_padding_give_the_same(monkeypatch, kind, window, packed)
         )
         example = Example(kind, window)
         example.layer.core_attention = partial(attend, example.layer.core_attention)
-        out = example.layer(example.x[:S], build_rope(example.cfg.rope_settings, torch.arange(S), torch.float64), documents)
+        out = example.layer(
+            example.x[:S], build_rope(example.cfg.rope_settings, torch.arange(S), torch.float64), documents
+        )
         out.square().sum().backward()
         runs.append([out, *(parameter.grad for parameter in example.layer.parameters())])
     for padded, narrow in zip(*runs, strict=True):
         torch.testing.assert_close(narrow, padded, rtol=1e-11, atol=1e-12)
-    has_scale = window == 0 and not packed and example.cfg.attention.v_head_dim <= example.cfg.softmax_attention.head_dim
+    has_scale = (
+        window == 0 and not packed and example.cfg.attention.v_head_dim <= example.cfg.softmax_attention.head_dim
+    )
     assert [scale is not None for scale in scales] == [False, has_scale]

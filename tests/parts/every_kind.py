@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_group, find_part
 from moefold.config.layers import SPANS
-from moefold.config.part import Part, default_of_field, flat_keys
+from moefold.config.part import Part, default_of_field
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings, part_keys
 from moefold.errors import ConfigError
@@ -19,7 +19,13 @@ OF_LAYERS = ("attention", "ffn", "indexer", "norm", "residual", "span")
 """Groups of which each layer has a part."""
 LINEAR_SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 4, "value_head_dim": 6}
 SIZES: dict[str, dict[str, object]] = {
-    "mla": {"attention.q_lora_rank": 5, "attention.kv_lora_rank": 6, "attention.qk_nope_head_dim": 4, "attention.qk_rope_head_dim": 2, "attention.v_head_dim": 3},
+    "mla": {
+        "q_lora_rank": 5,
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+    },
     "gated_deltanet": LINEAR_SIZES | {"conv_kernel": 3},
     "kda": LINEAR_SIZES | {"conv_kernel": 3},
     "gla": LINEAR_SIZES | {"gate_rank": 3},
@@ -116,8 +122,6 @@ def _switched(group: str, kind: str) -> Iterator[tuple[str, Settings]]:
     """Yield settings with one switched, and its key."""
     base = settings(group, kind)
     part = find_part(group, kind)
-    for name in (name for _, name in flat_keys(group, kind) if isinstance(name, str)):
-        yield from _with_switched(base, name, default_of(*name.split(".")))
     for path, owners in kind_settings().items():
         table = path.rpartition(".")[0]
         if part_keys().get(table) == group and kind in owners and path not in part_keys():

@@ -82,7 +82,9 @@ def test_a_wrong_number_of_frequencies_is_refused_by_name(scaling):
     assert model.rope_settings.rotary_dim > 2
     with pytest.raises(ConfigError, match=r"'parts.py:Slower' \(.*parts.py\) has 1 frequencies for .* pairs of dims"):
         rope_frequencies(model.rope_settings)
-    assert torch.equal(rope_frequencies(_with(tiny(), scaling()).model.rope_settings), rope_frequencies(tiny().model.rope_settings))
+    assert torch.equal(
+        rope_frequencies(_with(tiny(), scaling()).model.rope_settings), rope_frequencies(tiny().model.rope_settings)
+    )
 
 
 def test_no_folder_of_transformers_can_have_it(scaling):

@@ -411,8 +411,10 @@ ACCEPTED = [
     "model.ffn.moe.top_k=8",
     "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2",
     "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4",
-    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 model.ffn.moe.router=sigmoid model.ffn.moe.router.expert_bias=true moe.aux_kind=sequence",
-    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 moe.choice=quantile model.ffn.moe.router.expert_bias=true",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 model.ffn.moe.router=sigmoid "
+    "model.ffn.moe.router.expert_bias=true moe.aux_kind=sequence",
+    "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2 moe.choice=quantile "
+    "model.ffn.moe.router.expert_bias=true",
     "model.ffn.moe.router.expert_bias=true moe.aux_loss=0.0",
     "moe.choice=sinkhorn moe.choice.iterations=1",
     "moe.choice=round_robin",

@@ -21,7 +21,7 @@ CASES = [
     ("sites.number=-2", "must be at least 0, or -1 (all sites on this machine)"),
     ("sites.density=0", "must lie between 1/4096 and 1"),
     ("run.steps=0", "run.steps=0 must be at least 1"),
-    ("model.linear_attention.decay_bound=0.1", "must be at most 0 (0: none)"),
+    ('model.linear_attention={kind="kda",decay_bound=0.1}', "must be at most 0 (0: none)"),
     ("model.attention.scale=-1", "must be at least 0 (0: 1/sqrt(head_dim))"),
     ("data.document_end=-2", "must be at least 0, or -1 (a sample is one document)"),
     ("moe.eval_capacity_factor=-2", "must be at least 0 (0: dropless), or -1 (as moe.capacity_factor)"),

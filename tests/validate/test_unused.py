@@ -3,7 +3,7 @@ import re
 import pytest
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import part_of_kind, readers
+from moefold.config.chosen import part_of_kind
 from moefold.config.find import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
@@ -350,13 +350,10 @@ def test_a_printed_way_out_has_an_effect_when_it_is_typed(word, idle, active):
 
 
 def _idle_keys_of_parts() -> set[str]:
-    """Return the keys that some built-in kind of their group does not read, and those that have no effect with one."""
+    """Return the keys that have no effect with some built-in kind of their group."""
     found = set()
     for group in groups():
         for kind in built_in_kinds(group.group):
-            found |= {
-                name for name, owners in readers().items() if owners[0][0] is group and (group, kind) not in owners
-            }
             unused_keys = part_of_kind(Config(), group, kind).unused_keys()
             found |= {name for unused in unused_keys for name in unused.names.split()}
     return found

@@ -17,12 +17,11 @@ from moefold.cli.verify import verify
 from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
-from moefold.config.chosen import chosen, layer_readers, readers
+from moefold.config.chosen import chosen
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
-from moefold.config.layers import GATE_WIDTHS, LAYER_KEYS, NORM_WIDTHS
-from moefold.config.model import ModelConfig
+from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -53,10 +52,6 @@ FORMULA_KEYS = {name for name, mark in judged().items() if mark is None}
 SITES_FORMULA_KEYS = {name for name, mark in judged().items() if mark is Judged.ROUNDS}
 
 
-LAYER_WORDS = {"model.attention.qk_norm.over": NORM_WIDTHS, "model.attention.gate.per": GATE_WIDTHS}
-"""Meaning of the words of keys that `layers_of` gives to the parts of layers as truth values."""
-
-
 def _kinds(section: Any, prefix: str) -> dict[str, tuple[Any, ...]]:
     """Return the names that a key may have, by key."""
     hints = get_type_hints(section)
@@ -67,7 +62,7 @@ KINDS = {
     name: kinds
     for section in fields(Config)
     for name, kinds in _kinds(type(getattr(Config(), section.name)), f"{section.name}.").items()
-    if name in {*FORMULA_KEYS, "sites.topology", "sites.experts"} - {*LAYER_WORDS}
+    if name in {*FORMULA_KEYS, "sites.topology", "sites.experts"}
 }
 """Names that the oracle must have a formula or a refusal for, by key."""
 
@@ -82,7 +77,7 @@ def test_each_key_of_a_formula_is_read_somewhere():
     keys = {name.split(".")[1] for name in FORMULA_KEYS | SITES_FORMULA_KEYS}
     unread = {"precision", "density", "values", "residual", "moments", "weigh"}
     choices = (*LAYER_KEYS, *(group.key for group in groups()))
-    of_parts = {name.split(".")[1] for name in (*readers(), *layer_readers(), *choices)}
+    of_parts = {name.split(".")[1] for name in choices}
     assert keys - named - unread - of_parts == set()
 
 
@@ -98,12 +93,6 @@ def test_each_registered_name_has_a_case(key):
             assert node.cases[-1].pattern.pattern is None
             assert ast.unparse(node.cases[-1].body[-1]).startswith(("unknown_kind(", "no_formula("))
     assert named == set(KINDS[key])
-
-
-@pytest.mark.parametrize("key", LAYER_WORDS)
-def test_each_word_of_a_layer_has_a_meaning(key):
-    """A new word without one fails where the layers are built, for training and oracle alike."""
-    assert set(LAYER_WORDS[key]) == set(_kinds(ModelConfig, "model.")[key])
 
 
 def _is_kind(part: ast.expr, aliases: set[str]) -> bool:

@@ -41,7 +41,10 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"choice": make_part("choice", "sinkhorn", iterations=5), "aux_loss": 0.0},
     ),
     "quantile": ({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}, {"choice": "quantile"}),
-    "quantile of softmax": ({"ffn.moe.router.expert_bias": True, "ffn.moe.router.softmax": "pre"}, {"choice": "quantile"}),
+    "quantile of softmax": (
+        {"ffn.moe.router.expert_bias": True, "ffn.moe.router.softmax": "pre"},
+        {"choice": "quantile"},
+    ),
     "sparsemixer without noise": ({"ffn.moe.router.softmax": "sparsemixer"}, {"sparsemixer_sampling": False}),
     "jitter": ({}, {"input_jitter": 0.3}),
     "round robin": ({}, {"choice": "round_robin"}),

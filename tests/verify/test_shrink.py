@@ -155,14 +155,23 @@ def test_groups_of_experts_survive(ep, num_experts):
     }
     cfg = config_of({"model": routing, "parallel": {"world_size": 32, "ep": ep}, "train": {"global_batch_size": 32}})
     small = shrink(cfg).model
-    assert (small.ffn.moe.num_experts, small.ffn.moe.router.num_groups, small.ffn.moe.router.top_groups, small.ffn.moe.top_k) == (num_experts, 8, 4, 8)
+    assert (
+        small.ffn.moe.num_experts,
+        small.ffn.moe.router.num_groups,
+        small.ffn.moe.router.top_groups,
+        small.ffn.moe.top_k,
+    ) == (num_experts, 8, 4, 8)
 
 
 @pytest.mark.parametrize(("name", "has_query_latent"), [("deepseek-v2-lite", False), ("deepseek-v3", True)])
 def test_latent_attention_survives(name, has_query_latent):
     cfg = preset(name, world_size=32, tp=4, cp=2, ep=8)
     small = shrink(cfg).model
-    assert (small.attention, small.attention.q_lora_rank > 0, small.mtp_layers) == ("mla", has_query_latent, cfg.model.mtp_layers)
+    assert (small.attention, small.attention.q_lora_rank > 0, small.mtp_layers) == (
+        "mla",
+        has_query_latent,
+        cfg.model.mtp_layers,
+    )
     assert small.attention.v_head_dim not in (small.softmax_attention.head_dim, cfg.model.attention.v_head_dim)
     assert small.attention.num_heads == 8
 

@@ -20,7 +20,6 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.field import SAME_TENSORS
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, RewardPart
-from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import NONE, known_parts
@@ -29,7 +28,8 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers, part_keys, tables
-from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys, value_at
+from moefold.config.tree import value_at
+from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
@@ -667,6 +667,9 @@ def _model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: it is no model.
     """
+    # The loader of recipes is no module of a training process.
+    from moefold.config.load import config_from_dict
+
     known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
     return config_from_dict({"model": known_parts("model", known) | {"preset": "", "mtp_layers": 0}}).model
 

@@ -20,7 +20,7 @@ from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
-from moefold.config.part import Part, Table, as_plain, tables_of
+from moefold.config.part import Part, Table, tables_of
 from moefold.config.part_table import NONE, build_table, is_table_value, settings_of_other_kind, shown_value
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -37,6 +37,7 @@ from moefold.config.suggestions import (
     sections,
     tables,
 )
+from moefold.config.tree import Tree, merged, nested, put
 from moefold.config.upgrade import (
     FORMAT_KEY,
     MOVED,
@@ -46,7 +47,6 @@ from moefold.config.upgrade import (
 )
 from moefold.errors import ConfigError, raise_all
 
-Tree = dict[str, Any]
 AUTO = "auto"
 """`parallel = "auto"` at the top level is short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
@@ -73,37 +73,6 @@ def _depth(override: str) -> int:
     return override.partition("=")[0].count(".")
 
 
-def nested(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree whose keys "key.setting" of sections stand in the tables of their keys, in which the last one wins.
-
-    A word becomes the kind of its table.
-    """
-    found: Tree = {}
-    for section, keys in tree.items():
-        if not isinstance(keys, dict):
-            found[section] = keys
-            continue
-        found[section] = {}
-        for key, value in keys.items():
-            is_setting = f"{section}.{key.partition('.')[0]}" in tables()
-            _put(found[section], key.split(".") if is_setting else [key], value)
-    return found
-
-
-def _put(tree: Tree, names: Sequence[str], value: Any) -> None:
-    """Set a value in a tree by its path; a word on the way is the kind of its table."""
-    *owners, last = names
-    for name in owners:
-        inner = tree.get(name, {})
-        inner = as_plain(inner) if isinstance(inner, Part | Table) else inner
-        tree[name] = dict(inner) if isinstance(inner, dict) else {} if inner == NONE else {"kind": inner}
-        tree = tree[name]
-    before = tree.get(last)
-    if isinstance(before, dict) and isinstance(value, str) and value != NONE:
-        value = {"kind": value}
-    tree[last] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
-
-
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """Validate a tree of sections, such as `config_to_dict` returns, after filling missing keys from its preset.
 
@@ -118,8 +87,8 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
     given = nested(tree)
-    moved = [name for name in MOVED if _has(given, *name.split("."))]
-    problems = {name: moved_key_refusal(given, name) for name in moved}
+    names = {f"{section}.{key}" for section, keys in given.items() if isinstance(keys, dict) for key in keys}
+    problems = {name: moved_key_refusal(given, name) for name in MOVED if name in names}
     tree, wrong_preset = _with_preset(given)
     tree, parts, wrong_parts = _take_tables(tree)
     problems = _structure_problems(tree) | wrong_preset | wrong_parts | problems
@@ -153,11 +122,6 @@ def _validator() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-def _has(tree: Mapping[str, Any], section: str, key: str) -> bool:
-    keys = tree.get(section)
-    return isinstance(keys, dict) and key in keys
-
-
 def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
     """Return a tree whose [model] has the keys of its preset that it leaves out, and errors by "section.key"."""
     model = tree.get("model")
@@ -168,26 +132,6 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
         return {**tree, "model": merged("model", load_preset(preset), model)}, {}
     except ConfigError as error:
         return tree, {"model.preset": str(error)}
-
-
-def merged(path: str, base: Any, over: Any) -> Any:
-    """Return a table with the keys that it leaves out from another one; another kind takes those that it has too.
-
-    Args:
-        path: of the table, such as "model.attention".
-        base: the other table, a kind, or another value.
-        over: the table, a kind, or another value, which counts.
-    """
-    if not isinstance(base, dict) or (path not in tables() and path not in sections()):
-        return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
-    if isinstance(over, str) and over != NONE:
-        over = {"kind": over}
-    if not isinstance(over, dict):
-        return over
-    if isinstance(kind := over.get("kind", base.get("kind")), str) and kind != base.get("kind", kind):
-        base = settings_of_other_kind(path, base, kind)[0]
-    common = {key: merged(f"{path}.{key}", base[key], over[key]) for key in over if key in base}
-    return {**base, **over, **common}
 
 
 def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[str, str]]:
@@ -265,13 +209,13 @@ def _apply_override(tree: Tree, override: str) -> str:
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
         kept, lost = settings_of_other_kind(path, before, value)
         value_of_part: Any = {"kind": value, **kept} if kept else value
-        _put(keys, names, NONE)
-        _put(keys, names, value_of_part)
+        put(keys, names, NONE)
+        put(keys, names, value_of_part)
     else:
         if isinstance(value, dict):
             # A whole table replaces the one of the recipe.
-            _put(keys, names, NONE)
-        _put(keys, names, value)
+            put(keys, names, NONE)
+        put(keys, names, value)
     left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moefold.config.part import KindOf, Part
+from moefold.config.part import Part
 from moefold.config.part_table import NONE, toml_table, toml_value
 from moefold.config.presets import load_preset, preset_names
 from moefold.config.suggestions import default_of, join_with_or, kind_settings, part_marks, tables
+from moefold.config.tree import put, value_at
 from moefold.errors import ConfigError
 
 FORMAT = 2
@@ -167,13 +168,6 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return found, unread
 
 
-def value_at(path: str, tree: Any) -> Any:
-    """Return the value of a tree at a path; None if it has none, or is "none" there."""
-    for name in path.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return None if tree == NONE else tree
-
-
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
     """Return the kind of a part in a recipe, its preset, or by default; of a table that is absent None, else ""."""
     for value in (value_at(path, found), value_at(path, base)):
@@ -199,18 +193,12 @@ def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> b
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value of a key; a table that chooses the default of a section has its kind."""
-    *owners, last = path.split(".")
-    for depth, name in enumerate(owners):
-        inner = tree.get(name, {})
-        inner = inner if isinstance(inner, dict) else {"kind": inner}
-        key = ".".join(owners[: depth + 1])
-        if not inner and depth == 1 and isinstance(part_marks().get(key), KindOf) and owners[0] != "model":
-            inner = {"kind": kind_by_default(key)}
-        tree[name] = dict(inner)
-        tree = tree[name]
-    before = tree.get(last)
-    tree[last] = {**before, "kind": value} if isinstance(before, dict) and isinstance(value, str) else value
+    """Set the value of a key; a table of another section than [model] has its kind, also if that is the default."""
+    section, key, *inner = path.split(".")
+    if inner and section != "model" and "kind" not in (table := tree.get(section, {}).get(key, {})):
+        value_of_kind = table if isinstance(table, str) else kind_by_default(f"{section}.{key}")
+        put(tree, [section, key], {"kind": value_of_kind, **(table if isinstance(table, dict) else {})})
+    put(tree, path.split("."), value)
 
 
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:

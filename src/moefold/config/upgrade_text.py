@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from moefold.bounded_read import parse_toml
 from moefold.config.part_table import toml_value
 from moefold.config.suggestions import key_types, kind_settings, sections
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded, value_at
+from moefold.config.tree import value_at
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100

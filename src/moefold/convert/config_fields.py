@@ -109,7 +109,7 @@ class Renamed:
 
     @property
     def _is_table(self) -> bool:
-        """Whether the switch stands for a table that is there."""
+        """Return whether the switch stands for a table that is there."""
         return f"model.{self.key}" in tables()
 
     def _given(self, hf_config: Json) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router import ChoicePart
-from moefold.config.load import Tree, apply_overrides, config_from_dict
+from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -21,6 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, describe_key, nearest_numbers
 from moefold.config.train import TrainConfig
+from moefold.config.tree import Tree
 from moefold.errors import ConfigError, raise_all, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource

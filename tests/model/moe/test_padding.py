@@ -27,7 +27,10 @@ KINDS = {
     "sequence": (SIGMOID, {"aux_kind": "sequence"}),
     "global batch": (MODEL, {"aux_kind": "global_batch"}),
     "last global batch": (SIGMOID, {"aux_kind": "last_global_batch"}),
-    "sinkhorn": (edit_model(MODEL, {"ffn.moe.router": "sigmoid"}), {"choice": make_part("choice", "sinkhorn", iterations=5)}),
+    "sinkhorn": (
+        edit_model(MODEL, {"ffn.moe.router": "sigmoid"}),
+        {"choice": make_part("choice", "sinkhorn", iterations=5)},
+    ),
     "quantile": (SIGMOID, {"choice": "quantile"}),
     "drop by probability": (MODEL, {"capacity_factor": 0.75}),
     "drop by position": (MODEL, {"capacity_factor": 0.75, "drop_policy": "position", "aux_kind": "sequence"}),

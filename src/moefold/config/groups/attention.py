@@ -174,7 +174,7 @@ class QueryKeyNorm(Table):
 
     @property
     def over_all_heads(self) -> bool:
-        """Whether the root mean square is of all heads of a token together, not of each head."""
+        """Return whether the root mean square is of all heads of a token together, not of each head."""
         return self.over != "head"
 
     def params(self, heads: int, kv_heads: int, head_dim: int) -> Iterator[ParamSpec]:
@@ -342,7 +342,7 @@ class OutputGate(Table):
 
     @property
     def per_head(self) -> bool:
-        """Whether a gate belongs to a whole head, not to one dim of it."""
+        """Return whether a gate belongs to a whole head, not to one dim of it."""
         return self.per != "dim"
 
     def rows(self, heads: int, value_width: int) -> int:

@@ -1,0 +1,68 @@
+"""Trees of settings: tables in tables, as TOML gives them. Torch-free."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moefold.config.part import Part, Table, as_plain
+from moefold.config.part_table import NONE, settings_of_other_kind
+from moefold.config.suggestions import sections, tables
+
+Tree = dict[str, Any]
+
+
+def nested(tree: Mapping[str, Any]) -> Tree:
+    """Return a tree whose keys "key.setting" of sections stand in the tables of their keys, in which the last one wins.
+
+    A word becomes the kind of its table.
+    """
+    found: Tree = {}
+    for section, keys in tree.items():
+        if not isinstance(keys, dict):
+            found[section] = keys
+            continue
+        found[section] = {}
+        for key, value in keys.items():
+            is_setting = f"{section}.{key.partition('.')[0]}" in tables()
+            put(found[section], key.split(".") if is_setting else [key], value)
+    return found
+
+
+def put(tree: Tree, names: Sequence[str], value: Any) -> None:
+    """Set a value in a tree by its path; a word on the way is the kind of its table."""
+    *owners, last = names
+    for name in owners:
+        inner = tree.get(name, {})
+        inner = as_plain(inner) if isinstance(inner, Part | Table) else inner
+        tree[name] = dict(inner) if isinstance(inner, dict) else {} if inner == NONE else {"kind": inner}
+        tree = tree[name]
+    before = tree.get(last)
+    if isinstance(before, dict) and isinstance(value, str) and value != NONE:
+        value = {"kind": value}
+    tree[last] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+
+
+def merged(path: str, base: Any, over: Any) -> Any:
+    """Return a table with the keys that it leaves out from another one; another kind takes those that it has too.
+
+    Args:
+        path: of the table, such as "model.attention".
+        base: the other table, a kind, or another value.
+        over: the table, a kind, or another value, which counts.
+    """
+    if not isinstance(base, dict) or (path not in tables() and path not in sections()):
+        return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
+    if isinstance(over, str) and over != NONE:
+        over = {"kind": over}
+    if not isinstance(over, dict):
+        return over
+    if isinstance(kind := over.get("kind", base.get("kind")), str) and kind != base.get("kind", kind):
+        base = settings_of_other_kind(path, base, kind)[0]
+    common = {key: merged(f"{path}.{key}", base[key], over[key]) for key in over if key in base}
+    return {**base, **over, **common}
+
+
+def value_at(path: str, tree: Any) -> Any:
+    """Return the value of a tree at a path; None if it has none, or is "none" there."""
+    for name in path.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return None if tree == NONE else tree
