@@ -39,7 +39,7 @@ def _kinds(settings: Settings) -> set[tuple[str, object]]:
         (key, kind)
         for section, default in sections
         for key, value in section.items()
-        if key not in FREE_TEXTS and isinstance(value, str | bool) and value != getattr(default, key)
+        if key not in FREE_TEXTS and isinstance(value, str | bool) and str(value) != str(getattr(default, key, None))
         # A pattern of layers has letters for their kinds; digits repeat a letter.
         for kind in (filter(str.isalpha, value) if key.endswith("_pattern") else (value,))
     }
