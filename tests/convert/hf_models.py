@@ -1,11 +1,15 @@
 """Small random models of every family, made by transformers, as folders on disk."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from moefold.convert.families import FILED_FAMILIES
+from moefold.convert.family import Example, Family
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -472,7 +476,33 @@ NEWER_MODELS |= {
         {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True, "index_topk_freq": 2},
     ),
 }
+
+
+def first_sizes(example: Example) -> dict[str, Any]:
+    """The sizes of a family's file with the first value of each option."""
+    return {**NO_TOKENS, **example.sizes} | {key: values[0] for key, values in example.options.items()}
+
+
+def multimodal_config(family: Family, sizes: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    """The configuration of a whole multimodal model with small other models, given the text model's sizes."""
+    around = copy.deepcopy(dict(family.example.around))
+    *path, last = family.multimodal.config_path
+    inner = around
+    for key in path:
+        inner = inner[key]
+    tied = sizes.get("tie_word_embeddings", False)
+    inner |= {last: dict(sizes), "tie_word_embeddings": tied}
+    return getattr(transformers, family.example.config)(**around, **how)
+
+
 MODEL_NAMES = tuple(MODELS)
+FILED = {name.replace("_", "-"): family for name, family in FILED_FAMILIES.items()}
+"""Families whose sizes are in the file of the family."""
+NEWER_MODELS |= {
+    name: (f"{example.config[:-6]} {example.model.removesuffix('ForCausalLM')}", first_sizes(example))
+    for name, family in FILED.items()
+    if (example := family.example) and not example.around
+}
 MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
 """Not among those whose export transformers loads: it expects tensors of the experts without computation."""
@@ -482,14 +512,21 @@ ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slo
 
 
 def make_model(name: str, **sizes: Any) -> Any:
-    """A random model of transformers in float32; no norm is 1 and no bias 0."""
-    kind, more = MODELS[name]
-    config_kind, _, class_kind = kind.partition(" ")
-    config = getattr(transformers, f"{config_kind}Config")(
-        **{**SIZES, **more, **sizes}, attn_implementation="eager", experts_implementation="eager"
-    )
+    """A random model of transformers; no norm is 1 and no bias 0. A multimodal one of `FILED` is whole."""
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    if name in MODELS:
+        kind, more = MODELS[name]
+        config_kind, _, class_kind = kind.partition(" ")
+        config = getattr(transformers, f"{config_kind}Config")(**{**SIZES, **more, **sizes}, **how)
+        class_name = f"{class_kind or config_kind}ForCausalLM"
+    else:
+        example = FILED[name].example
+        config = multimodal_config(FILED[name], {**SIZES, **first_sizes(example), **sizes}, how)
+        class_name = example.model
     torch.manual_seed(len(name))
-    model = getattr(transformers, f"{class_kind or config_kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, class_name)(config).eval()
+    if hasattr(model, "thinker"):
+        model.forward = model.thinker.forward
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):
