@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from moefold.convert.family import Example
-from tests.convert.hf_models import EVEN, FILED, LATENT, LLAMA3, LONGROPE, NO_TOKENS, QWEN_EXPERTS, YARN
+from moefold.convert.family import Family
+from tests.convert.hf_models import EVEN, FILED, LATENT, LLAMA3, LONGROPE, QWEN_EXPERTS, YARN, options_of
 
 Sizes = dict[str, Any]
 _ONE_CHOICE = {"norm_topk_prob": False, "num_experts_per_tok": 1}
@@ -460,12 +460,12 @@ def _phi_moe(rng: random.Random, is_cut: bool) -> Sizes:
     return sizes
 
 
-def _filed(example: Example) -> Callable[[random.Random, bool], Sizes]:
+def _filed(family: Family) -> Callable[[random.Random, bool], Sizes]:
     """How a family draws the options of its file: what an axis cuts is even where there is an even value."""
 
     def draw(rng: random.Random, is_cut: bool) -> Sizes:
-        sizes = {**NO_TOKENS, **example.sizes}
-        for key, values in example.options.items():
+        sizes = {}
+        for key, values in options_of(family).items():
             even = [value for value in values if _is_even(value)]
             sizes[key] = rng.choice(even if is_cut and even else values)
         return sizes
@@ -480,7 +480,7 @@ def _is_even(value: Any) -> bool:
 
 
 NEWER_FAMILIES = {
-    **{name: _filed(family.example) for name, family in FILED.items()},
+    **{name: _filed(family) for name, family in FILED.items()},
     "phi-moe": _phi_moe,
     "qwen3-5-moe": _qwen3_5_moe,
     "lfm2-moe": _lfm2_moe,

@@ -68,8 +68,8 @@ def test_the_layers_of_every_family_decode_in_c_or_say_why_not():
         apply_kernels(stage, select_kernels(cfg, CPU))
         reasons = set(map(fused_unsupported_reason, stage.layers.values()))
         found[theirs.model_type] = found.get(theirs.model_type, set()) | reasons
-    filed = {family.name for family in FILED_FAMILIES.values()}
+    filed = {family.name for family in FILED_FAMILIES.values() if not family.exported_as}
     assert {name: reasons for name, reasons in found.items() if name not in filed} == REASONS
     assert found.keys() | filed >= FAMILIES.keys()
     # Families in files of their own have no block that the others lack.
-    assert set().union(*found.values()) == set().union(*REASONS.values(), {"attention sinks"})
+    assert set().union(*found.values()) == set().union(*REASONS.values())

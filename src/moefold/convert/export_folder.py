@@ -217,11 +217,7 @@ def export_folder(
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
-    before = read_manifest(sidecar_dir) if sidecar_dir is not None else None
-    # The text model alone is another folder than the multimodal one that it was imported from.
-    is_other = multimodal_folder(WeightsOrigin(sidecar_dir, None).read_config(), family) is not None
-    is_same = before is not None and before.family == family.name and not is_other
-    origin = WeightsOrigin(sidecar_dir, before if is_same else None)
+    origin = _find_origin(sidecar_dir, family)
     number = 0 if origin.manifest is None else origin.manifest.layout
     duplicates = _duplicate_tensors(model, family, origin.manifest)
     mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
@@ -275,6 +271,15 @@ def export_folder(
     return Conversion(
         len(dtypes), size, written, dict.fromkeys(left_out, MTP_REASON), (*_messages(files), *tokenizer.messages)
     )
+
+
+def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
+    """Return the origin of the weights; its manifest only if the folder was of this family, not multimodal."""
+    origin = WeightsOrigin(sidecar_dir, None)
+    manifest = None if sidecar_dir is None else read_manifest(sidecar_dir)
+    if manifest is None or manifest.family != family.name or multimodal_folder(origin.read_config(), family):
+        return origin
+    return replace(origin, manifest=manifest)
 
 
 def _exported_model(

@@ -33,7 +33,8 @@ UNSUPPORTED_FAMILIES = {
 }
 """Families of mixture-of-experts models that are refused by name, with the parts that moefold does not have."""
 
-MODEL_TYPES = {
-    name: family for family in (*FILED_FAMILIES.values(), *DECODER_FAMILIES.values()) for name in family.model_types
+MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
+MODEL_TYPES |= {
+    name: family for family in FILED_FAMILIES.values() for name in family.model_types if name not in MODEL_TYPES
 }
-"""Every family by each `model_type` that means it; a name that two have means the one with folders of its own."""
+"""Every family by each `model_type` that means it."""

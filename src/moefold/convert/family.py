@@ -81,9 +81,10 @@ class MultimodalFolder:
         """
         around = keys = hf_config
         for key in self.config_path:
-            around, keys = keys, keys.get(key)
-            if not isinstance(keys, Mapping):
-                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={keys!r}, no object")
+            found = keys.get(key)
+            if not isinstance(found, Mapping):
+                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={found!r}, no object")
+            around, keys = keys, found
         values = {key: around[key] for key in ("tie_word_embeddings",) if key in around}
         for key in self.pairs:
             if isinstance(pair := keys.get(key), list):
@@ -98,16 +99,13 @@ class Example:
     Attributes:
         config: name of its configuration class.
         model: name of its class.
-        sizes: keys of the configuration, of the text model in a multimodal one.
-        options: values of each further key, of which tests draw one.
-        around: keys of the configuration around `text_config`, or around the object that holds it.
+        options: values of keys of the text model, of which tests draw one each, besides the usual small sizes of keys
+            that the configuration class declares.
     """
 
     config: str
     model: str
-    sizes: Mapping[str, Any]
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    around: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

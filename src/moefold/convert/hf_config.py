@@ -58,7 +58,8 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
     Raises:
         ConfigError: as in `read_model_config`.
     """
-    model, report = inspect_config(read_hf_config(folder), folder, ignored_keys)
+    keys = read_hf_config(folder)
+    model, report = inspect_config(keys, folder, ignored_keys)
     reports = [report]
     others = ((GENERATION_FILE, generation_known_keys), (TOKENIZER_CONFIG_FILE, tokenizer_known_keys))
     for file, known_keys in others:
@@ -68,7 +69,6 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
             except ConfigError as error:
                 raise ConfigError(f"{str(folder)!r}: {error}") from None
     names = tensor_names(folder)
-    keys = read_hf_config(folder)
     if names is not None and (multimodal := multimodal_folder(keys, find_family(keys, folder))):
         names = [multimodal.text_name(name) for name in names]
     return count_mtp_layers(model, names), tuple(reports)
@@ -124,7 +124,7 @@ def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> Multimoda
 
 
 def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the keys that describe the text model: the whole config.json, or an object in that of a multimodal model.
+    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal one.
 
     Raises:
         ConfigError: there is no such object.

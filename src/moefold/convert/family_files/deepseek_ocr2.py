@@ -41,44 +41,12 @@ FAMILY = Family(
         "DeepseekOcr2Config",
         "DeepseekOcr2ForConditionalGeneration",
         {
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "hidden_size": 36,
-            "head_dim": None,
-            "n_routed_experts": 12,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-        },
-        {
-            "intermediate_size": (19, 20),
-            "moe_intermediate_size": (11, 12),
-            "n_shared_experts": (1, 2),
+            "hidden_size": (36,),
+            "num_attention_heads": (6,),
+            "num_key_value_heads": (2,),
+            "head_dim": (None,),
             "mlp_layer_types": (["dense", "sparse"], ["sparse", "sparse"]),
             "topk_method": ("greedy", "group_limited_greedy"),
-            "routed_scaling_factor": (2.5, 1.0),
-        },
-        {
-            "vision_config": {
-                "sam_config": {
-                    "hidden_size": 16,
-                    "output_channels": 8,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "global_attn_indexes": [0],
-                    "downsample_channels": [8, 16],
-                    "image_size": 64,
-                },
-                "encoder_config": {
-                    "hidden_size": 16,
-                    "intermediate_size": 20,
-                    "num_hidden_layers": 1,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 2,
-                    "vocab_size": 10,
-                },
-            }
         },
     ),
 )

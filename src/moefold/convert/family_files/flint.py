@@ -39,17 +39,10 @@ FAMILY = Family(
     example=Example(
         "FlintConfig",
         "FlintForCausalLM",
-        {"num_experts_per_tok": 3, "num_hidden_layers": 4},
         {
-            "intermediate_size": (19, 20),
-            "moe_intermediate_size": (11, 12),
-            "num_experts": (7, 6),
-            "shared_expert_intermediate_size": (9, 10),
-            "sliding_window": (5, 2),
+            "num_hidden_layers": (4,),
             "layer_types": (None, ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]),
             "mlp_only_layers": (None, [], [1]),
-            "norm_topk_prob": (True, False),
-            "attention_bias": (True, False),
         },
     ),
 )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from moefold.convert.config_fields import allowed
 from moefold.convert.decoder_families import DECODER_FAMILIES
 from moefold.convert.family import Example, MultimodalFolder
+from moefold.convert.family_files.qwen3_vl_moe import MROPE
 
 _GLM = DECODER_FAMILIES["glm4_moe"]
 
@@ -20,29 +21,6 @@ FAMILY = replace(
     example=Example(
         "Glm4vMoeConfig",
         "Glm4vMoeForConditionalGeneration",
-        {
-            "num_hidden_layers": 2,
-            "head_dim": 12,
-            "n_routed_experts": 12,
-            "num_experts_per_tok": 3,
-            "topk_group": 2,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 500.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [1, 1, 1],
-            },
-        },
-        {
-            "intermediate_size": (19, 20),
-            "moe_intermediate_size": (11, 12),
-            "n_shared_experts": (1, 2),
-            "n_group": (3, 2),
-            "first_k_dense_replace": (1, 0),
-            "norm_topk_prob": (True, False),
-            "attention_bias": (True, False),
-            "routed_scaling_factor": (2.5, 1.0),
-        },
-        {"vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2}},
+        {"head_dim": (20,), "rope_parameters": (MROPE | {"partial_rotary_factor": 0.5},)},
     ),
 )

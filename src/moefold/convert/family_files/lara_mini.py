@@ -66,20 +66,10 @@ FAMILY = Family(
     example=Example(
         "LaraMiniConfig",
         "LaraMiniForCausalLM",
-        {"num_experts_per_tok": 3, "num_hidden_layers": 4, "initializer_range": 0.1},
         {
-            "moe_intermediate_size": (11, 12),
-            "num_experts": (7, 6),
-            "shared_expert_intermediate_size": (9, 10),
-            "sliding_window": (5, 2),
+            "num_hidden_layers": (4,),
+            "initializer_range": (0.1,),
             "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
-            "norm_topk_prob": (True, False),
-            "attention_bias": (True, False),
-            "linear_num_key_heads": (3, 2),
-            "linear_num_value_heads": (6,),
-            "linear_key_head_dim": (5, 8),
-            "linear_value_head_dim": (7, 4),
-            "linear_conv_kernel_dim": (4, 2),
         },
     ),
 )

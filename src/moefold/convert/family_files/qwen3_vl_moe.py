@@ -7,15 +7,6 @@ from moefold.convert.decoder_families import DECODER_FAMILIES
 from moefold.convert.family import EXPERTS, Example, MultimodalFolder, layouts, untransposed_experts
 
 _QWEN3_MOE = DECODER_FAMILIES["qwen3_moe"]
-VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_heads": 2,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}
-"""Small sizes of a vision model of Qwen3 or GLM."""
 MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 1]}
 """RoPE of three axes for heads of 10 dims."""
 
@@ -31,16 +22,6 @@ FAMILY = replace(
     multimodal=MultimodalFolder("qwen3_vl_moe", r"model\.visual\..*", {"model.language_model.": "model."}),
     exported_as="qwen3_moe",
     example=Example(
-        "Qwen3VLMoeConfig",
-        "Qwen3VLMoeForConditionalGeneration",
-        {"num_hidden_layers": 2, "num_experts_per_tok": 3, "head_dim": 10, "rope_parameters": MROPE},
-        {
-            "intermediate_size": (19, 20),
-            "moe_intermediate_size": (11, 12),
-            "num_experts": (7, 6),
-            "mlp_only_layers": ([], [0]),
-            "attention_bias": (True, False),
-        },
-        {"vision_config": VISION},
+        "Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", {"head_dim": (10,), "rope_parameters": (MROPE,)}
     ),
 )
