@@ -22,6 +22,7 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,
+    MemoryStrategies,
     build_columns,
     minimal_config,
     routed_tokens_per_token,
@@ -158,20 +159,17 @@ class MemoryModel:
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(**parts, workspace=self.workspace(mapping), capacity=self.device.memory_bytes)
 
-    def memory_budget(
-        self, mapping: ParallelMapping, saved: NDArray[np.float64], recomputes_comm: NDArray[np.intp]
-    ) -> "MemoryBudget":
-        """Return the memory of one pipeline, as a function of sharding and memory strategies.
-
-        Args:
-            mapping: the mapping; its sharding, offload and recomputation do not count.
-            saved: `ActivationMemoryTable.total_bytes` of the memory strategies.
-            recomputes_comm: `MemoryStrategies.recomputes_comm` of them.
-        """
+    def totals(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> NDArray[np.float64]:
+        """Return the bytes of the fullest rank with each memory strategy, not the mapping's own, [strategies]."""
         snapshots = self._all_snapshots(mapping)
-        return MemoryBudget(
-            self, snapshots, saved, snapshots.occurrence[:, recomputes_comm] > 0 if mapping.overlap else None
-        )
+        activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies).T
+        if mapping.overlap:
+            activations[snapshots.occurrence[:, strategies.recomputes_comm] == 0] = -np.inf
+        states = snapshots.states @ self.persistent_bytes(mapping) + self.workspace(mapping)
+        # During the update there are no activations.
+        update = (states + self.optimizer_prefetch.extra_bytes(mapping, snapshots.states)).max()
+        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=update)
+        return found
 
     def persistent_bytes(self, mapping: ParallelMapping) -> NDArray[np.float64]:
         """Return the bytes of each state column under a mapping."""
@@ -221,50 +219,6 @@ class MemoryModel:
 
     def _num_micro_batches(self, mapping: ParallelMapping) -> int:
         return mapping.num_micro_batches(self.workload.global_batch_size)
-
-
-class MemoryBudget:
-    """Memory of one pipeline, as a function of sharding and of the memory strategy.
-
-    Args:
-        memory_model: the memory model of the mapping.
-        snapshots: snapshots of the pipeline.
-        saved: bytes of each activation column under each strategy, [strategies, columns].
-        occurs: whether a snapshot occurs with a strategy, [snapshots, strategies]; None: always.
-    """
-
-    def __init__(
-        self,
-        memory_model: MemoryModel,
-        snapshots: MemorySnapshots,
-        saved: NDArray[np.float64],
-        occurrence: NDArray[np.bool_] | None = None,
-    ) -> None:
-        self._memory_model = memory_model
-        self._snapshots = snapshots
-        self._saved = saved
-        self._occurrence = occurrence
-
-    def activations(self, indices: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
-        """Return the activation bytes at each snapshot, [snapshots, strategies]; -inf where it does not occur."""
-        found: NDArray[np.float64] = self._snapshots.activations @ self._saved[indices].T
-        if self._occurrence is not None:
-            found[~self._occurrence[:, indices]] = -np.inf
-        return found
-
-    def totals(self, mapping: ParallelMapping, activations: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of the fullest rank, [strategies].
-
-        Args:
-            mapping: the mapping; its recomputation and offload of activations do not count.
-            activations: activation bytes under the strategies, [snapshots, strategies].
-        """
-        memory = self._memory_model
-        state_counts = self._snapshots.states
-        states = state_counts @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
-        min_total: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, state_counts)).max()
-        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=min_total)
-        return found
 
 
 RESERVE_FRACTION = 0.05
