@@ -116,7 +116,7 @@ def plan(
         options=options,
     )
     with _errors_without_options():
-        return make_planner(plan_request(query), options.trace)
+        return make_planner(plan_request(query))
 
 
 def build_model(cfg: Config, device: str = "cpu") -> "Transformer":

@@ -49,7 +49,7 @@ def planner_of(
         fix=fix or {},
         options=PlanOptions(offload=offload),
     )
-    return make_planner(plan_request(query), None)
+    return make_planner(plan_request(query))
 
 
 @pytest.mark.parametrize(("model", "num_gpus"), [("tiny", 8), ("olmoe-1b-7b", 8), ("mixtral-8x7b", 32)])

@@ -144,7 +144,7 @@ def recipe(tmp_path):
 
 def _planner(recipe, num_gpus: int):
     request = plan_request(PlanQuery(model=str(recipe), gpu="h100", num_gpus=num_gpus))
-    return make_planner(request, None)
+    return make_planner(request)
 
 
 def test_pairs_are_sorted_and_have_the_copies_of_the_plan(recipe):

@@ -272,7 +272,7 @@ def test_a_round_that_never_comes_is_not_written(tmp_path):
 def plan_of(tmp_path: Path, **options: object):
     (tmp_path / "one.toml").write_text(ALONE)
     query = PlanQuery(model=str(tmp_path / "one.toml"), gpu="h100", options=PlanOptions(**options))
-    return make_planner(plan_request(query), None)
+    return make_planner(plan_request(query))
 
 
 def test_a_site_is_planned_with_its_outer_weights_and_sharded_states(tmp_path):

@@ -32,10 +32,9 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     given = parse_axes(args.explain, "--explain")
     _check_options(request, given, args)
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
-    from moefold.cli.plan_options import planner_from_args
-    from moefold.planner.query import plan_as_dict
+    from moefold.planner.query import make_planner, plan_as_dict
 
-    planner = planner_from_args(request, args)
+    planner = make_planner(request)
     if not planner.space.folds:
         reason = explain_illegal(planner.space.constraints, request.restriction)
         _print_answer(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
@@ -78,9 +77,9 @@ def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
 
 def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespace) -> dict[str, Any]:
     """Return the rank of the mapping among the best mappings of all folds."""
-    from moefold.cli.plan_options import planner_from_args
+    from moefold.planner.query import make_planner
 
-    everything = planner_from_args(replace(request, restriction=Restriction({}, args.method)), args)
+    everything = make_planner(replace(request, restriction=Restriction({}, args.method)))
     best = everything.top_plans(1)[0]
     fits = plan.memory.fits
     return {

@@ -29,12 +29,7 @@ class DocumentPlanner(Planner):
 
     Args:
         request: the request; its workload has the attention work of documents (`DocumentLoads`).
-        make_planner: builds the planner of one strategy.
     """
-
-    def __init__(self, request: PlanRequest, make_planner: Callable[[PlanRequest], Planner] = Planner) -> None:
-        super().__init__(request)
-        self._make_planner = make_planner
 
     @cached_property
     def planners(self) -> dict[AttentionStrategy, Planner]:
@@ -42,7 +37,7 @@ class DocumentPlanner(Planner):
         found = {}
         for strategy in candidate_strategies(self._loads.strategy):
             try:
-                planner = self._make_planner(self._request_with(strategy))
+                planner = Planner(self._request_with(strategy))
             except ConfigError:
                 # The runtime would refuse the recipe with this strategy, whatever the mapping.
                 continue
@@ -102,7 +97,7 @@ class DocumentPlanner(Planner):
 
     def with_num_gpus(self, num_gpus: int) -> "DocumentPlanner":
         """Return a planner of the same documents for another number of GPUs."""
-        return DocumentPlanner(self.request.with_num_gpus(num_gpus), self._make_planner)
+        return DocumentPlanner(self.request.with_num_gpus(num_gpus))
 
     @property
     def _loads(self) -> DocumentLoads:

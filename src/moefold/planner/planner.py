@@ -1,7 +1,6 @@
 """Planner: answers a plan request with the fastest mappings that fit. Torch-free.
 
-`moefold plan` and `parallel = "auto"` use it. `TracedPlanner` prices every ep with the imbalance of a recorded routing
-trace.
+`moefold plan` and `parallel = "auto"` use it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
-from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
 from moefold.planner.search.constraints import FOLDED, METHODS, Fold, MappingConstraints, Restriction
@@ -333,68 +332,3 @@ def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:
     """Yield numbers of GPUs near `num_gpus`, nearest first: powers of two, whole nodes and numbers up to 8."""
     candidates = {2**k for k in range(17)} | {8 * k for k in range(1, 65)} | set(range(1, 9))
     yield from sorted((n for n in candidates if n != num_gpus), key=lambda n: (abs(n - num_gpus), n))[:24]
-
-
-class TracedPlanner(Planner):
-    """Planner that uses the imbalance of recorded routing.
-
-    Args:
-        request: the request; the imbalance of its workload is replaced by the recorded one.
-        routing: the recorded routing.
-    """
-
-    def __init__(self, request: PlanRequest, routing: RecordedRouting) -> None:
-        super().__init__(request)
-        self.routing = routing
-
-    @cached_property
-    def plans(self) -> list[PlannedMapping]:
-        """The best mapping of every fold, each priced with the imbalance recorded for its ep."""
-        if not self.space.folds:
-            return super().plans
-        q = self.request
-        found: list[PlannedMapping] = []
-        for ep in sorted({fold.ep for fold, _ in self.space.folds}):
-            found += Planner(self.request_for_ep(ep, q.restriction)).plans
-        return sorted(found, key=lambda plan: plan.sort_key)
-
-    def top_plans(self, count: int) -> list[PlannedMapping]:
-        """See base class."""
-        return self.plans[:count]
-
-    def faster_folds(self, seconds: float) -> set[Fold]:
-        """See base class."""
-        return {plan.fold for plan in self.plans if plan.memory.fits and plan.time.total_s < seconds}
-
-    def best_of(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
-        """See base class."""
-        eps = sorted({fold.ep for fold, _ in self.space.folds})
-        found = [Planner(self.request_for_ep(ep, self.request.restriction)).best_of(groups) for ep in eps]
-        return best_of_all(groups, found)
-
-    def plans_below(
-        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
-    ) -> list[PlannedMapping]:
-        """See base class."""
-        eps = sorted({fold.ep for fold, _ in self.space.folds if accepts(fold)})
-        planners = (Planner(self.request_for_ep(ep, self.request.restriction)) for ep in eps)
-        return [plan for planner in planners for plan in planner.plans_below(limit_s, zero_stages, accepts)]
-
-    @property
-    def gap(self) -> float:
-        """See base class; every fold is ranked."""
-        return 0.0
-
-    def cost_model_for(self, plan: PlannedMapping) -> CostModel:
-        """Return the cost model of the plan's ep."""
-        return Planner(self.request_for_ep(plan.mapping.ep, self.request.restriction)).search.cost_model
-
-    def with_num_gpus(self, num_gpus: int) -> "TracedPlanner":
-        """Return a planner for another number of GPUs under the same routing."""
-        return TracedPlanner(self.request.with_num_gpus(num_gpus), self.routing)
-
-    def request_for_ep(self, ep: int, restriction: Restriction) -> PlanRequest:
-        """Return the request restricted to one ep, with the imbalance recorded for it."""
-        workload = replace(self.request.workload, imbalance=max(1.0, self.routing.imbalance(ep)))
-        fixed = replace(restriction, fixed={**restriction.fixed, "ep": ep})
-        return replace(self.request, workload=workload, restriction=fixed)

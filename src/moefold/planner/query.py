@@ -26,7 +26,7 @@ from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import default_reserve_gib
-from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, legal_context, read_model
+from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
@@ -149,6 +149,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             cuda_graphs=options.cuda_graphs,
             counts_causal_attention=options.flops == "causal",
             counts_mtp=_counts_mtp(options.mtp_flops, base.model),
+            routing=None if options.trace is None else RecordedRouting(options.trace, base.model),
             attention=document_loads(options.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl),
         ),
         restriction=Restriction(dict(query.fix), options.method, options.offload),
@@ -176,15 +177,9 @@ def document_loads(
     return DocumentLoads(samples, train.seq_len, AttentionStrategy.from_config(parallel))
 
 
-def make_planner(request: PlanRequest, trace: Path | None) -> Planner:
-    """Create the planner, with the recorded routing of a run if one is given."""
-
-    def build(asked: PlanRequest) -> Planner:
-        if trace is None:
-            return Planner(asked)
-        return TracedPlanner(asked, RecordedRouting(trace, asked.base_config.model))
-
-    return build(request) if request.workload.attention is None else DocumentPlanner(request, build)
+def make_planner(request: PlanRequest) -> Planner:
+    """Create the planner of a request."""
+    return Planner(request) if request.workload.attention is None else DocumentPlanner(request)
 
 
 def result_as_dict(

@@ -137,7 +137,7 @@ class MemoryModel:
         for layer in self.model_spec.kinds:
             dense, experts = layer_parameters(layer)
             width = layer.ffn.width if isinstance(layer.ffn, RoutedPart) else 0
-            hidden_values = tokens * routed_tokens_per_token(layer.ffn, w) * width
+            hidden_values = tokens * routed_tokens_per_token(layer.ffn, w, mapping.ep) * width
             for size, work in (
                 (dense / mapping.tp, 0.0),
                 (experts / (mapping.ep * mapping.etp), hidden_values * working),
