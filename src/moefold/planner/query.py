@@ -20,7 +20,6 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.attention_load import AttentionLoads
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
-from moefold.planner.document_planner import DocumentPlanner
 from moefold.planner.families import FamilyBest, best_of_families
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
@@ -177,11 +176,6 @@ def document_loads(
     return DocumentLoads(samples, train.seq_len, AttentionStrategy.from_config(parallel))
 
 
-def make_planner(request: PlanRequest) -> Planner:
-    """Create the planner of a request."""
-    return Planner(request) if request.workload.attention is None else DocumentPlanner(request)
-
-
 def result_as_dict(
     planner: Planner, count: int | None = None, families: Sequence[FamilyBest] | None = None
 ) -> dict[str, Any]:
@@ -211,7 +205,7 @@ def result_as_dict(
             "num_legal": planner.space.count(),
             "num_folds": planner.num_folds,
             "stated_error": asdict(STATED_ERROR),
-            "beam_gap": planner.gap,
+            "beam_gap": planner.search.gap,
             "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
         }
         | documents_as_dict(q.workload.attention)
