@@ -110,7 +110,7 @@ class Planner:
         loads = self.request.workload.attention
         if not isinstance(loads, DocumentLoads):
             return self._own_search()
-        searches = {}
+        searches: dict[AttentionStrategy | None, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
             try:
                 planner = Planner(self._request_with(loads, strategy))
