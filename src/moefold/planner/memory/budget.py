@@ -27,7 +27,7 @@ from moefold.planner.memory.activations import (
     minimal_config,
     routed_tokens_per_token,
 )
-from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
+from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
 from moefold.topology.schedules import DEFAULT_SCHEDULE
@@ -109,7 +109,6 @@ class MemoryModel:
         )
         self._snapshots: dict[StepSchedule, MemorySnapshots] = {}
         self._peak_candidates: dict[StepSchedule, MemorySnapshots] = {}
-        self.optimizer_prefetch = OptimizerPrefetch(self.state_memory)
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
         self._backward_bytes_cache: dict[tuple[int, ...], float] = {}
 
@@ -152,7 +151,7 @@ class MemoryModel:
         saved = self.activation_memory.bytes_by_part(mapping)
         # During the update there are no activations, and offloaded moments are prefetched.
         activations = snapshots.activations @ saved.sum(axis=0)
-        prefetched = self.optimizer_prefetch.extra_bytes(mapping, snapshots.states)
+        prefetched = self.state_memory.update_bytes(mapping, snapshots.states)
         at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
         parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
         parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
@@ -167,7 +166,7 @@ class MemoryModel:
             activations[snapshots.occurrence[:, strategies.recomputes_comm] == 0] = -np.inf
         states = snapshots.states @ self.persistent_bytes(mapping) + self.workspace(mapping)
         # During the update there are no activations.
-        update = (states + self.optimizer_prefetch.extra_bytes(mapping, snapshots.states)).max()
+        update = (states + self.state_memory.update_bytes(mapping, snapshots.states)).max()
         found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=update)
         return found
 
