@@ -24,7 +24,7 @@ from moefold.planner.cost_model.attention_load import AttentionPeers, attention_
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
-from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel, active_parameters
+from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import (
@@ -343,10 +343,16 @@ class CostModel:
 
     def _compute_layer_time(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> LayerTime:
         mixer, feed_forward = self.blocks(kind, mapping)
+        forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
+        backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
         seconds: dict[str, Any] = dict.fromkeys(TIME_PARTS, 0.0)
-        forward_s = self._add_direction(mixer.forward + feed_forward.forward, mapping, seconds)
+        for work in (*mixer.forward, *mixer.backward, *feed_forward.forward, *feed_forward.backward):
+            seconds[work.part] += work.seconds
+        seconds["tp_comm"] *= self._exposed_tp_fraction
+        seconds["ep_comm"] = forward[1] + backward[1]
         recompute_s = _recompute_s(mixer, feed_forward, strategies)
-        backward_s = self._add_direction(feed_forward.backward + mixer.backward, mapping, seconds) + recompute_s
+        forward_s = sum(forward)
+        backward_s = sum(backward) + recompute_s
         launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s), strategies)
         busy = forward_s + launch_s[0], backward_s + launch_s[1]
         offloaded = self._offloaded_bytes(kind, mapping, strategies)
@@ -397,16 +403,20 @@ class CostModel:
 
     def _compute_plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         mixer, feed_forward = self.blocks(kind, mapping)
-        forward_s = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
-        backward_s = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
+        forward_s = sum(self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping))
+        backward_s = sum(self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping))
         launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s))
         return forward_s + launch_s[0], backward_s + launch_s[1]
 
-    def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> float:
-        """Return the seconds of one direction through a layer, less the hidden communication."""
-        compute = cost.compute_s + cost.tp_s * (1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0)
+    @property
+    def _exposed_tp_fraction(self) -> float:
+        return 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
+
+    def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> tuple[float, float]:
+        """Return the seconds of one direction through a layer, all but the all-to-all and its exposed seconds."""
+        compute = cost.compute_s + cost.tp_s * self._exposed_tp_fraction
         hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if mapping.overlap else 0.0
-        return compute + cost.all_to_all_s - hidden
+        return compute, cost.all_to_all_s - hidden
 
     def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Return the bytes that one layer offloads to the host under each memory strategy, [strategies]."""
@@ -422,23 +432,6 @@ class CostModel:
         """
         seconds = offloaded_bytes / self.device.host_bytes_per_s
         return elementwise_max(EXPOSED_OFFLOAD_FRACTION * seconds, seconds - busy_s)
-
-    def _add_direction(self, items: tuple[CostItem, ...], mapping: ParallelMapping, seconds: dict[str, Any]) -> float:
-        """Add the items to `seconds` by part; return their sum, less the hidden part of the all-to-all."""
-        compute = all_to_all = 0.0
-        exposed_fraction = 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
-        for work in items:
-            if work.part == "ep_comm":
-                all_to_all += work.seconds
-                continue
-            spent = exposed_fraction * work.seconds if work.part == "tp_comm" else work.seconds
-            compute += spent
-            seconds[work.part] += spent
-        if mapping.overlap:
-            hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * all_to_all, compute)
-            all_to_all -= hidden
-        seconds["ep_comm"] += all_to_all
-        return compute + all_to_all
 
     def _launch_gaps_s(
         self,

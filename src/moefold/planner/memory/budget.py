@@ -147,7 +147,7 @@ class MemoryModel:
     def estimate(self, mapping: ParallelMapping) -> MemoryEstimate:
         """Return the bytes of the fullest rank, by part."""
         snapshots = self.snapshots(mapping)
-        states = self.state_memory.bytes_by_part(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
+        states = self.state_memory.bytes_by_part(mapping)
         saved = self.activation_memory.bytes_by_part(mapping)
         # During the update there are no activations, and offloaded moments are prefetched.
         activations = snapshots.activations @ saved.sum(axis=0)
@@ -164,15 +164,11 @@ class MemoryModel:
         activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies).T
         if mapping.overlap:
             activations[snapshots.occurrence[:, strategies.recomputes_comm] == 0] = -np.inf
-        states = snapshots.states @ self.persistent_bytes(mapping) + self.workspace(mapping)
+        states = snapshots.states @ self.state_memory.total_bytes(mapping) + self.workspace(mapping)
         # During the update there are no activations.
         update = (states + self.state_memory.update_bytes(mapping, snapshots.states)).max()
         found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=update)
         return found
-
-    def persistent_bytes(self, mapping: ParallelMapping) -> NDArray[np.float64]:
-        """Return the bytes of each state column under a mapping."""
-        return self.state_memory.total_bytes(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
 
     def snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of a step that may be the memory peak."""

@@ -84,18 +84,16 @@ class StateMemoryTable:
         self._rope_bytes = cache(self._count_rope_bytes)
         self._largest_moments: dict[tuple[object, ...], list[int]] = {}
 
-    def bytes_by_part(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
-        """Return the bytes of each state column, [parts, columns].
+    def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
+        """Return the bytes of each state column, [parts, columns]."""
+        return self._table(mapping, self._has_several_micro_batches(mapping))[0]
 
-        Args:
-            mapping: the mapping.
-            accumulates_gradients: whether it accumulates the gradients of several micro-batches.
-        """
-        return self._table(mapping, accumulates_gradients)[0]
-
-    def total_bytes(self, mapping: ParallelMapping, *, accumulates_gradients: bool) -> ByteTable:
+    def total_bytes(self, mapping: ParallelMapping) -> ByteTable:
         """Return the sum of `bytes_by_part` over parts, [columns]."""
-        return self._table(mapping, accumulates_gradients)[1]
+        return self._table(mapping, self._has_several_micro_batches(mapping))[1]
+
+    def _has_several_micro_batches(self, mapping: ParallelMapping) -> bool:
+        return mapping.num_micro_batches(self.workload.global_batch_size) > 1
 
     def update_bytes(self, mapping: ParallelMapping, state_counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the bytes of prefetched moments and of the weights that the optimizer copies, [snapshots].
@@ -109,7 +107,7 @@ class StateMemoryTable:
         found = np.zeros(len(state_counts))
         if chosen_in(self.cfg.train, OptimizerPart).copies_weights:
             # As many bytes as the reduced gradients.
-            table = self.bytes_by_part(mapping, accumulates_gradients=False)
+            table, _ = self._table(mapping, accumulates_gradients=False)
             found = state_counts @ table[STATE_PARTS.index("gradients")]
         # Megatron-Core updates on the host.
         if OFFLOADED_OPTIMIZER not in mapping.offload or self.workload.is_megatron:

@@ -419,7 +419,7 @@ class Search:
         key = (fold, accumulates)
         if key not in self._persistent:
             mappings = [build_mapping(fold, choice, choice.pipelines[0], *placement) for placement in self.placements]
-            self._persistent[key] = np.array([self.memory_model.persistent_bytes(m) for m in mappings])
+            self._persistent[key] = np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])
         return self._persistent[key]
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
