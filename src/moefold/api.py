@@ -103,6 +103,7 @@ def plan(
         ConfigError: the model, the device or a setting is wrong or missing, or the recipe runs under no mapping. The
             methods raise it if no mapping is legal or fits.
     """
+    from moefold.planner.planner import Planner
     from moefold.planner.query import PlanOptions, PlanQuery, plan_request
 
     options = PlanOptions() if options is None else options
