@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from moefold.config.chosen import chosen_in, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
@@ -12,6 +13,13 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""
+
+
+class PipelineVariant(NamedTuple):
+    """A schedule with its virtual stages."""
+
+    schedule: str | Part
+    vpp: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

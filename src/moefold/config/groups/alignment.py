@@ -61,6 +61,7 @@ class AlignmentPart(Part):
 
     group: ClassVar[str] = "alignment"
     key: ClassVar[str] = "align.method"
+    is_for_training: ClassVar[bool] = True
     data_kind: ClassVar[str] = ""
     """`data.kind` that it needs; empty: any but preferences."""
     changes_training: ClassVar[bool] = True

@@ -1,0 +1,73 @@
+"""Family lara_mini (Lara 4 Mini): Gated DeltaNet, windows with RoPE and full attention without. Torch-free."""
+
+from moefold.config.model import ModelConfig
+from moefold.convert.config_fields import Constants, NormTopKProb, Renamed, attention_bias, num_experts, renamed
+from moefold.convert.family import (
+    EXPERTS,
+    USUAL,
+    Family,
+    attention_fields,
+    by_attention,
+    ffn_rules,
+    grouped,
+    layer_rules,
+    layouts,
+)
+from moefold.convert.key_reader import Json
+from moefold.convert.layer_fields import SlidingWindowLayers
+from moefold.convert.linear_families import DELTANET
+
+_KINDS = {"linear_attention": "L", "sliding_attention": "W", "full_attention": "F"}
+_PARTS = [f"attention.w{x}" for x in "qkvgba"]
+
+
+def _layer_types(hf_config: Json, count: int) -> list[str]:
+    """Return the released pattern."""
+    linear, window, full = _KINDS
+    return [(linear, window, linear, full, window)[i % 5] for i in range(count)]
+
+
+def _rows(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
+    """Return all queries, keys, values, output gates, write strengths and decays."""
+    keys = model.linear_attention.num_key_heads * model.linear_attention.key_head_dim
+    heads = model.linear_attention.num_value_heads
+    values = heads * model.linear_attention.value_head_dim
+    return 1, (keys, keys, values, values, heads, heads)
+
+
+FAMILY = Family(
+    "lara_mini",
+    "LaraMiniForCausalLM",
+    (
+        *attention_fields(1e-6, 1e4, head_size=128, tie_embeddings=True),
+        attention_bias(has_output=True),
+        SlidingWindowLayers(512, _layer_types, "nope", _KINDS),
+        *renamed(linear_conv_kernel_dim=("linear_attention.conv_kernel", 4)),
+        Renamed("linear_key_head_dim", "linear_attention.key_head_dim", 128),
+        Renamed("linear_value_head_dim", "linear_attention.value_head_dim", 128),
+        Renamed("linear_num_key_heads", "linear_attention.num_key_heads", 8),
+        Renamed("linear_num_value_heads", "linear_attention.num_value_heads", 16),
+        num_experts("num_experts"),
+        *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
+        NormTopKProb(default=True),
+        Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 512, least=1),
+        Constants({"attention.qk_norm": {}, "layer_pattern": "M"}),
+    ),
+    layouts(
+        by_attention(
+            DELTANET
+            | grouped(_PARTS, "linear_attn.in_proj.weight", _rows)
+            | layer_rules({"attention.norm.weight": "linear_attn.out_norm.weight"}),
+            USUAL,
+        ),
+        ffn_rules("ffn.shared", "mlp.shared_expert"),
+        experts=(EXPERTS[1],),
+    ),
+    default_keys={"num_key_value_heads": 4},
+    renamed_modules={"out_norm": "norm"},
+    options={
+        "num_hidden_layers": (4,),
+        "initializer_range": (0.1,),
+        "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
+    },
+)
