@@ -21,6 +21,7 @@ from moefold.config.chosen import chosen, layer_readers, readers
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
+from moefold.config.groups.loss import OracleOutput
 from moefold.config.layers import GATE_WIDTHS, LAYER_KEYS, NORM_WIDTHS
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, make_part, settings_of
@@ -265,7 +266,7 @@ def test_a_schedule_that_the_steps_do_not_reach_is_read():
 def test_each_method_of_alignment_is_judged():
     """Methods with rewards are weights of samples; the others have a loss with a formula."""
     for method in built_in_kinds("alignment"):
-        recipe_objective(replace(tiny(), align=AlignConfig(method=method)).align)
+        recipe_objective(AlignConfig(method=method), tiny().train)
 
 
 def test_a_loss_without_a_formula_is_refused():
@@ -292,7 +293,8 @@ def _without_formula(part: Part) -> Part:
 @pytest.mark.parametrize("field", ["objective", "correction", "kl_penalty"])
 def test_a_policy_loss_without_a_formula_is_refused(field):
     loss = policy(objective="clip", kl=0.1, correction="mask")
-    policy_objective(loss)(lambda _: LAW, ROLLOUT)
+    output = OracleOutput(logits=torch.zeros(1, 4, 8, dtype=torch.float64), targets=torch.arange(4)[None])
+    policy_objective(loss)(output, ROLLOUT)
     with pytest.raises(NoFormulaError, match=f"no formula for {getattr(loss, field).key}="):
         policy_objective(replace(loss, **{field: _without_formula(getattr(loss, field))}))
 

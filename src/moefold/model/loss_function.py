@@ -1,4 +1,4 @@
-"""Loss functions of the last pipeline stage: the protocol, and next-token prediction.
+"""Protocol of the loss functions of the last pipeline stage; a recipe chooses a part of `parts/loss/`.
 
 The loss of a step is the sum of the loss terms over all micro-batches and ranks
 (docs/design/001-gradients-are-sums.md), so a term is a sum whose weights add up to 1 over the global batch, as the
@@ -48,16 +48,6 @@ class MeasuredLossFunction(LossFunction, Protocol):
 def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:
     """Return the metrics of a loss function, if it has any."""
     return loss.metrics if isinstance(loss, MeasuredLossFunction) else ()
-
-
-class NextTokenLoss:
-    """Cross-entropy of the next token, the weighted mean over the target tokens of the global batch."""
-
-    terms = ("cross_entropy",)
-
-    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Compute the term; see `LossFunction`."""
-        return weighted_sum(output.cross_entropy(columns["labels"]), columns.get("weights"))
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -34,17 +34,15 @@ class AttentionMeter:
     """Reads the statistics of the planned attention of a rank, and computes the metrics from the statistics of all.
 
     Args:
-        model: the model.
+        model: a model whose context is planned.
     """
 
     def __init__(self, model: ParallelModel, parallel: ParallelConfig, train: TrainConfig) -> None:
-        # Equal on all ranks, also on those without softmax attention.
         context = chosen_in(parallel, ContextPart)
-        self._planners = _planners(model) if context.is_planned else []
+        self._planners = _planners(model)
         self._groups = model.groups
-        self._num_rounds = (
-            train.num_micro_batches(parallel.dp) if context.is_planned and parallel.dp * parallel.cp > 1 else 0
-        )
+        # Equal on all ranks, also on those without softmax attention.
+        self._num_rounds = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
         self._plan_axes = ("stage",) if context.balances_hosts or context.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import Group
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names
@@ -27,8 +28,6 @@ from moefold.parallel.expert_parallel import check_receive_loads, local_receive_
 from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
 from moefold.parallel.gradients import clip_gradients, local_norm_sq, needs_clip
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
-from moefold.train.nonfinite import NonFiniteReport, gather_findings, is_finite, nonfinite_parameters
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, Mismatch, StepDecision, StepGuard
 
 if TYPE_CHECKING:
@@ -39,7 +38,9 @@ if TYPE_CHECKING:
     from moefold.optim.states import StateStore
     from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
     from moefold.parallel.router_replay_io import RouterReplayBuffer
+    from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
     from moefold.train.forward_passes import ForwardPasses
+    from moefold.train.nonfinite import NonFiniteReport
 
 
 StopFlags = Callable[[], Sequence[bool]]
@@ -75,7 +76,7 @@ class StepResult:
     """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
     decision: StepDecision = StepDecision("update")
     """Decision of the guard: whether weights, moments and expert bias were updated."""
-    nonfinite_report: NonFiniteReport | None = None
+    nonfinite_report: "NonFiniteReport | None" = None
     """Ranks and parameters where a non-finite step went wrong; else None."""
     replicas: ReplicaMetrics | None = None
     """Differences between replicas; None unless the step was checked."""
@@ -83,7 +84,7 @@ class StepResult:
     """Memory of the forward and backward passes; None unless the step was measured."""
     offload: OffloadMetrics | None = None
     """Activation offload statistics; None without offload."""
-    attention: AttentionMetrics | None = None
+    attention: "AttentionMetrics | None" = None
     """Work of planned attention; None without documents or with other attention."""
     projected_gradient: float | None = None
     """Gradient along the perturbation, rounded to a byte; None with gradients."""
@@ -126,7 +127,7 @@ class ReducedMetrics:
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
     memory: Tensor
     """Bytes by part at the peak and now, [ranks, 2 * parts]; [ranks, 0] if the step is not measured."""
-    attention: AttentionMetrics | None
+    attention: "AttentionMetrics | None"
     projected: "ProjectedGradient | None"
     """None with gradients."""
 
@@ -221,7 +222,11 @@ class TrainingStep:
         groups = model.groups
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics
-        self.attention_meter = AttentionMeter(model, cfg.parallel, cfg.train)
+        self.attention_meter: AttentionMeter | None = None
+        if chosen_in(cfg.parallel, ContextPart).is_planned:
+            from moefold.train import attention_meter
+
+            self.attention_meter = attention_meter.AttentionMeter(model, cfg.parallel, cfg.train)
         self._duplicate_params = model.duplicate_params
         self._is_first_in_tp = groups.attn.tp.rank == 0
         self._is_first_in_stage = groups.attn.stage.rank == 0
@@ -288,7 +293,7 @@ class TrainingStep:
         decision = self.guard.decide(totals.guarded_metrics(), totals.mismatch(mismatch_limit))
         recorder.set_phase("optimizer")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
-        nonfinite_report = None
+        nonfinite_report: NonFiniteReport | None = None
         if decision.updates:
             set_learning_rate(self.optimizer, rate)
             self.moment_updates += self._update_weights(totals)
@@ -379,8 +384,10 @@ class TrainingStep:
             return self._passes.run(batch, step, self.begin_step)
         return self.model.forward_backward(batch)
 
-    def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> NonFiniteReport:
+    def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":
         """Locate the NaN/Inf, then rerun the step and check each rank's contribution before reduction; collective."""
+        from moefold.train.nonfinite import gather_findings, is_finite, nonfinite_parameters
+
         device = self.model.groups.device
         has_bad_loss = not is_finite(loss)
         bad_parameters = nonfinite_parameters(self.parameters)
@@ -402,7 +409,8 @@ class TrainingStep:
             ConfigError: the trace to replay lacks the step.
         """
         self._loss_metrics.reset()
-        self.attention_meter.begin_step()
+        if self.attention_meter is not None:
+            self.attention_meter.begin_step()
         for layer in self.model.moe_layers().values():
             layer.begin_step(step)
         for indexer in self._indexers:
@@ -505,7 +513,8 @@ class TrainingStep:
             by_part[world.rank] = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add("memory by part", by_part)
         packer.add("perturbed losses", loss.new_zeros(0) if self._passes is None else self._passes.local_losses())
-        packer.add("attention", self.attention_meter.local_statistics(device))
+        meter = self.attention_meter
+        packer.add("attention", loss.new_zeros(0) if meter is None else meter.local_statistics(device))
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         losses = totals["losses"].tolist()
@@ -530,11 +539,11 @@ class TrainingStep:
             offload=tuple(totals["offload"].tolist()),
             receive_loads=totals["receive loads"],
             memory=totals["memory by part"],
-            attention=self.attention_meter.metrics(totals["attention"]),
+            attention=None if meter is None else meter.metrics(totals["attention"]),
         )
 
     def _result(
-        self, totals: ReducedMetrics, rate: float, decision: StepDecision, nonfinite_report: NonFiniteReport | None
+        self, totals: ReducedMetrics, rate: float, decision: StepDecision, nonfinite_report: "NonFiniteReport | None"
     ) -> StepResult:
         aux, z, routed_tokens, dropped, _ = totals.layer_scalars.sum(0).tolist()
         layers = self._layer_metrics(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.loss import OracleLoss
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
@@ -25,7 +26,7 @@ from moefold.train.train_step import StepResult
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
-from moefold.verify.oracle_objectives import OracleObjective, recipe_objective
+from moefold.verify.oracle_objectives import recipe_objective
 from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
@@ -64,7 +65,7 @@ def run_oracle(
     num_steps: int,
     on_progress: ProgressCallback = ignore_progress,
     *,
-    objective: OracleObjective | None = None,
+    objective: OracleLoss | None = None,
     data: ProgramData | None = None,
 ) -> OracleRecord:
     """Train `num_steps` steps of the oracle in float64 in this process.
@@ -88,7 +89,8 @@ def run_oracle(
     draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     reads = ReadRecord()
-    loss = objective or recipe_objective(reads.watch(cfg).align)
+    watched = reads.watch(cfg)
+    loss = objective or recipe_objective(watched.align, watched.train)
     oracle = Oracle(
         cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg.parallel, cfg.train), loss, reads=reads
     )
