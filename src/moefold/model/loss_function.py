@@ -6,7 +6,7 @@ column "weights" does.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,19 +35,12 @@ class LossFunction(Protocol):
         ...
 
 
-@runtime_checkable
-class MeasuredLossFunction(LossFunction, Protocol):
-    """Loss function that also records metrics, by `ModelOutput.metrics`, which are logged and not minimised."""
-
-    @property
-    def metrics(self) -> Sequence[LossMetric]:
-        """The metrics that a call records, on every rank of the last stage."""
-        ...
-
-
 def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:
-    """Return the metrics of a loss function, if it has any."""
-    return loss.metrics if isinstance(loss, MeasuredLossFunction) else ()
+    """Return the `metrics` of a loss function, if it has any.
+
+    A call records them by `ModelOutput.metrics`, on every rank of the last stage; they are logged and not minimised.
+    """
+    return getattr(loss, "metrics", ())
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:

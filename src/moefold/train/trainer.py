@@ -26,7 +26,8 @@ from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
-from moefold.train.train_step import StepResult, TrainingStep
+from moefold.train.step_meter import StepResult
+from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
     from moefold.comm.job_link import JobLink

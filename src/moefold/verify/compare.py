@@ -22,7 +22,7 @@ from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.train.train_step import StepResult
+from moefold.train.step_meter import StepResult
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights

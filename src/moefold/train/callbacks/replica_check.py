@@ -68,11 +68,10 @@ def host_facts(run: TrainingContext) -> list[HostFact]:
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
     data = run.data
-    meter = run.training.attention_meter
     return [
         HostFact("the random number generators", f"{run.cfg.run.seed} {routers} {digests}", ("stage",)),
         HostFact("the data position", f"{run.position.samples} {json.dumps(data.data_state())}", ("world",)),
         # Data-parallel ranks read different samples, so their streams may be at different blocks.
         HostFact("the stream position", json.dumps(data.train_sampler.state(run.position.samples)), ("tp", "cp", "pp")),
-        *([] if meter is None else meter.host_facts()),
+        *run.training.meter.plan_facts(),
     ]
