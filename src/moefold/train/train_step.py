@@ -115,6 +115,11 @@ class TrainingStep:
         """The parameters of the optimizer: without frozen weights, and of sites their own experts alone."""
         return self.model.trained_parameters if self._owned is None else self._owned.parameters
 
+    @property
+    def shared_weights(self) -> Sequence[Tensor]:
+        """Return the gathered weights that are in memory of several ranks."""
+        return [] if self._fsdp_hooks is None else self._fsdp_hooks.gathered
+
     def start_clock(self) -> None:
         """Start timing the next step now rather than at the call of `run`."""
         self.model.groups.world.comm_timer.start()
@@ -248,9 +253,9 @@ class TrainingStep:
         from moefold.parallel.memory_tracking import track_memory
 
         outer_states = [] if self.outer is None else self.outer.states_on_device()
-        hooks = self._fsdp_hooks
-        shared = ([], []) if hooks is None else (hooks.shared_memory(), hooks.gathered)
-        return track_memory(self.model, self.optimizer, batch.tensors(), outer_states, *shared)
+        shared_memory = [] if self._fsdp_hooks is None else self._fsdp_hooks.shared_memory()
+        tensors = batch.tensors(), outer_states, shared_memory, self.shared_weights
+        return track_memory(self.model, self.optimizer, *tensors)
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
         """Accumulate the gradients of a batch, or run forward passes alone; return this rank's loss terms."""
