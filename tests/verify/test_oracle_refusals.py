@@ -34,12 +34,13 @@ from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.recipe_loss import recipe_loss
 from moefold.optim.lr_schedule import learning_rate
 from moefold.verify import oracle_objectives
 from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
-from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective, recipe_objective
+from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective
 from moefold.verify.oracle_schedule import oracle_rate
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites
@@ -266,7 +267,7 @@ def test_a_schedule_that_the_steps_do_not_reach_is_read():
 def test_each_method_of_alignment_is_judged():
     """Methods with rewards are weights of samples; the others have a loss with a formula."""
     for method in built_in_kinds("alignment"):
-        recipe_objective(AlignConfig(method=method), tiny().train)
+        objective_of(recipe_loss(AlignConfig(method=method), tiny().train))
 
 
 def test_a_loss_without_a_formula_is_refused():

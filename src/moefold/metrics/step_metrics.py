@@ -201,6 +201,9 @@ class StepNumbers:
     replicas: ReplicaMetrics | None = None
     offload: OffloadMetrics | None = None
     memory_by_part: MemoryByPart | None = None
+    attention_max_over_mean: float | None = None
+    attention_moved_rows: int | None = None
+    attention_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,9 +222,6 @@ class StepMetrics(StepNumbers):
     eval_loss: float | None = None
     skipped: str | None = None
     rank_times: RankTimeMetrics | None = None
-    attention_max_over_mean: float | None = None
-    attention_moved_rows: int | None = None
-    attention_bytes: int | None = None
     loss_terms: dict[str, float] | None = None
     loss_metrics: dict[str, float] | None = None
     rl: dict[str, Any] | None = None

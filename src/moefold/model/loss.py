@@ -69,27 +69,6 @@ class TokenLosses(NamedTuple):
     """Of the law that predicts the label, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_range: VocabRange = FULL_VOCAB,
-    ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
-) -> Tensor:
-    """Compute the loss of each token in nats, in float32 (float64 for float64); saves the logits.
-
-    Args:
-        logits: [..., rows of this rank].
-        labels: int64 [...], rows of the whole vocabulary.
-        vocab_range: rows of this rank.
-        ops: operations on the logits.
-
-    Returns:
-        [...]: the same value on each rank that shares the vocabulary; the gradient into `logits` is the gradient of
-        one such loss.
-    """
-    return token_losses(logits, labels, vocab_range, ops).loss
-
-
 def token_losses(
     logits: Tensor,
     labels: Tensor,
@@ -97,9 +76,17 @@ def token_losses(
     ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     softmax: SoftmaxOptions = PLAIN_SOFTMAX,
 ) -> TokenLosses:
-    """Compute `cross_entropy`, with a temperature and the entropy if asked for.
+    """Compute the numbers of each token, in float32 (float64 for float64); saves the logits.
 
-    With a temperature other than 1 the logits are saved in float32 at least; `chunked_token_losses` saves none.
+    Args:
+        logits: [..., rows of this rank].
+        labels: int64 [...], rows of the whole vocabulary.
+        vocab_range: rows of this rank.
+        ops: operations on the logits.
+        softmax: temperature, with which the logits are saved in float32 at least; and whether there is an entropy.
+
+    Returns:
+        [...]: the same on each rank that shares the vocabulary; the gradient into `logits` is of one such loss.
     """
     return TokenLosses(*_CrossEntropy.apply(logits, labels, vocab_range, ops, softmax))
 

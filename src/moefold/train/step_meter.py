@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.optim.forward_only import ProjectedGradient
     from moefold.parallel.replica_check import Divergence, HostFact
-    from moefold.train.attention_meter import AttentionMeter, AttentionMetrics
+    from moefold.train.attention_meter import AttentionMeter
     from moefold.train.forward_passes import ForwardPasses
     from moefold.train.nonfinite import NonFiniteReport
 
@@ -49,8 +49,6 @@ class StepResult(StepNumbers):
     """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: "NonFiniteReport | None" = None
     """Ranks and parameters where a non-finite step went wrong; else None."""
-    attention: "AttentionMetrics | None" = None
-    """Work of planned attention; None without documents or with other attention."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
@@ -235,7 +233,7 @@ class StepMeter:
             offload=(
                 OffloadMetrics.from_sums(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None
             ),
-            attention=None if self._attention is None else self._attention.metrics(totals["attention"]),
+            **({} if self._attention is None else self._attention.metrics(totals["attention"])),
         )
 
     def _times(self, data_s: float, device: torch.device) -> Tensor:

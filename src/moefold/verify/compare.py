@@ -20,13 +20,14 @@ from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
+from moefold.objectives.recipe_loss import recipe_loss
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.step_meter import StepResult
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
-from moefold.verify.oracle_objectives import recipe_objective
+from moefold.verify.oracle_objectives import objective_of
 from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
@@ -90,7 +91,7 @@ def run_oracle(
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     reads = ReadRecord()
     watched = reads.watch(cfg)
-    loss = objective or recipe_objective(watched.align, watched.train)
+    loss = objective or objective_of(recipe_loss(watched.align, watched.train))
     oracle = Oracle(
         cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg.parallel, cfg.train), loss, reads=reads
     )

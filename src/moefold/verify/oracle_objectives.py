@@ -9,27 +9,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from moefold.config.align import AlignConfig
 from moefold.config.groups.alignment import OraclePairs, PreferenceFormula
 from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.policy import CorrectionFormula, OracleToken
-from moefold.config.train import TrainConfig
 from moefold.model.loss_function import LossFunction
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
-from moefold.objectives.recipe_loss import recipe_loss
 from moefold.verify.no_formula import formula_of, no_formula
 
 OracleColumns = Mapping[str, Tensor]
-
-
-def recipe_objective(align: AlignConfig, train: TrainConfig) -> OracleLoss:
-    """Return the objective of a recipe without rollouts.
-
-    Raises:
-        NoFormulaError: its loss has no formula.
-    """
-    return objective_of(recipe_loss(align, train))
 
 
 def objective_of(loss: LossFunction) -> OracleLoss:

@@ -27,7 +27,7 @@ from moefold.inference.engine.requests import (
     Request,
 )
 from moefold.inference.sampling import SamplingParams
-from moefold.model.loss import cross_entropy
+from moefold.model.loss import token_losses
 from moefold.model.paged_cache import PassRows
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
@@ -304,7 +304,7 @@ class OpenGeneration:
         stage = self._chain.last_stage
         assert stage is not None
         vocab_range = stage.head.vocab_parallel.vocab_range
-        return -cross_entropy(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops)
+        return -token_losses(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops).loss
 
     def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return the logits to draw from: logits of samples with rules are changed."""

@@ -40,7 +40,6 @@ class MetricsLogging(Callback):
 
     def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
         result = step.result
-        attention = result.attention
         tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
         return StepMetrics(
@@ -58,9 +57,6 @@ class MetricsLogging(Callback):
             save_s=run.save_s,
             eval_loss=step.eval_loss,
             rank_times=RankTimeMetrics.from_ranks(result.rank_times),
-            attention_max_over_mean=None if attention is None else attention.max_over_mean,
-            attention_moved_rows=None if attention is None else attention.moved_rows,
-            attention_bytes=None if attention is None else attention.sent_bytes,
             rl=step.rl and step.rl | result.loss_metrics,
             sites=step.sites,
             skipped=result.decision.reason if result.decision.action == "skip" else None,
