@@ -7,7 +7,7 @@ offload. `metrics/definitions.py` has the definition of each number. Needs numpy
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -239,7 +239,9 @@ class StepMetrics(StepNumbers):
         names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
         """
         nonfinite: dict[str, str] = {}
-        names = dict.fromkeys(("step", *(field.name for field in fields(self))))
+        from moefold.metrics.definitions import STEP
+
+        names = [definition.name for definition in STEP if definition.name != "nonfinite"]
         record = {name: _to_plain(getattr(self, name), name, nonfinite) for name in names}
         if nonfinite:
             record["nonfinite"] = nonfinite
