@@ -241,7 +241,7 @@ class StepMetrics(StepNumbers):
         nonfinite: dict[str, str] = {}
         from moefold.metrics.definitions import STEP
 
-        names = [definition.name for definition in STEP if definition.name != "nonfinite"]
+        names = [definition.name for definition in STEP if hasattr(self, definition.name)]
         record = {name: _to_plain(getattr(self, name), name, nonfinite) for name in names}
         if nonfinite:
             record["nonfinite"] = nonfinite
