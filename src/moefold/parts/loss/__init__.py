@@ -1,1 +1,1 @@
-"""Learning-rate schedules."""
+"""Losses of the last stage."""
