@@ -21,6 +21,8 @@ from moefold.topology.layout import fold
 from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
 
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
+
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
 
 

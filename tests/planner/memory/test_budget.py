@@ -30,6 +30,8 @@ from moefold.validate.config import check_config
 from tests.cost.test_state_memory import random_config, sharded_state_bytes
 from tests.slow import slow
 
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
+
 GIB = 2**30
 BIG = [
     ("mixtral-8x22b", {"world_size": 128, "tp": 2, "pp": 8, "ep": 8}, 256, "1f1b", 1),
