@@ -8,7 +8,7 @@ import pytest
 
 from moefold.config.data import DataConfig
 from moefold.data import best_fit
-from moefold.data.best_fit import BestFitSamples, EndTokenBoundaries, document_windows, open_best_fit, pack_documents
+from moefold.data.best_fit import BestFitSamples, DocumentBoundaries, document_windows, open_best_fit, pack_documents
 from moefold.data.dataset import open_dataset
 from moefold.data.sample import stack_samples
 from moefold.data.sampler import TokenStream
@@ -48,7 +48,7 @@ def _open(documents: list[np.ndarray], folder: Path) -> BestFitSamples:
     file = folder / "ids.npy"
     np.save(file, stream.ids)
     return open_best_fit(
-        stream, EndTokenBoundaries(stream, END), [file], seq_len=S, pad_id=END, cache_dir=folder / "cache"
+        stream, DocumentBoundaries(stream, END), [file], seq_len=S, pad_id=END, cache_dir=folder / "cache"
     )
 
 
@@ -91,7 +91,7 @@ def test_long_documents_share_one_token_between_parts():
 def test_windows_cover_the_stream_and_are_bounded(monkeypatch: pytest.MonkeyPatch):
     documents = _documents(500, seed=4)
     stream = _Stream(np.concatenate(documents))
-    boundaries = EndTokenBoundaries(stream, END)
+    boundaries = DocumentBoundaries(stream, END)
     starts = np.cumsum([0, *map(len, documents)])
     for chunk in (7, 64, 10**6):
         monkeypatch.setattr(best_fit, "_CHUNK_TOKENS", chunk)
@@ -121,7 +121,7 @@ def test_a_packing_in_windows_is_stored_once(tmp_path: Path, monkeypatch: pytest
 
 def _open_from_cache(documents: list[np.ndarray], folder: Path) -> BestFitSamples:
     stream = _Stream(np.concatenate(documents))
-    boundaries = EndTokenBoundaries(stream, END)
+    boundaries = DocumentBoundaries(stream, END)
     return open_best_fit(stream, boundaries, [folder / "ids.npy"], seq_len=S, pad_id=END, cache_dir=folder / "cache")
 
 

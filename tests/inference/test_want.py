@@ -107,7 +107,7 @@ def test_the_last_message_of_a_chat_asks_for_it():
 @pytest.mark.parametrize("prompt", ["What?", [{"role": "user", "content": "What?"}]], ids=["text", "messages"])
 def test_rollouts_ask_for_it_and_keep_their_prompts(tmp_path, prompt):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}) + "\n")
-    options: dict[str, Any] = {"reward": "exact", "prompts": (str(tmp_path / "prompts.jsonl"),)}
+    options: dict[str, Any] = {"reward": ("exact",), "prompts": (str(tmp_path / "prompts.jsonl"),)}
     (found,) = rollout_prompts(tmp_path, **options)
     assert found.text == "What? [0.9]"
     assert found.source == prompt

@@ -8,9 +8,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from moefold.bounded_read import KIB, MIB, open_regular, parse_json
+from moefold.bounded_read import KIB, MIB, open_regular
 from moefold.metrics.expert_balance import finite_number
-from moefold.metrics.step_metrics import MAX_STEP
+from moefold.metrics.step_metrics import parse_step
 
 LAST_BYTES = 256 * KIB
 """Bytes at the end of the file in which the last line is looked for."""
@@ -76,7 +76,7 @@ class NewestValues:
         block = _last_lines(file, size, LAST_BYTES)
         self.is_cut = bool(block) and not block.endswith(b"\n")
         lines = block[: block.rfind(b"\n") + 1].split(b"\n")
-        record = next(filter(None, map(_step_record, reversed(lines))), None)
+        record = next(filter(None, map(parse_step, reversed(lines))), None)
         if record is None:
             return
         sparse = self._values.get(SPARSE)
@@ -101,17 +101,6 @@ def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
     return block[block.find(b"\n") + 1 :] if start else block
 
 
-def _step_record(line: bytes) -> dict[str, Any] | None:
-    if not line:
-        return None
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and 0 <= step <= MAX_STEP else None
-
-
 def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
     """Return the values of a line; one that was not finite, or that `nonfinite` names, is NaN."""
     nonfinite = record.get("nonfinite")
@@ -128,7 +117,7 @@ def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
 
 def _newest_evaluation(lines: list[bytes]) -> NewestValue | None:
     for line in reversed(lines):
-        record = _step_record(line) if _EVALUATION.search(line) else None
+        record = parse_step(line) if _EVALUATION.search(line) else None
         if record is not None and SPARSE in (found := _values_of(record)):
             return found[SPARSE]
     return None

@@ -96,7 +96,8 @@ class RolloutIndex:
             if record is None:
                 continue
             rollout = shown_rollout(i, record)
-            if query.text.casefold() in _searched_text(rollout):
+            searched = "\n".join(part["text"] for part in (*rollout["prompt"], *rollout["completion"]))
+            if query.text.casefold() in searched.casefold():
                 found.append(rollout)
         return RolloutPage(rollouts=found, before=next_before, total=len(self))
 
@@ -152,7 +153,3 @@ def _messages(value: Any) -> list[ShownText]:
         ShownText(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
         for role, text in texts
     ]
-
-
-def _searched_text(rollout: Mapping[str, Any]) -> str:
-    return "\n".join(part["text"] for part in (*rollout["prompt"], *rollout["completion"])).casefold()

@@ -208,7 +208,7 @@ def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
         # A file that is damaged keeps its place: another one in a new place is no damage.
         changed = [name for name in lost if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED]
         others |= {name: lost.pop(name) for name in changed}
-    if cfg.data.corrupt == "skip" and _has_remaining_files(meta, lost):
+    if cfg.data.corrupt == "skip" and any(name not in lost for name in meta.data_tokens):
         lost = {}
     wrong = [*lost.values(), *others.values()]
     return "; ".join(filter(None, [_differences(moved, ours), format_list(wrong)])) if wrong else ""
@@ -282,10 +282,6 @@ def _classify_differences(
         meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
     )
     return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
-
-
-def _has_remaining_files(meta: CheckpointMeta, dropped: Mapping[str, str]) -> bool:
-    return any(name not in dropped for name in meta.data_tokens)
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -708,11 +704,7 @@ def _can_skip_corrupt(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
     """Return whether data.corrupt="skip" would remove all differences of the data."""
     if cfg.data.corrupt == "skip" or not data_order_change(meta, cfg, fingerprints):
         return False
-    return not data_order_change(meta, _with_skip_corrupt(cfg), fingerprints)
-
-
-def _with_skip_corrupt(cfg: Config) -> Config:
-    return replace(cfg, data=replace(cfg.data, corrupt="skip"))
+    return not data_order_change(meta, replace(cfg, data=replace(cfg.data, corrupt="skip")), fingerprints)
 
 
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:

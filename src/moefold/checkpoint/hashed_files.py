@@ -121,17 +121,8 @@ class _HashedStream:
         """Return the number of bytes written."""
         return self.size
 
-    def flush(self) -> None:
-        """Flush the file."""
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the file, which DCP synchronises."""
-        return int(self._stream.fileno())
-
-    def close(self) -> None:
-        """Complete the file."""
-        self._stream.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class RemoteWriter(HashingWriter):

@@ -229,7 +229,8 @@ class PeerSnapshots:
         self.restored_parts: tuple[BoxTransfer, ...] = ()
         """Of the last `restore`: every part of every new shard, and the rank it came from."""
         self._restored: _ByName | None = None
-        self._old_ranks: list[int | None] = []
+        self.old_ranks: list[int | None] = []
+        """Rank in the old mapping of each rank that took part in the last `restore`."""
         self.generation = 0
         """Number of mappings of which every rank had a snapshot."""
         self.layout: SnapshotLayout | None = None
@@ -296,10 +297,6 @@ class PeerSnapshots:
         """Return the values of a restored part that came from this process."""
         assert self._restored is not None
         return self._restored.read(transfer.name, transfer.box)
-
-    def old_rank_of(self, rank: int) -> int | None:
-        """Return the rank in the old mapping of a rank that took part in the last `restore`."""
-        return self._old_ranks[rank]
 
     def share_progress(self, step: int, world: Group) -> None:
         """Give ranks that were spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
@@ -462,7 +459,7 @@ class PeerSnapshots:
         self._restored = held
         # A loss of another rank before the first snapshot of this mapping leads back to this step.
         self._slots = [slot, Snapshot()]
-        self._old_ranks = all_gather_objects(self.rank, world)
+        self.old_ranks = all_gather_objects(self.rank, world)
         return slot.train_state
 
 

@@ -398,9 +398,7 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
 
 def _gather_errors(errors: list[str]) -> list[str]:
     """Return the errors of all ranks without duplicates; collective."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, errors)
-    return list(dict.fromkeys(error for rank_errors in gathered for error in rank_errors))
+    return list(dict.fromkeys(error for found in current_world().all_gather_object(errors) for error in found))
 
 
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:

@@ -125,7 +125,7 @@ def _differing_parts(
     for transfer, digest in zip(got, expected, strict=True):
         box, values = targets[transfer.name]
         if list(_digest(hasher, values[transfer.box.index_in(box)])) != digest:
-            old = snapshots.old_rank_of(transfer.source)
+            old = snapshots.old_ranks[transfer.source]
             faults.append(
                 f"{transfer.name} on rank {world.rank} differs from its value on rank {old} of the old mapping"
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from moefold.errors import format_list
 from moefold.host.rank_env import read_rank_env
+from moefold.progress import ReadProgress
 from moefold.remote_path import is_remote
 from moefold.terminal import MULTILINE_CHARS, printable
 
@@ -38,7 +39,8 @@ def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]
         # A conversion uses each buffer once, so freed blocks go back to the system rather than to malloc's cache.
         return_large_blocks()
         world = current_world()
-        yield world, stack.enter_context(_byte_progress(label, world))
+        is_shown = world.is_rank0 and sys.stderr.isatty()
+        yield world, stack.enter_context(ReadProgress(label, None, is_shown=is_shown)).advance
     if world.size > 1:
         hard_exit(0)
 
@@ -61,22 +63,6 @@ def conversion_summary(conversion: "Conversion", out: Path, was_checked: bool) -
     )
     size = f"{conversion.tensors} tensors, {conversion.num_bytes / 1e9:.3g} GB"
     notes = "".join(f"\nnote: {note}" for note in conversion.messages)
-    return printable(
-        f"{out}: {size}{checked}; {_other_files(len(conversion.sidecar_files))}{ignored}{notes}", MULTILINE_CHARS
-    )
-
-
-def _other_files(count: int) -> str:
-    return "1 other file" if count == 1 else f"{count} other files"
-
-
-@contextmanager
-def _byte_progress(label: str, world: "World") -> Iterator[Callable[[int], None]]:
-    if not world.is_rank0 or not sys.stdout.isatty():
-        yield lambda _: None
-        return
-    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    with Progress(TextColumn(label), DownloadColumn(), TransferSpeedColumn(), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda count: bar.advance(task, count)
+    count = len(conversion.sidecar_files)
+    others = "1 other file" if count == 1 else f"{count} other files"
+    return printable(f"{out}: {size}{checked}; {others}{ignored}{notes}", MULTILINE_CHARS)

@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import add_inference_options, report_notices
+from moefold.cli.inference_options import add_inference_options, read_options, report_notices
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.terminal import print_escaped
 
@@ -37,14 +36,7 @@ def run(argv: list[str]) -> int:
 def _evaluate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
 
-    request = EvalRequest(
-        model=arguments.model,
-        tokens=arguments.tokens,
-        text=arguments.text,
-        logits=arguments.logits,
-        overrides=tuple(arguments.overrides),
-        options=EvalOptions(**{field.name: getattr(arguments, field.name) for field in fields(EvalOptions)}),
-    )
+    request = read_options(EvalRequest, arguments, options=read_options(EvalOptions, arguments))
     is_first_rank = rank_env is None or rank_env.rank == 0
     job = prepare_evaluation(
         request,

@@ -3,11 +3,15 @@
 import argparse
 import re
 import sys
-from dataclasses import fields
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
+from moefold.cli.inference_options import (
+    add_generation_options,
+    add_inference_options,
+    read_options,
+    report_notices,
+)
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -47,15 +51,9 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         model=arguments.model,
         read_prompts=lambda: prompts or (_read_prompt(rank_env),),
         max_tokens=arguments.max_tokens,
-        sampling=SamplingParams(
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            min_p=arguments.min_p,
-            seed=arguments.seed,
-        ),
+        sampling=read_options(SamplingParams, arguments),
         overrides=tuple(word for word in arguments.words if _is_override(word)),
-        options=GenerateOptions(**{field.name: getattr(arguments, field.name) for field in fields(GenerateOptions)}),
+        options=read_options(GenerateOptions, arguments),
     )
     job = prepare_generation(request, rank_env, partial(report_notices, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.

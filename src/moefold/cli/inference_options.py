@@ -1,14 +1,19 @@
 """Options of every command that runs a finished model, and its notices."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from moefold.checkpoint.checkpoint_dir import skipped_checkpoints
 from moefold.cli.command_parser import CommandParser
 from moefold.config.suggestions import choices_of
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import print_escaped, printable
+
+Options = TypeVar("Options")
 
 
 def add_inference_options(parser: CommandParser) -> None:
@@ -48,6 +53,12 @@ def add_generation_options(parser: CommandParser) -> None:
         "weights of their peers from shared memory (exchange)",
         choices=("exchange", "fetch"),
     )
+
+
+def read_options(kind: type[Options], arguments: Namespace, **others: Any) -> Options:
+    """Return a dataclass whose fields are arguments of the command, except for the `others`."""
+    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(arguments, name) for name in names}, **others)
 
 
 def report_notices(notices: Sequence[str], rank_env: RankEnv | None = None) -> None:

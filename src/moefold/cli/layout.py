@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,7 +130,8 @@ def stages_from_config(cfg: Config) -> StagePlan:
     Raises:
         ConfigError: the schedule, the layout or its file is wrong.
     """
-    raise_all([*validate_schedule(cfg), *_validate_pp(cfg), *validate_pipeline_layout(cfg.model, cfg.parallel)])
+    wrong_pp = DEGREE_RULES["pp"](cfg, cfg.parallel.pp)
+    raise_all([*validate_schedule(cfg), *wrong_pp, *validate_pipeline_layout(cfg.model, cfg.parallel)])
     return plan_stages(cfg)
 
 
@@ -150,10 +151,6 @@ def stages_as_dict(plan: StagePlan) -> dict[str, object]:
             for stage in plan.stages
         ],
     }
-
-
-def _validate_pp(cfg: Config) -> Iterator[str]:
-    return DEGREE_RULES["pp"](cfg, cfg.parallel.pp)
 
 
 def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:

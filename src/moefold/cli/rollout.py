@@ -5,7 +5,12 @@ from functools import partial
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
+from moefold.cli.inference_options import (
+    add_generation_options,
+    add_inference_options,
+    read_options,
+    report_notices,
+)
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 
@@ -36,33 +41,8 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
     if wrong := [word for word in arguments.overrides if not word.startswith("parallel.")]:
         raise ConfigError(f"{wrong[0]!r} is no setting of the mapping, such as parallel.tp=2; prompts are in a file")
-    request = RolloutRequest(
-        model=arguments.model,
-        out=Path(arguments.out),
-        prompts=tuple(arguments.prompts),
-        task=arguments.task,
-        task_size=arguments.task_size,
-        count=arguments.count,
-        is_held_out=arguments.held_out,
-        reward=tuple(arguments.reward),
-        reward_weight=tuple(arguments.reward_weight),
-        samples=arguments.samples,
-        max_tokens=arguments.max_tokens,
-        sampling=SamplingParams(temperature=arguments.temperature, seed=arguments.seed),
-        overrides=tuple(arguments.overrides),
-        tokenizer=arguments.tokenizer,
-        chat_template=arguments.chat_template,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        slots=arguments.slots,
-        experts=arguments.experts,
-        kernels=arguments.kernels,
-        cache_gib=arguments.cache_gib,
-        force=arguments.force,
-        skip_bad_rows=arguments.skip_bad_rows,
-        want=arguments.want,
-        ignore_key=arguments.ignore_key,
-    )
+    sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
+    request = read_options(RolloutRequest, arguments, sampling=sampling)
     job = prepare_rollouts(request, rank_env, partial(report_notices, rank_env=rank_env))
     # torch takes seconds to import: without a GPU, every error above is reported without it.
     from moefold.inference.rollout_worker import rollout_worker
@@ -104,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="factor of a reward in the sum, as often as --reward (1)",
     )
     parser.option("--samples", 8, "G", "completions of each prompt (8)")
-    parser.add_argument("--out", required=True, metavar="FILE.jsonl", help="file to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="file to write")
     parser.flag("--force", "replace the file if it exists")
     parser.option("--max-tokens", 64, "N", "most new tokens of a completion (64)")
     parser.option("--temperature", 1.0, "T", "divides the logits; 0: greedy decoding (1)")

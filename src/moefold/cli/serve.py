@@ -5,11 +5,16 @@ import importlib.util
 import os
 import signal
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
-from moefold.cli.inference_options import add_generation_options, add_inference_options, report_notices
+from moefold.cli.inference_options import (
+    add_generation_options,
+    add_inference_options,
+    read_options,
+    report_notices,
+)
 from moefold.errors import ConfigError
 from moefold.extras import install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
@@ -41,7 +46,7 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         raise ConfigError(f"the package {missing[0]} is not installed; {install_command('serve')}")
     from moefold.inference.serve.job import ServeOptions, prepare_server
 
-    options = ServeOptions(**{field.name: getattr(arguments, field.name) for field in fields(ServeOptions)})
+    options = read_options(ServeOptions, arguments)
     if not options.api_key:
         # Other users of the machine see the arguments of a command, and not its environment.
         options = replace(options, api_key=os.environ.get(KEY_VARIABLE, ""))

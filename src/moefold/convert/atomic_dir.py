@@ -35,7 +35,7 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
     raise_on_all_ranks(world, new_folder_unsupported_reason(final) if world.is_rank0 else "")
     tmp_dir = _temporary_path(final, world)
     # The list of rank 0: another process may see parents that were created meanwhile.
-    parents: list[Path] = world.all_gather_object(_missing_parents(tmp_dir))[0]
+    parents: list[Path] = world.all_gather_object([path for path in tmp_dir.parents if not path.exists()])[0]
     raise_on_all_ranks(world, _being_written_reason(final, tmp_dir) if world.is_rank0 else "")
     lock: FileLock | None = None
     try:
@@ -81,11 +81,6 @@ def _temporary_path(final: Path, world: World) -> Path:
     name = f"{final.name}-{uuid.uuid4().hex[:12]}"
     chosen: Path = world.all_gather_object(cache_folders(None)[0] / "upload" / name)[0]
     return chosen
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """Return the parents that do not exist yet, the deepest first."""
-    return [parent for parent in path.parents if not parent.exists()]
 
 
 def _being_written_reason(final: Path, tmp_dir: Path) -> str:

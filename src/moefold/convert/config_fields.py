@@ -70,7 +70,8 @@ class Renamed:
         is_number = isinstance(value, int | float) and isinstance(value, bool) == (kind is bool)
         # nan and inf both fail the comparison with the limit.
         if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
-            raise ConfigError(f"config.json has {name}={value!r}, which should be {_type_description(kind)}")
+            described = {bool: "true or false", int: "a whole number"}.get(kind, "a number")
+            raise ConfigError(f"config.json has {name}={value!r}, which should be {described}")
         if not self.least <= value <= self.most:
             bounds = f"{self.least} or more" if self.most == math.inf else f"{self.least} to {self.most}"
             raise ConfigError(f"config.json has {name}={kind(value)}, which should be {bounds}")
@@ -405,10 +406,6 @@ def num_layers_of(hf_config: Json) -> int:
 def is_int(value: Any) -> TypeGuard[int]:
     """Return whether a value of a JSON file is a whole number, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _type_description(kind: Any) -> str:
-    return {bool: "true or false", int: "a whole number"}.get(kind, "a number")
 
 
 def interval_of(hf_config: Json, key: str, default: int) -> int:

@@ -159,7 +159,8 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         # A chunk of a checkpoint may be a view of a cached read, whose memory cannot be freed early.
         return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
 
-    chunks = assign_chunks(_all_chunks(source.shapes, dtypes), source, world)
+    parts = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
+    chunks = assign_chunks(parts, source, world)
     return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
 
 
@@ -301,10 +302,6 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
         for name in {chunk.name for chunk in chunks}
     }
     return share_of_rank(chunks, [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in chunks], world)
-
-
-def _all_chunks(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> list[TensorChunk]:
-    return [chunk for name, shape in shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
 
 
 def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manifest:

@@ -10,6 +10,7 @@ dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -244,10 +245,8 @@ def upcycle_folder(
         tokenizer = trained_tokenizer(dense, read_meta(dense))
     run_tokenizer = find_run_tokenizer(dense)
     excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
-
-    def finish(tmp_dir: Path) -> None:
-        finish_checkpoint(tmp_dir, out, without_upcycling(model), f"upcycle of {dense}", tokenizer)
-
+    weights = without_upcycling(model)
+    finish = partial(finish_checkpoint, out=out, model=weights, origin=f"upcycle of {dense}", tokenizer=tokenizer)
     copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     reason = ""

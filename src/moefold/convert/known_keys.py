@@ -298,12 +298,9 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
     is_text = isinstance(value, str) and not (key in declared_keys().others or MATHS.search(key))
     if is_empty or is_text:
         return "ignored", ""
-    is_maths = key in known.neutral or key in declared_keys().others or _is_of_other_family(key)
+    declared = declared_keys()
+    is_maths = any(key in keys for keys in (known.neutral, declared.others, *declared.families.values()))
     return "", "which other families compute with" if is_maths else "which moefold does not know"
-
-
-def _is_of_other_family(key: str) -> bool:
-    return any(key in keys for keys in declared_keys().families.values())
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ the row of the same token or expert in the other checkpoint more than any other 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,18 +111,17 @@ def merge_checkpoints(
         raise ConfigError(reasons[0])
     shares = ", ".join(f"{fraction:.6g} * {path}" for fraction, path in zip(source.fractions, checkpoints, strict=True))
     sidecar_dir = find_sidecar_dir(checkpoints[0])
-    excluded = (
-        ()
-        if sidecar_dir is None
-        else choose_tokenizer(sources[0].meta, sidecar_dir, find_run_tokenizer(checkpoints[0])).excluded
-    )
+    run_tokenizer = find_run_tokenizer(checkpoints[0])
+    excluded = choose_tokenizer(sources[0].meta, sidecar_dir, run_tokenizer).excluded if sidecar_dir is not None else ()
     dtypes = {source.meta.dtype for source in sources}
-
-    def finish(tmp_dir: Path) -> None:
-        model = without_upcycling(read_model(checkpoints[0]))
-        tokenizer = next(filter(None, tokenizers), "")
-        finish_checkpoint(tmp_dir, out, model, f"merge of {shares}", tokenizer, min(dtypes) if len(dtypes) == 1 else "")
-
+    finish = partial(
+        finish_checkpoint,
+        out=out,
+        model=without_upcycling(read_model(checkpoints[0])),
+        origin=f"merge of {shares}",
+        tokenizer=next(filter(None, tokenizers), ""),
+        dtype=min(dtypes) if len(dtypes) == 1 else "",
+    )
     copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     return Conversion(len(source.shapes), size, copied)

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from moefold.convert.peft_config import (
 from moefold.convert.peft_names import PREFIX, PeftModule, find_modules, other_modules, peft_modules
 from moefold.convert.peft_stacked import (
     StackedParameter,
+    leaf,
     read_stacked,
     stacked_names,
     stacked_parameters,
@@ -299,10 +301,7 @@ def import_adapters(
         "base_digest": folder_digest(base),
     }
     sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
-
-    def finish(tmp_dir: Path) -> None:
-        finish_checkpoint(tmp_dir, out, model, import_origin(folder), lora=settings)
-
+    finish = partial(finish_checkpoint, out=out, model=model, origin=import_origin(folder), lora=settings)
     copied = write_checkpoint(PeftSource(tensors), out, world, finish, sidecar_dir, on_bytes=on_bytes)
     size = sum(values.nbytes for values in tensors.values())
     return Conversion(len(tensors), size, copied)
@@ -388,15 +387,11 @@ def split_targets(
         family: the model's family.
     """
     taken = declared_keys().stacked_by_peft.get(family.name, [])
-    ambiguous = {_leaf(name) for name in others}
-    weights = {name for name in modules if _leaf(name) in taken}
-    named = {_leaf(name) for name in experts}
+    ambiguous = {leaf(name) for name in others}
+    weights = {name for name in modules if leaf(name) in taken}
+    named = {leaf(name) for name in experts}
     for name in modules:
         if name not in weights:
             names = (name, family.name_in_transformers(name))
-            named |= {*names} if _leaf(name) in ambiguous else {_leaf(each) for each in names}
+            named |= {*names} if leaf(name) in ambiguous else {leaf(each) for each in names}
     return sorted(named), sorted(f"{name}.weight" for name in weights)
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]

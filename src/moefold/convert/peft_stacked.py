@@ -184,18 +184,19 @@ def read_stacked(
                 )
             found |= fitting[0].unstack(a, b, rank)
     untrained = _untrained_halves(found, parameters)
-    kept = {name: pair for name, pair in found.items() if _leaf(name) not in untrained}
+    kept = {name: pair for name, pair in found.items() if leaf(name) not in untrained}
     return {part: values for name, pair in kept.items() for part, values in zip(adapter_names(name), pair, strict=True)}
 
 
 def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
     """Return the matrices, such as w_up, whose adapter is zero in all layers where the other of a parameter is not."""
-    trained = {_leaf(name) for name, (_, b) in found.items() if b.any()}
-    halves = [{_leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
+    trained = {leaf(name) for name, (_, b) in found.items() if b.any()}
+    halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
     return set().union(*(half - trained for half in halves if half & trained))
 
 
-def _leaf(name: str) -> str:
+def leaf(name: str) -> str:
+    """Return the last part of a dotted name."""
     return name.rpartition(".")[2]
 
 

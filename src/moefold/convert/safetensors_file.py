@@ -11,10 +11,11 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,10 +146,9 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
     except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
-        has = "lacks" if size < 8 + length + end else "has"
-        raise ConfigError(
-            f"{str(file)!r} {has} {abs(8 + length + end - size)} bytes at its end {_describe_mismatch(has)}"
-        )
+        lacking = 8 + length + end - size
+        has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
+        raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {which}")
     return found
 
 
@@ -202,10 +202,6 @@ def _map_values(opened: Any, start: int, like: Tensor) -> Tensor:
     return torch.frombuffer(pages, dtype=like.dtype, count=like.numel(), offset=start - first)
 
 
-def _describe_mismatch(has: str) -> str:
-    return "that its header promises" if has == "lacks" else "that no tensor owns"
-
-
 @dataclass(frozen=True)
 class FileLayout:
     """Layout of a file to write: its header, and the location of each tensor."""
@@ -246,25 +242,17 @@ def plan_file_layout(
     return FileLayout(header, locations)
 
 
-class FileWriter:
+class FileWriter(ExitStack):
     """Writer of tensors into files that `create_file` has created; several processes may write into one file."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for opened in self._open.values():
-            opened.close()
 
     def write(self, location: TensorLocation, data: memoryview, offset: int = 0) -> None:
         """Write bytes of one tensor, starting at a byte offset within the tensor."""
         if location.file not in self._open:
-            self._open[location.file] = location.file.open("r+b", buffering=0)
+            self._open[location.file] = self.enter_context(location.file.open("r+b", buffering=0))
         opened = self._open[location.file]
         opened.seek(location.start + offset)
         done = 0

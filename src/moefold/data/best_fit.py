@@ -8,7 +8,7 @@ in the cache, and memory-mapped: sample n is the same on every rank, and the pos
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
 from moefold.data.cache import cached_ids, npy_header
-from moefold.data.sample import Sample, SampleSource
+from moefold.data.sample import Sample, SampleSource, packed_sample
 from moefold.data.sampler import TokenStream
 from moefold.data.sft import pack_best_fit
 from moefold.data.shard_reader import ShardReader
@@ -34,53 +34,28 @@ _CHUNK_TOKENS = 2**22
 _CHUNK_PARTS = 2**20
 
 
-class DocumentBoundaries(Protocol):
+@dataclass(frozen=True)
+class DocumentBoundaries:
     """Places where documents begin in a stream of tokens."""
 
+    stream: TokenStream
+    end_id: int | None
+    """Token that ends a document and belongs to it; None: the index that `moefold tokenize` wrote has the places."""
+
     @property
-    def identity(self) -> Sequence[str | int]:
+    def identity(self) -> tuple[str | int, ...]:
         """Return values that distinguish these boundaries from others of the same stream."""
-        ...
+        return ("index",) if self.end_id is None else ("end token", self.end_id)
 
     def starts(self, first: int, stop: int) -> NDArray[np.int64]:
         """Return the tokens first .. stop - 1 that begin a document, ascending; token 0 always does."""
-        ...
-
-
-@dataclass(frozen=True)
-class EndTokenBoundaries:
-    """Documents that end with a token, which belongs to them."""
-
-    stream: TokenStream
-    end_id: int
-
-    @property
-    def identity(self) -> Sequence[str | int]:
-        """See `DocumentBoundaries`."""
-        return ("end token", self.end_id)
-
-    def starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        """See `DocumentBoundaries`."""
+        starts: NDArray[np.int64]
+        if self.end_id is None:
+            starts = np.flatnonzero(self.stream.document_starts(first, stop)) + first
+            return starts
         before = max(0, first - 1)
-        starts: NDArray[np.int64] = np.flatnonzero(self.stream.read(before, stop - 1) == self.end_id) + before + 1
+        starts = np.flatnonzero(self.stream.read(before, stop - 1) == self.end_id) + before + 1
         return starts if first else np.concatenate(([0], starts))
-
-
-@dataclass(frozen=True)
-class IndexBoundaries:
-    """Documents of the index that `moefold tokenize` wrote."""
-
-    stream: TokenStream
-
-    @property
-    def identity(self) -> Sequence[str | int]:
-        """See `DocumentBoundaries`."""
-        return ("index",)
-
-    def starts(self, first: int, stop: int) -> NDArray[np.int64]:
-        """See `DocumentBoundaries`."""
-        starts: NDArray[np.int64] = np.flatnonzero(self.stream.document_starts(first, stop)) + first
-        return starts
 
 
 @dataclass
@@ -147,16 +122,8 @@ class BestFitSamples(SampleSource):
 
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its padding is the last document."""
-        size = self.seq_len + 1
-        parts = self._parts_of(number)
-        tokens = np.full(size, self._pad_id, dtype=np.int64)
-        documents = np.full(size, len(parts), dtype=np.int32)
-        filled = 0
-        for document, (first, length) in enumerate(parts):
-            tokens[filled : filled + length] = self._stream.read(first, first + length)
-            documents[filled : filled + length] = document
-            filled += length
-        return Sample(tokens, documents, is_padding=np.arange(size) >= filled)
+        parts = [self._stream.read(first, first + length) for first, length in self._parts_of(number)]
+        return packed_sample(parts, self.seq_len + 1, self._pad_id)
 
     def origin(self, number: int) -> str:
         """Return file and position of the first document of a sample; empty if the stream has no files."""
@@ -176,10 +143,9 @@ def recipe_best_fit(
 ) -> BestFitSamples:
     """Open the samples of a recipe's token files packed by best fit; see `open_best_fit`."""
     paths = [file.path for file in files]
-    boundaries: DocumentBoundaries = EndTokenBoundaries(stream, data.document_end)
     if data.document_index:
         paths += [document_ends_path(file.path) for file in files]
-        boundaries = IndexBoundaries(stream)
+    boundaries = DocumentBoundaries(stream, None if data.document_index else data.document_end)
     pad_id = max(0, data.document_end)
     return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id, cache_dir=cache_dir)
 

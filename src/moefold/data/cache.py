@@ -11,15 +11,16 @@ import os
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.bounded_read import batch_by_size
 from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
-from moefold.data.text_source import TextSource
+from moefold.data.text_source import TextChunk, TextSource
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.errors import ConfigError
@@ -27,7 +28,7 @@ from moefold.file_lock import FileLock, open_lock_file
 from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 1
-_BATCH_BYTES = 2**23
+_BATCH_CHARACTERS = 2**22
 _NPY_HEADER_BYTES = 128
 _STALE_TMP_AGE_S = 24 * 3600
 
@@ -49,7 +50,10 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
     """
 
     def write(file: BinaryIO) -> None:
-        _write_tokens(file, corpus, tokenizer, shows_progress)
+        with ReadProgress("Tokenising", corpus.size_bytes, is_shown=shows_progress) as progress:
+            num_tokens, _ = write_tokens(file, corpus.chunks(), tokenizer, progress.advance)
+        if not num_tokens:
+            raise ConfigError("data.path holds no text: everything is empty or left out; name files with text in them")
 
     return cached_ids(cache_key(corpus, tokenizer), write, cache_dir=cache_dir)
 
@@ -147,45 +151,42 @@ def _remove_stale_tmp_files(folder: Path) -> None:
                 path.unlink()
 
 
-def _write_tokens(file: BinaryIO, corpus: TextSource, tokenizer: Tokenizer, shows_progress: bool) -> None:
+def write_tokens(
+    file: BinaryIO,
+    chunks: Iterable[TextChunk],
+    tokenizer: Tokenizer,
+    report: Callable[[int], None],
+    index: BinaryIO | None = None,
+) -> tuple[int, int]:
+    """Write the ids of documents as an .npy file; return the number of ids and of documents.
+
+    Args:
+        file: the file.
+        chunks: the documents; each is followed by the tokenizer's separator, if it has one.
+        tokenizer: converts text to ids.
+        report: called with the bytes of source text, some megabytes at a time.
+        index: gets the end of each document, int64; None: there is no index.
+    """
     dtype = smallest_dtype(tokenizer.vocab_size)
+    separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)
     file.write(npy_header(dtype, 0))
-    num_tokens = 0
-    with ReadProgress("Tokenising", corpus.size_bytes, is_shown=shows_progress) as progress:
-        for ids, size_bytes in _token_batches(corpus, tokenizer):
-            file.write(ids.astype(dtype).tobytes())
-            num_tokens += len(ids)
-            progress.advance(size_bytes)
-    if not num_tokens:
-        raise ConfigError("data.path holds no text: everything is empty or left out; name files with text in them")
+    num_tokens = num_documents = 0
+    for pieces in batch_by_size(chunks, lambda piece: len(piece.text), _BATCH_CHARACTERS):
+        ends: list[int] = []
+        parts: list[NDArray[np.int64]] = []
+        for piece, ids in zip(pieces, encode_documents(tokenizer, [piece.text for piece in pieces]), strict=True):
+            parts += [ids, separator] if piece.ends_document else [ids]
+            num_tokens += len(ids) + (len(separator) if piece.ends_document else 0)
+            if piece.ends_document:
+                ends.append(num_tokens)
+        file.write(np.concatenate(parts).astype(dtype).tobytes())
+        if index is not None:
+            index.write(np.array(ends, dtype="<i8").tobytes())
+        num_documents += len(ends)
+        report(sum(piece.size_bytes for piece in pieces))
     file.seek(0)
     file.write(npy_header(dtype, num_tokens))
-
-
-def _token_batches(corpus: TextSource, tokenizer: Tokenizer) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Yield the ids of several megabytes of text at a time, and the number of source bytes."""
-    separator = [] if tokenizer.separator_id is None else [np.array([tokenizer.separator_id], dtype=np.int64)]
-    texts: list[str] = []
-    ends: list[bool] = []
-    size_bytes = 0
-
-    def encode_all() -> NDArray[np.int64]:
-        parts: list[NDArray[np.int64]] = []
-        for ids, ends_document in zip(encode_documents(tokenizer, texts), ends, strict=True):
-            parts += [ids, *separator] if ends_document else [ids]
-        return np.concatenate(parts)
-
-    for piece in corpus.chunks():
-        texts.append(piece.text)
-        ends.append(piece.ends_document)
-        size_bytes += piece.size_bytes
-        if size_bytes >= _BATCH_BYTES:
-            yield encode_all(), size_bytes
-            texts = []
-            ends = []
-            size_bytes = 0
-    if texts:
-        yield encode_all(), size_bytes
+    return num_tokens, num_documents
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:

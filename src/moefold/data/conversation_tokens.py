@@ -8,6 +8,7 @@ longest common prefix of the conversation and the prompt that inference continue
 import json
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,40 +47,31 @@ class RowReport:
     def __init__(self, template: str, *, skips: bool = False) -> None:
         self._template = template
         self.skipped = SkippedRows(skips=skips)
-        self._mismatched: dict[str, None] = {}
-        self._altered: dict[str, None] = {}
-        self._unwritten: dict[str, dict[str, None]] = {}
-
-    def note_mismatch(self, location: str) -> None:
-        """Note a row in which the prompt at inference has other tokens than the same text in training."""
-        self._mismatched[location] = None
-
-    def note_altered(self, location: str, turn: int) -> None:
-        """Note a row in which the template leaves out a part of a turn since others follow."""
-        self._altered[f"{location}, turn {turn}"] = None
-
-    def note_unwritten(self, location: str, what: str) -> None:
-        """Note a row of which the template does not write a part, such as its tools."""
-        self._unwritten.setdefault(what, {})[location] = None
+        self.mismatched: dict[str, None] = {}
+        """Rows in which the prompt at inference has other tokens than the same text in training."""
+        self.altered: dict[str, None] = {}
+        """Turns of which the template leaves out a part since others follow."""
+        self.unwritten: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        """Rows of which the template does not write a part, such as the tools, by the part."""
 
     def notes(self) -> list[str]:
         """Return what was noticed, one line for each kind."""
         found = [note] if (note := self.skipped.note()) else []
-        if self._mismatched:
+        if self.mismatched:
             found.append(
-                f"the chat template of {self._template}: in {len(self._mismatched)} rows, the prompt at inference has "
-                f"other tokens than the conversation in training (first: {next(iter(self._mismatched))}): a token "
+                f"the chat template of {self._template}: in {len(self.mismatched)} rows, the prompt at inference has "
+                f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token "
                 "spans the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens "
                 "of the answer are trained. To make them equal, end the generation prompt with a special token, where "
                 "a finished turn begins (data.chat_template)"
             )
-        if self._altered:
+        if self.altered:
             found.append(
-                f"the chat template of {self._template}: in {len(self._altered)} turns, it leaves out a part of the "
-                f"answer, such as its reasoning, since other turns follow (first: {next(iter(self._altered))}); this "
+                f"the chat template of {self._template}: in {len(self.altered)} turns, it leaves out a part of the "
+                f"answer, such as its reasoning, since other turns follow (first: {next(iter(self.altered))}); this "
                 "part is not trained. To train it, give such a turn as the last of a row"
             )
-        for what, rows in self._unwritten.items():
+        for what, rows in self.unwritten.items():
             found.append(
                 f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {what} (first: "
                 f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
@@ -148,11 +140,11 @@ def tokenize_conversations(
         ids, places = next(tokens_of)
         prompts = next(prompts_of)
         if chat.altered_turn:
-            report.note_altered(one.location, chat.altered_turn)
+            report.altered[f"{one.location}, turn {chat.altered_turn}"] = None
         for what in _unwritten(one, chat, template.source_for(one.tools)):
-            report.note_unwritten(one.location, what)
+            report.unwritten[what][one.location] = None
         if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
-            report.note_mismatch(one.location)
+            report.mismatched[one.location] = None
         yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))
 
 

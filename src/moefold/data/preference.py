@@ -19,15 +19,14 @@ from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
 from moefold.data.rewards import prompt_hash
-from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
+from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
 from moefold.data.sft import (
     ConversationReader,
     ConversationToRender,
+    PackedMembers,
     TokenizedConversations,
     conversation_location,
-    filled_share,
     hold_out,
-    pack_best_fit,
 )
 from moefold.errors import ConfigError
 
@@ -53,16 +52,24 @@ def _is_labelled(align: AlignConfig) -> bool:
     return isinstance(method, PreferencePart) and method.labelled
 
 
-class PackedPairs(SampleSource):
+class PackedPairs(PackedMembers):
     """Samples of whole pairs and padding; both sequences of a pair are documents of one sample.
 
     Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
     targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1 for none;
     "is_desirable" [K / 2], the label (kto); "reference_log_probs" [K], where the loss needs a reference. The weights of
     the targets of sequence 2k add up to 1.
+
+    Args:
+        conversations: all conversations, the two of a pair one after the other.
+        pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
+        reference: log-probabilities of all pairs.
+        align: the recipe's section.
+        seq_len: S.
+        pad_id: id of the padding.
     """
 
-    has_annotations = True
+    noun = "pairs"
 
     def __init__(
         self,
@@ -74,58 +81,26 @@ class PackedPairs(SampleSource):
         seq_len: int,
         pad_id: int,
     ) -> None:
-        """Pack some of the pairs.
-
-        Args:
-            conversations: all conversations, the two of a pair one after the other.
-            pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
-            reference: log-probabilities of all pairs.
-            align: the recipe's section.
-            seq_len: S.
-            pad_id: id of the padding.
-        """
-        self.seq_len = seq_len
-        self.reference = reference
-        self._conversations = conversations
-        self._align = align
-        self._pad_id = pad_id
         lengths = cut_lengths(_pair_lengths(conversations)[pairs], seq_len + 1)
+        super().__init__(conversations, pairs, lengths.sum(1), seq_len=seq_len, pad_id=pad_id)
+        self.reference = reference
+        self._align = align
         self._length_of_pair = dict(zip(pairs.tolist(), lengths.tolist(), strict=True))
-        self.num_tokens = int(lengths.sum())
-        """Tokens of the pairs, padding aside."""
-        packing = pack_best_fit(lengths.sum(1).tolist(), seq_len + 1)
-        self._bins = [pairs[packed] for packed in packing]
-        self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
         self._max_pairs = max((len(packed) for packed in self._bins), default=0)
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._bins)
-
-    def origin(self, number: int) -> str:
-        """Return the pairs of a sample, by their numbers in the order of the files."""
-        return f"pairs {', '.join(str(int(one)) for one in self._bins[number])}"
 
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample."""
         size = self.seq_len + 1
         packed = self._bins[number]
-        tokens = np.full(size, self._pad_id, dtype=np.int64)
-        documents = np.full(size, 2 * len(packed), dtype=np.int32)
-        ids = np.full(size, -1, dtype=np.int64)
-        weights = np.zeros(size)
-        start = 0
-        for sequence in range(2 * len(packed)):
-            pair = int(packed[sequence // 2])
-            length = self._length_of_pair[pair][sequence % 2]
-            found, targets = self._conversations.read(2 * pair + sequence % 2, length)
-            place = slice(start, start + length)
-            tokens[place] = found
-            documents[place] = sequence
-            ids[place] = np.where(targets, sequence, -1)
-            if sequence % 2 == 0:
-                weights[place] = targets / targets.sum()
-            start += length
+        found = [
+            self._conversations.read(2 * pair + i, length)
+            for pair in packed.tolist()
+            for i, length in enumerate(self._length_of_pair[pair])
+        ]
+        ids = [np.where(targets, sequence, -1) for sequence, (_, targets) in enumerate(found)]
+        weights = [
+            targets / targets.sum() if i % 2 == 0 else np.zeros(len(targets)) for i, (_, targets) in enumerate(found)
+        ]
         slots = self._max_pairs - len(packed)
         sample_columns: dict[str, NDArray[Any]] = {"pair_ids": np.pad(packed, (0, slots), constant_values=-1)}
         if _is_labelled(self._align):
@@ -133,12 +108,12 @@ class PackedPairs(SampleSource):
             sample_columns["is_desirable"] = np.array(labels + [False] * slots)
         if chosen_in(self._align, AlignmentPart).has_reference:
             sample_columns["reference_log_probs"] = np.pad(self.reference.values[packed].ravel(), (0, 2 * slots))
-        return Sample(
-            tokens,
-            documents,
-            weights[1:],
-            is_padding=np.arange(size) >= start,
-            token_columns={"sequence_ids": ids[1:]},
+        return packed_sample(
+            [tokens for tokens, _ in found],
+            size,
+            self._pad_id,
+            weights=fill_up(weights, size, 0)[1:],
+            token_columns={"sequence_ids": fill_up(ids, size, -1)[1:]},
             sample_columns=sample_columns,
         )
 

@@ -126,9 +126,8 @@ class RoutingTraceWriter:
         self.num_dropped = 0 if fits else len(traced_steps(self._folder))
         if not fits:
             truncate_trace(run_dir, 0)
-        _write_atomically(
-            self._folder / MANIFEST, lambda path: path.write_text(_encode_manifest(shape) + "\n", encoding="utf-8")
-        )
+        text = json.dumps({"format": FORMAT, **asdict(shape)}) + "\n"
+        _write_atomically(self._folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
     def write(self, step: int, layers: Iterable[ExpertIndices]) -> None:
         """Write one step layer by layer, with one layer at a time in memory.
@@ -308,10 +307,6 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     draft = path.with_name(f".{path.name}.tmp")
     write(draft)
     draft.replace(path)
-
-
-def _encode_manifest(shape: TraceShape) -> str:
-    return json.dumps({"format": FORMAT, **asdict(shape)})
 
 
 def _read_manifest(path: Path) -> TraceShape:

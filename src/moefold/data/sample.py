@@ -6,7 +6,7 @@ loss follow from it.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -238,6 +238,27 @@ def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
     documents = np.zeros(len(tokens), dtype=np.int32)
     np.cumsum(tokens[:-1] == end_id, out=documents[1:])
     return Sample(tokens, documents)
+
+
+def fill_up(parts: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[Any]:
+    """Return arrays one after another, and a value up to a size."""
+    whole = np.concatenate(parts)
+    return np.concatenate((whole, np.full(size - len(whole), value, whole.dtype)))
+
+
+def packed_sample(parts: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:
+    """Return a sample of whole documents and padding, which is its last document.
+
+    Args:
+        parts: tokens of each document.
+        size: tokens of the sample.
+        pad_id: id of the padding.
+        annotations: further fields of `Sample`.
+    """
+    lengths = [len(part) for part in parts]
+    filled = sum(lengths)
+    documents = np.repeat(np.arange(len(parts) + 1, dtype=np.int32), [*lengths, size - filled])
+    return Sample(fill_up(parts, size, pad_id), documents, is_padding=np.arange(size) >= filled, **annotations)
 
 
 class ReferenceLogProbs:

@@ -30,7 +30,7 @@ from moefold.data.conversation_tokens import (
 from moefold.data.file_formats import JsonlRecord, jsonl_records
 from moefold.data.index_shuffle import hash_ints
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
-from moefold.data.sample import Sample, SampleSource
+from moefold.data.sample import Sample, SampleSource, fill_up, packed_sample
 from moefold.data.shard_reader import ShardReader
 from moefold.data.source_listing import is_jsonl
 from moefold.data.token_file import read_npy_header
@@ -141,14 +141,62 @@ class ScaledMembers:
     """Line for the log."""
 
 
-class PackedConversations(SampleSource):
-    """Samples of whole conversations and padding; no conversation spans two samples.
+class PackedMembers(SampleSource):
+    """Samples of whole members, conversations or pairs of them, and padding; no member spans two samples.
 
-    A sample has S + 1 tokens and shares none with another sample. Its documents are numbered; padding counts as the
-    last document and repeats `pad_id`. Conversations are truncated to S + 1 tokens.
+    A sample has S + 1 tokens and shares none with another sample.
     """
 
     has_annotations = True
+    noun = "conversations"
+    """Name of the members in messages."""
+
+    def __init__(
+        self,
+        conversations: TokenizedConversations,
+        members: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        *,
+        seq_len: int,
+        pad_id: int,
+    ) -> None:
+        """Pack members by best fit.
+
+        Args:
+            conversations: all conversations.
+            members: numbers of the members.
+            lengths: tokens of each, at most seq_len + 1, [members].
+            seq_len: S.
+            pad_id: id of the padding.
+        """
+        self.seq_len = seq_len
+        self._conversations = conversations
+        self._pad_id = pad_id
+        self.num_tokens = int(lengths.sum())
+        """Tokens of the members, padding aside."""
+        packing = pack_best_fit(lengths.tolist(), seq_len + 1)
+        self._bins = [members[packed] for packed in packing]
+        self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._bins)
+
+    def origin(self, number: int) -> str:
+        """Return the members of a sample, by their numbers in the order of the files."""
+        return f"{self.noun} {', '.join(str(int(one)) for one in self._bins[number])}"
+
+
+class PackedConversations(PackedMembers):
+    """Samples of whole conversations, which are truncated to S + 1 tokens.
+
+    Args:
+        conversations: all conversations.
+        members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
+        seq_len: S.
+        pad_id: id of the padding.
+        scales: factor of the loss of each conversation, [conversations]; None: 1.
+    """
 
     def __init__(
         self,
@@ -159,57 +207,24 @@ class PackedConversations(SampleSource):
         pad_id: int,
         scales: NDArray[np.float64] | None = None,
     ) -> None:
-        """Pack some of the conversations.
-
-        Args:
-            conversations: all conversations.
-            members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
-            seq_len: S.
-            pad_id: id of the padding.
-            scales: factor of the loss of each conversation, [conversations]; None: 1.
-        """
-        self.seq_len = seq_len
-        self._conversations = conversations
-        self._scales = scales
-        self._pad_id = pad_id
         lengths = np.minimum(np.diff(conversations.starts)[members], seq_len + 1)
-        self.num_tokens = int(lengths.sum())
-        """Tokens of the conversations, padding aside."""
-        packing = pack_best_fit(lengths.tolist(), seq_len + 1)
-        self._bins = [members[packed] for packed in packing]
-        self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._bins)
-
-    def origin(self, number: int) -> str:
-        """Return the conversations of a sample, by their numbers in the order of the files."""
-        return f"conversations {', '.join(str(int(one)) for one in self._bins[number])}"
+        super().__init__(conversations, members, lengths, seq_len=seq_len, pad_id=pad_id)
+        self._scales = scales
 
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its weights are 1 for targets that the assistant wrote, else 0."""
         size = self.seq_len + 1
-        tokens = np.full(size, self._pad_id, dtype=np.int64)
-        documents = np.full(size, len(self._bins[number]), dtype=np.int32)
-        is_target = np.zeros(size, dtype=np.bool_)
-        scale = np.ones(size)
-        start = 0
-        for document, conversation in enumerate(self._bins[number]):
-            ids, targets = self._conversations.read(int(conversation), size)
-            stop = start + len(ids)
-            tokens[start:stop] = ids
-            documents[start:stop] = document
-            is_target[start:stop] = targets
-            if self._scales is not None:
-                scale[start:stop] = self._scales[conversation]
-            start = stop
-        return Sample(
-            tokens,
-            documents,
-            is_target[1:],
-            weight_scale=None if self._scales is None else scale[1:],
-            is_padding=np.arange(size) >= start,
+        found = [self._conversations.read(int(one), size) for one in self._bins[number]]
+        scale = None
+        if self._scales is not None:
+            lengths = [len(ids) for ids, _ in found]
+            scale = fill_up([np.repeat(self._scales[self._bins[number]], lengths)], size, 1)[1:]
+        return packed_sample(
+            [ids for ids, _ in found],
+            size,
+            self._pad_id,
+            weights=fill_up([targets for _, targets in found], size, False)[1:],
+            weight_scale=scale,
         )
 
 

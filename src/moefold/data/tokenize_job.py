@@ -10,12 +10,11 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moefold.bounded_read import (
     MAX_DESCRIPTION_BYTES,
@@ -25,7 +24,7 @@ from moefold.bounded_read import (
     open_regular,
     read_json,
 )
-from moefold.data.cache import is_complete_array, npy_header, smallest_dtype
+from moefold.data.cache import is_complete_array, write_tokens
 from moefold.data.conversation_tokens import SkippedRows
 from moefold.data.file_formats import (
     JsonlRecord,
@@ -41,7 +40,7 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, encode_documents, reject_nul, report_notes
+from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, reject_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
@@ -295,7 +294,6 @@ def _row_text(value: Any, location: str, column: TextColumn) -> str:
 
 
 TMP_PATTERN = ".tokens-*.partial"
-_BATCH_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,12 +354,13 @@ class ShardWriter:
         try:
             with draft.open("xb") as file, index_draft.open("xb") as index:
                 skipped = SkippedRows(skips=self.skip_bad_rows)
-                chunks = _chunk_batches(shard, TextColumn(self.column, tokenizer), skipped)
-                size = _write_shard(file, index, chunks, tokenizer, report)
+                column = TextColumn(self.column, tokenizer)
+                chunks = (piece for portion in shard.slices for piece in read_chunks(portion, column, skipped))
+                counts = write_tokens(file, chunks, tokenizer, report, index)
                 for opened in (file, index):
                     opened.flush()
                     os.fsync(opened.fileno())
-            size = replace(size, num_skipped=skipped.count, first_skipped=skipped.first)
+            size = ShardSize(*counts, skipped.count, skipped.first)
             _skipped_path(path).unlink(missing_ok=True)
             if skipped.count:
                 _skipped_path(path).write_text(json.dumps([skipped.count, skipped.first]), encoding="utf-8")
@@ -404,50 +403,6 @@ def _read_skipped(path: Path) -> tuple[int, str]:
     if not (isinstance(found, list) and [type(one) for one in found] == [int, str]):
         raise ConfigError(f"{_skipped_path(path)} is broken; remove it with {path.name}")
     return found[0], found[1]
-
-
-def _write_shard(
-    file: BinaryIO,
-    index: BinaryIO,
-    chunks: Iterator[list[TextChunk]],
-    tokenizer: OffsetTokenizer,
-    report: Callable[[int], None],
-) -> ShardSize:
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)
-    file.write(npy_header(dtype, 0))
-    num_tokens = num_documents = 0
-    for pieces in chunks:
-        ends: list[int] = []
-        parts: list[NDArray[np.int64]] = []
-        for piece, ids in zip(pieces, encode_documents(tokenizer, [piece.text for piece in pieces]), strict=True):
-            parts += [ids, separator] if piece.ends_document else [ids]
-            num_tokens += len(ids) + (len(separator) if piece.ends_document else 0)
-            if piece.ends_document:
-                ends.append(num_tokens)
-        file.write(np.concatenate(parts).astype(dtype).tobytes())
-        index.write(np.array(ends, dtype="<i8").tobytes())
-        num_documents += len(ends)
-        report(sum(piece.size_bytes for piece in pieces))
-    file.seek(0)
-    file.write(npy_header(dtype, num_tokens))
-    return ShardSize(num_tokens, num_documents)
-
-
-def _chunk_batches(shard: Shard, column: TextColumn, skipped: SkippedRows) -> Iterator[list[TextChunk]]:
-    """Yield chunks of several megabytes in total at a time."""
-    pieces: list[TextChunk] = []
-    size = 0
-    for portion in shard.slices:
-        for piece in read_chunks(portion, column, skipped):
-            pieces.append(piece)
-            size += len(piece.text)
-            if size >= _BATCH_BYTES:
-                yield pieces
-                pieces = []
-                size = 0
-    if pieces:
-        yield pieces
 
 
 FORMAT_VERSION = 2

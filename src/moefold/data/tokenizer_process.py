@@ -110,7 +110,8 @@ class TokenizerProcess:
             total = ends[-1]
             for end, count in zip(ends, header["counts"], strict=True):
                 first = end - count
-                yield numbers[first:end], _pairs(numbers[total:], first, end) if offsets else empty
+                pairs = numbers[total + 2 * first : total + 2 * end].reshape(-1, 2) if offsets else empty
+                yield numbers[first:end], pairs
 
     def decode(self, ids: NDArray[np.int64]) -> str:
         """Return the text of ids; those that are no token are left out."""
@@ -185,11 +186,6 @@ class TokenizerProcess:
 
 def _hash(files: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(files)).hexdigest()
-
-
-def _pairs(numbers: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-    """Return the pairs `first` to `end` of numbers, [end - first, 2]."""
-    return numbers[2 * first : 2 * end].reshape(-1, 2)
 
 
 @dataclass(frozen=True)

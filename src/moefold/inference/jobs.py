@@ -102,7 +102,7 @@ class EvalRequest:
     text: Path | None = None
     logits: Path | None = None
     """File to write the logits to."""
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     options: EvalOptions = EvalOptions()
 
 
@@ -183,13 +183,7 @@ def prepare_evaluation(
     source = find_source(request.model, options.ignore_key)
     report(source.notices)
     seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
-    inference = InferenceRequest(
-        overrides=request.overrides,
-        dtype=options.dtype,
-        device=options.device,
-        seq_len=seq_len,
-        batch_size=options.batch_size,
-    )
+    inference = InferenceRequest.of(options, request.overrides, seq_len=seq_len, batch_size=options.batch_size)
     cfg = launched_config(source, inference, "evaluate", rank_env)
     _check_logits(request)
     given, name = _token_ids(request, source)
@@ -236,24 +230,17 @@ def prepare_generation(
     source = find_source(request.model, options.ignore_key)
     report(source.notices)
     # Report a wrong mapping before reading the prompt.
-    inference = InferenceRequest(
-        overrides=request.overrides,
-        dtype=options.dtype,
-        device=options.device,
-        seq_len=2,
-        batch_size=1,
-        experts=options.experts,
-        kernels=options.kernels,
-    )
+    inference = InferenceRequest.of(options, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
-    if options.chat_template and not options.chat:
-        raise ConfigError("--chat-template has no effect without --chat; add it, or leave the template out")
-    if options.want and not options.chat:
-        raise ConfigError(f"--want {options.want} has no effect without --chat; add it, or leave --want out")
-    if options.system and not options.chat:
-        raise ConfigError("--system has no effect without --chat; add it, or leave the system message out")
+    for given, option, name in (
+        (options.chat_template, "--chat-template", "the template"),
+        (options.want, f"--want {options.want}", "--want"),
+        (options.system, "--system", "the system message"),
+    ):
+        if given and not options.chat:
+            raise ConfigError(f"{option} has no effect without --chat; add it, or leave {name} out")
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
@@ -272,7 +259,8 @@ def prepare_generation(
     settings = EngineSettings(slots=min(MAX_GENERATED_AT_ONCE, len(requests)), cache_gib=options.cache_gib)
     with reworded_errors((r" with slots=\d+", ""), ("fewer slots", "fewer prompts"), *ENGINE_OPTIONS):
         settings.check()
-        num_bytes = _cache_bytes(cfg, requests, settings)
+        dp = cfg.parallel.dp
+        num_bytes = cache_of_requests(cfg, [requests[i::dp] for i in range(dp)], settings)
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"
     device_type = choose_inference_device(cfg, source, rank_env, {cache: num_bytes}, GENERATE_OOM_HINT)
     return GenerateJob(
@@ -289,19 +277,18 @@ def prepare_generation(
     )
 
 
-def _cache_bytes(cfg: Config, requests: Sequence[Request], settings: EngineSettings) -> int:
-    """Return the bytes of the cache of the data-parallel rank that needs most.
+def cache_of_requests(cfg: Config, requests: Sequence[Sequence[Request]], settings: EngineSettings) -> int:
+    """Return the bytes of the cache of the data-parallel rank that needs most, from the requests of each.
 
     Raises:
         ConfigError: the cache that the settings allow is too small for a request.
     """
-    dp = cfg.parallel.dp
-    num_pages = max(pages_needed(requests[i::dp], settings) for i in range(dp))
+    num_pages = max(pages_needed(one, settings) for one in requests)
     max_pages = cache_pages(cfg, settings)
     if max_pages is not None:
-        check_requests(requests, max_pages)
+        check_requests([request for one in requests for request in one], max_pages)
         num_pages = min(num_pages, max_pages)
-    return cache_bytes(cfg, num_pages, min(settings.slots, -(-len(requests) // dp)), settings.cache)
+    return cache_bytes(cfg, num_pages, min(settings.slots, max(map(len, requests))), settings.cache)
 
 
 def choose_inference_device(

@@ -1,6 +1,8 @@
 """Loading of a model for evaluation, generation and lm-eval."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +14,11 @@ from moefold.convert.adapted_weights import load_merged_weights
 from moefold.convert.weights import load_hf_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
-from moefold.inference.settings import EXPERTS_OPTION, KERNELS_OPTION
+from moefold.host.rank_env import RankEnv
+from moefold.inference.settings import EXPERTS_OPTION, KERNELS_OPTION, explain_oom
 from moefold.inference.source import ModelSource
+from moefold.launch.failure import RankErrorHandler
+from moefold.launch.ranks import init_distributed
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import modules_notice
 from moefold.terminal import print_escaped
@@ -29,6 +34,17 @@ class LoadedModel:
     """None if text is neither read nor written."""
     cfg: Config
     groups: ParallelGroups
+
+
+@contextmanager
+def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[torch.device]:
+    """Join the ranks of a command and yield the device of this one; report errors, with a hint if memory ran out."""
+    with (
+        RankErrorHandler(rank_env, lambda: False),
+        init_distributed(rank_env, device_type) as device,
+        explain_oom(oom_hint),
+    ):
+        yield device
 
 
 def report_decoding(loaded: LoadedModel) -> None:

@@ -8,16 +8,14 @@ from typing import Literal
 from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import cache_bytes
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.tasks import Problems
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reword, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
-from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
+from moefold.inference.jobs import ENGINE_OPTIONS, cache_of_requests, choose_inference_device
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
@@ -45,22 +43,22 @@ class RolloutRequest(SamplingOptions):
 
     model: str
     out: Path
-    prompts: tuple[str, ...] = ()
+    prompts: Sequence[str] = ()
     """Files of prompts; empty: a task."""
     task: Literal["", "sort", "add", "countdown"] = ""
     task_size: int = 4
     count: int = 0
     """Prompts; 0: all of the files, or 256 problems."""
-    is_held_out: bool = False
+    held_out: bool = False
     """Problems that no training uses."""
-    reward: tuple[str, ...] = ()
+    reward: Sequence[str] = ()
     """Names of reward functions; of a task none: its verifier."""
-    reward_weight: tuple[float, ...] = ()
+    reward_weight: Sequence[float] = ()
     """Weight of each; empty: 1."""
     samples: int = 8
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     slots: int = 256
     cache_gib: float = 0.0
     force: bool = False
@@ -104,15 +102,7 @@ def prepare_rollouts(
     source = find_source(request.model, request.ignore_key)
     report(source.notices)
     source = replace(source, want=override_want(source.want, request.want))
-    inference = InferenceRequest(
-        overrides=request.overrides,
-        dtype=request.dtype,
-        device=request.device,
-        seq_len=2,
-        batch_size=1,
-        experts=request.experts,
-        kernels=request.kernels,
-    )
+    inference = InferenceRequest.of(request, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)
     task_cfg = _task_config(request, source)
     prompts = open_rollout_prompts(
@@ -133,13 +123,8 @@ def prepare_rollouts(
     one = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
     with reworded_errors(*ENGINE_OPTIONS):
         settings.check()
-        num_pages = pages_needed([one] * min(request.slots, num_prompts * request.samples), settings)
-        max_pages = cache_pages(cfg, settings)
-        if max_pages is not None:
-            check_requests([one], max_pages)
-            num_pages = min(num_pages, max_pages)
-    num_samples = min(request.slots, num_prompts * request.samples)
-    cache = {f"the cache of {request.slots} rollouts": cache_bytes(cfg, num_pages, num_samples)}
+        at_once = [one] * min(request.slots, num_prompts * request.samples)
+        cache = {f"the cache of {request.slots} rollouts": cache_of_requests(cfg, [at_once], settings)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, GENERATE_OOM_HINT)
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 
@@ -155,7 +140,7 @@ def open_rollout_prompts(
     with reworded_errors(*(TOKENIZER_OPTION if request.tokenizer else ())):
         tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
-        problems = Problems(data, request.sampling.seed, is_validation=request.is_held_out)
+        problems = Problems(data, request.sampling.seed, is_validation=request.held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
         check = check_columns(reward_names(data, reward))
@@ -174,14 +159,14 @@ def _task_config(request: RolloutRequest, source: ModelSource) -> Config:
     """Return the recipe keys of prompts and reward."""
     data = DataConfig(
         kind="task" if request.task else "prompts",
-        path=request.prompts,
+        path=tuple(request.prompts),
         skip_bad_rows=request.skip_bad_rows,
         task=request.task or "sort",
         task_size=request.task_size,
         tokenizer=request.tokenizer or source.data.tokenizer,
         chat_template=request.chat_template or source.data.chat_template,
     )
-    return Config(data=data, reward=RewardConfig(use=request.reward, weights=request.reward_weight))
+    return Config(data=data, reward=RewardConfig(use=tuple(request.reward), weights=tuple(request.reward_weight)))
 
 
 def _check_options(request: RolloutRequest) -> None:
@@ -191,15 +176,11 @@ def _check_options(request: RolloutRequest) -> None:
         raise ConfigError("--reward is missing: exact, number, sort, countdown, or FILE.py:FUNCTION")
     if request.task and request.skip_bad_rows:
         raise ConfigError("--skip-bad-rows has no effect with --task, whose problems are generated; leave it out")
-    if request.prompts and request.is_held_out:
+    if request.prompts and request.held_out:
         raise ConfigError("--held-out has no effect with --prompts; name a file of other prompts")
-    for option, value in (
-        ("--samples", request.samples),
-        ("--max-tokens", request.max_tokens),
-        ("--task-size", request.task_size),
-    ):
-        if value < 1:
-            raise ConfigError(f"{option} {value} must be at least 1")
+    for name in ("samples", "max_tokens", "task_size"):
+        if (value := getattr(request, name)) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if request.count < 0:
         raise ConfigError(f"--count {request.count} must be at least 0 (0: all)")
     request.sampling.check()

@@ -10,13 +10,11 @@ import numpy as np
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.load import load_model, report_decoding
+from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.rollout_job import ROLLOUT_WORDS, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
-from moefold.inference.settings import GENERATE_OOM_HINT, explain_oom
+from moefold.inference.settings import GENERATE_OOM_HINT
 from moefold.inference.text import open_tokenizer
-from moefold.launch.failure import RankErrorHandler
-from moefold.launch.ranks import init_distributed
 from moefold.rl.reward import Reward
 from moefold.rl.rollout import RolloutGroup
 from moefold.rl.statistics import mean_rewards
@@ -27,12 +25,7 @@ ROUNDS_OF_SLOTS = 8
 
 def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, sample, and write rollouts and summary on the first rank; return the exit status."""
-    with (
-        RankErrorHandler(rank_env, lambda: False),
-        init_distributed(rank_env, device_type) as device,
-        explain_oom(GENERATE_OOM_HINT),
-        reworded_errors(*ROLLOUT_WORDS),
-    ):
+    with joined_job(rank_env, device_type, GENERATE_OOM_HINT) as device, reworded_errors(*ROLLOUT_WORDS):
         request, task = job.request, job.task_cfg
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import lcm
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from moefold.config.chosen import DispatchSections, chosen, chosen_in, part_of_kind
 from moefold.config.find import built_in_kinds
@@ -48,6 +48,7 @@ EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 
 """Rewords errors about rollout.experts for the command line."""
 KERNELS_OPTION = ((r"run\.(kernels|dtype|device)='(\w+)'", r"--\1 \2"), (r"run\.(kernels|dtype|device)\b", r"--\1"))
 """Rewords errors about run.kernels for the command line."""
+REQUEST_OPTIONS = ("dtype", "device", "experts", "kernels")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
 
@@ -98,6 +99,12 @@ class InferenceRequest:
     """See rollout.experts."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     """See run.kernels."""
+
+    @classmethod
+    def of(cls, options: ModelOptions, overrides: Sequence[str], *, seq_len: int = 2, batch_size: int = 1) -> Self:
+        """Return the settings that a command's options have."""
+        given = {name: value for name, value in vars(options).items() if name in REQUEST_OPTIONS}
+        return cls(overrides=tuple(overrides), seq_len=seq_len, batch_size=batch_size, **given)
 
 
 def inference_config(source: ModelSource, request: InferenceRequest, purpose: Purpose) -> Config:

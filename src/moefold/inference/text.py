@@ -248,11 +248,8 @@ class StopStringFilter:
     def _partial_match_length(self, text: str) -> int:
         """Return the length of the longest suffix of a text that is a proper prefix of a stop string."""
         longest = min(len(text), max(map(len, self._stop_strings)) - 1)
-        suffixes = (text[-length:] for length in range(longest, 0, -1))
-        return next((len(suffix) for suffix in suffixes if self._begins_stop_string(suffix)), 0)
-
-    def _begins_stop_string(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stop_strings)
+        lengths = range(longest, 0, -1)
+        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop_strings)), 0)
 
 
 _CHECK_BATCH_TOKENS = 2**24

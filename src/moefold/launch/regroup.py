@@ -240,7 +240,8 @@ class Regroup:
         found = json.loads(self._store.get(key))
         if "refused" in found:
             raise RunError(found["refused"])
-        self.current = RankGeneration(**{name: _as_tuple(value) for name, value in found.items()})
+        given: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in found.items()}
+        self.current = RankGeneration(**given)
         if self._rank not in self.current.ranks:
             raise RunError(
                 f"rank {self._rank} did not arrive in time when the ranks regrouped, and the others went on without it"
@@ -421,7 +422,3 @@ class _GenerationStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of torch's own waits."""
         self._inner.set_timeout(timeout)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.terminal import MULTILINE_CHARS, color_labels, printable
@@ -42,19 +42,6 @@ ETA_WINDOW_STEPS = 50
 """Number of last steps from which the remaining time is estimated."""
 
 
-class Display(Protocol):
-    """Protocol of a progress display."""
-
-    def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
-        """Show a step; steps that are no milestones may be skipped."""
-
-    def message(self, text: str) -> None:
-        """Show a permanent line of text."""
-
-    def close(self) -> None:
-        """Show the last step if it is not permanent yet, and restore the stream for other output; idempotent."""
-
-
 class Progress:
     """Context manager around the training loop: call `update` after each step, `message` for other lines.
 
@@ -69,7 +56,7 @@ class Progress:
         on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
     """
 
-    _display: Display
+    _display: "PlainDisplay | LiveDisplay"
 
     def __init__(
         self,
@@ -128,7 +115,7 @@ class Progress:
             if error.errno == errno.EPIPE:
                 self._on_broken_pipe()
 
-    def _open_display(self) -> Display:
+    def _open_display(self) -> "PlainDisplay | LiveDisplay":
         if self._stream.isatty():
             # Lazy import: rich takes a tenth of a second.
             from moefold.console import PrintableConsole

@@ -257,7 +257,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         with open_regular(path) as file:
             for line in bounded_lines(file):
                 text = line.decode("utf-8", errors="replace").rstrip("\n")
-                yield text, _parse(text)
+                yield text, parse_step(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; remove it, or name another run") from None
     except LongLineError as error:
@@ -284,7 +284,8 @@ def _finite(value: float | str | None, name: str, nonfinite: dict[str, str]) -> 
     return None
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def parse_step(text: str | bytes) -> dict[str, Any] | None:
+    """Return the record of a line of a metrics file; None for an invalid line."""
     try:
         record = parse_json(text)
     except ValueError:

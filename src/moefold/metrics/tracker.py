@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -67,19 +67,6 @@ _WANDB_VARIABLES = (
 """Arguments of wandb.init that metrics.wandb_* sets, and the environment variables from which wandb reads them."""
 
 
-class Tracker(Protocol):
-    """Protocol of an experiment tracker for one run."""
-
-    def log(self, metrics: StepMetrics) -> None:
-        """Log one step."""
-
-    def log_evaluation(self, step: int, eval_loss: float) -> None:
-        """Log the evaluation loss of a step that was logged without it."""
-
-    def close(self) -> None:
-        """Flush and finish; no call may follow."""
-
-
 def check_trackers(metrics: MetricsConfig) -> None:
     """Check that the trackers of a recipe can start. Imports wandb only if the recipe enables it.
 
@@ -96,7 +83,7 @@ def check_trackers(metrics: MetricsConfig) -> None:
 
 def tracker_starters(
     run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]
-) -> dict[str, Callable[[], Tracker]]:
+) -> "dict[str, Callable[[], Tracker]]":
     """Return functions that start the trackers that the recipe enables, by name.
 
     Args:
@@ -169,6 +156,9 @@ class WandbTracker:
     def close(self) -> None:
         """Finish the wandb run: upload, or complete the offline files."""
         self._run.finish()
+
+
+Tracker = TensorBoardTracker | WandbTracker
 
 
 def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:

@@ -20,7 +20,6 @@ from moefold.inference.serve.protocol import ApiRequest
 from moefold.inference.serve.reasoning import BEGIN, MARKS, ReasoningReader
 from moefold.inference.serve.responses import ChoiceText, TokenLogProb
 from moefold.inference.serve.tool_calls import (
-    Call,
     CallReader,
     ToolFormat,
     as_json,
@@ -261,7 +260,8 @@ class SampleText:
         text, calls, reason = self._split(text, reason)
         self.is_finished = reason is not None
         # A chat has log-probabilities of its content; a completion has log-probabilities of all tokens.
-        tokens = [] if is_end and self._request.kind == "chat" else [self._log_prob(new)]
+        is_left_out = is_end and self._request.kind == "chat"
+        tokens = [] if is_left_out else [self._with_alternatives(new.token, new.log_prob, new.alternatives)]
         return ChoiceText(
             text=text,
             reasoning=reasoning,
@@ -291,13 +291,7 @@ class SampleText:
             calls += last
         if self._calls.num_calls and (reason == "stop" or self._calls.is_done):
             reason = "tool_calls"
-        return content, [self._as_json(call) for call in calls], reason
-
-    def _as_json(self, call: Call) -> Mapping[str, Any]:
-        return as_json(call, call_id(self._encoded.tool_format))
-
-    def _log_prob(self, new: NewToken) -> TokenLogProb:
-        return self._with_alternatives(new.token, new.log_prob, new.alternatives)
+        return content, [as_json(call, call_id(self._encoded.tool_format)) for call in calls], reason
 
     def _with_alternatives(
         self, token: int, log_prob: float | None, alternatives: Sequence[tuple[int, float]]

@@ -89,15 +89,7 @@ def prepare_server(
     source = find_source(model, options.ignore_key)
     report(source.notices)
     source = replace(source, want=override_want(source.want, options.want))
-    inference = InferenceRequest(
-        overrides=tuple(overrides),
-        dtype=options.dtype,
-        device=options.device,
-        seq_len=max(2, options.max_length or source.context),
-        batch_size=1,
-        experts=options.experts,
-        kernels=options.kernels,
-    )
+    inference = InferenceRequest.of(options, overrides, seq_len=max(2, options.max_length or source.context))
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)

@@ -59,28 +59,23 @@ class ServerMetrics:
             f'moefold_requests_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self._requests.items())
         ]
-        blocks: list[tuple[str, str, str, Sequence[str]]] = [
-            ("moefold_samples_open", "gauge", "Samples that run or wait.", [f"moefold_samples_open {self.num_open}"]),
-            ("moefold_requests_total", "counter", "Answered requests.", answered),
+        blocks: list[tuple[str, str, int | Sequence[str] | _Histogram]] = [
+            ("moefold_samples_open gauge", "Samples that run or wait.", self.num_open),
+            ("moefold_requests_total counter", "Answered requests.", answered),
+            ("moefold_prompt_tokens_total counter", "Tokens of prompts.", self._prompt_tokens),
+            ("moefold_generation_tokens_total counter", "Generated tokens.", self._new_tokens),
+            ("moefold_request_seconds histogram", "Time of a request.", self._request_seconds),
             (
-                "moefold_prompt_tokens_total",
-                "counter",
-                "Tokens of prompts.",
-                [f"moefold_prompt_tokens_total {self._prompt_tokens}"],
-            ),
-            (
-                "moefold_generation_tokens_total",
-                "counter",
-                "Generated tokens.",
-                [f"moefold_generation_tokens_total {self._new_tokens}"],
+                "moefold_first_token_seconds histogram",
+                "Time to the first token of a request.",
+                self._first_token_seconds,
             ),
         ]
-        for name, words, histogram in (
-            ("moefold_request_seconds", "Time of a request.", self._request_seconds),
-            ("moefold_first_token_seconds", "Time to the first token of a request.", self._first_token_seconds),
-        ):
-            blocks.append((name, "histogram", words, list(histogram.lines(name))))
-        return "".join(
-            f"# HELP {name} {words}\n# TYPE {name} {kind}\n" + "".join(f"{line}\n" for line in lines)
-            for name, kind, words, lines in blocks
-        )
+        text = ""
+        for kind, words, value in blocks:
+            name = kind.partition(" ")[0]
+            if isinstance(value, int):
+                value = [f"{name} {value}"]
+            lines = value.lines(name) if isinstance(value, _Histogram) else value
+            text += f"# HELP {name} {words}\n# TYPE {kind}\n" + "".join(f"{line}\n" for line in lines)
+        return text

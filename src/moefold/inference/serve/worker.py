@@ -7,27 +7,20 @@ from moefold.host.http_protocol import make_server
 from moefold.host.listen import listen, url_of
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
-from moefold.inference.load import load_model, report_decoding
+from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.serve.access import AccessLog
 from moefold.inference.serve.app import CompletionServer
 from moefold.inference.serve.engine_loop import EngineLoop
 from moefold.inference.serve.grammar import JsonGrammars
 from moefold.inference.serve.job import OOM_HINT, ServeJob
-from moefold.inference.settings import explain_oom
 from moefold.inference.text import open_tokenizer
-from moefold.launch.failure import RankErrorHandler
-from moefold.launch.ranks import init_distributed
 from moefold.terminal import print_escaped
 
 
 def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, and serve until the process is interrupted; return the exit status."""
-    with (
-        RankErrorHandler(rank_env, lambda: False),
-        init_distributed(rank_env, device_type) as device,
-        explain_oom(OOM_HINT),
-    ):
+    with joined_job(rank_env, device_type, OOM_HINT) as device:
         # A port in use is reported before the weights are read.
         listener = listen(job.options.host, job.options.port) if rank_env.rank == 0 else None
         log_name = job.options.access_log if rank_env.rank == 0 else ""
