@@ -85,6 +85,7 @@ def _recipe(name: str, run_dir: Path, **model: object) -> Config:
             **model,
         },
         moe={"bias_update_rate": 0.1},
+        train={"global_batch_size": 8},
         **(MAPPINGS | NEWER)[name],
     )
     run = RunConfig(dir=str(run_dir), seed=3, steps=4, device="cpu", dtype="float64")
