@@ -103,7 +103,8 @@ def plan(
         ConfigError: the model, the device or a setting is wrong or missing, or the recipe runs under no mapping. The
             methods raise it if no mapping is legal or fits.
     """
-    from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
+    from moefold.planner.planner import Planner
+    from moefold.planner.query import PlanOptions, PlanQuery, plan_request
 
     options = PlanOptions() if options is None else options
     query = PlanQuery(
@@ -116,7 +117,7 @@ def plan(
         options=options,
     )
     with _errors_without_options():
-        return make_planner(plan_request(query), options.trace)
+        return Planner(plan_request(query))
 
 
 def build_model(cfg: Config, device: str = "cpu") -> "Transformer":

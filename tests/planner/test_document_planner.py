@@ -10,7 +10,6 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import workload_from_config
-from moefold.planner.document_planner import DocumentPlanner, candidate_strategies
 from moefold.planner.export_recipe import write_recipe
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import ListedLengths
@@ -19,6 +18,7 @@ from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Restriction
+from moefold.planner.search.document_search import candidate_strategies
 from moefold.recipe import load_config
 from tests.planner.recipes import RECIPES, on_ranks
 from tests.planner.search.test_search import every_mapping
@@ -46,9 +46,9 @@ def request(world_size: int, **fixed) -> PlanRequest:
 
 def test_the_best_mapping_of_every_fold_is_found_with_documents():
     asked = request(8)
-    planner = Planner(asked)
-    search = planner.search
-    found = {plan.mapping: plan.time.total_s for plan in planner.plans}
+    search = Planner(asked).search.searches[AttentionStrategy()]
+    plans = search.rank_all()
+    found = {plan.mapping: plan.time.total_s for plan in plans}
     every = every_mapping(search, asked.restriction.fixed)
     assert len(every) == len(found) > 20
     for fold, mappings in every.items():
@@ -56,27 +56,27 @@ def test_the_best_mapping_of_every_fold_is_found_with_documents():
         least = min(plan.time.total_s for plan in priced if plan.memory.fits)
         best = next(seconds for m, seconds in found.items() if (m.tp, m.cp, m.dp, m.pp, m.ep, m.etp) == fold[:6])
         assert best == pytest.approx(least), fold
-    assert planner.top_plans(3) == planner.plans[:3]
+    assert search.top_plans(3) == plans[:3]
 
 
 def test_each_fold_gets_its_fastest_strategy():
     asked = request(8, cp=4, pp=1)
-    planner = DocumentPlanner(asked)
-    assert AttentionStrategy() in planner.planners
-    assert any(strategy.is_planned for strategy in planner.planners)
+    planner = Planner(asked)
+    assert AttentionStrategy() in planner.search.searches
+    assert any(strategy.is_planned for strategy in planner.search.searches)
     for plan in planner.plans:
         m = plan.mapping
-        for strategy, single in planner.planners.items():
-            other = next(p for p in single.plans if _fold(p) == _fold(plan))
+        for strategy, single in planner.search.searches.items():
+            other = next(p for p in single.rank_all() if _fold(p) == _fold(plan))
             assert plan.time.total_s <= other.time.total_s * (1 + 1e-12)
             if strategy == plan.attention:
                 assert other.mapping == m
-                assert planner.cost_model_for(plan).step_time(m) == plan.time
+                assert planner.search_of(plan).cost_model.step_time(m) == plan.time
     best = planner.best()
     assert best.attention is not None
     assert best.attention.is_planned
     assert [p.mapping for p in planner.top_plans(4)] == [p.mapping for p in planner.plans[:4]]
-    assert len(planner.faster_folds(best.time.total_s)) == 0
+    assert len(planner.search.faster_folds(best.time.total_s)) == 0
     parallel = planner.config_for(best).parallel
     assert AttentionStrategy.from_config(parallel) == best.attention
     assert (parallel.tp, parallel.cp) == (best.mapping.tp, best.mapping.cp)
@@ -89,16 +89,16 @@ def _fold(plan):
 
 def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     asked = request(8, pp=1)
-    every = DocumentPlanner(asked)
+    every = Planner(asked)
     ranking = every.plans
-    joint = DocumentPlanner(request(8, pp=1))
+    joint = Planner(request(8, pp=1))
     assert joint.top_plans(3) == ranking[:3]
     times = sorted({plan.time.total_s for plan in ranking})
     # Between two times: a fold is priced alone or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
-    assert len(joint.faster_folds(limit)) == sum(plan.time.total_s < limit for plan in ranking)
+    assert len(joint.search.faster_folds(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1)
-    assert DocumentPlanner(few).top_plans(1) == ranking[:1]
+    assert Planner(few).top_plans(1) == ranking[:1]
     assert 0 < few.workload.attention.num_planned < asked.workload.attention.num_planned / 2
 
 
@@ -109,18 +109,17 @@ def test_the_recipes_own_strategy_wins_ties():
     assert len(strategies) == len(set(strategies)) == 7
     assert {strategy.tolerance for strategy in strategies} == {0.3}
     # Without context parallelism on one rank there is nothing to share.
-    alone = DocumentPlanner(request(1)).best()
+    alone = Planner(request(1)).best()
     assert alone.attention == AttentionStrategy()
 
 
-@pytest.mark.parametrize("kind", [DocumentPlanner, Planner])
-def test_a_planned_recipe_has_no_key_of_attention_without_effect(kind, tmp_path):
+def test_a_planned_recipe_has_no_key_of_attention_without_effect(tmp_path):
     own = AttentionStrategy(context="planned", placement="documents", hosts="balanced", tolerance=0.2, pool=4, block=64)
     asked = request(8, pp=1, tp=2)
     cfg = replace(asked.base_config, parallel=own.apply(asked.base_config.parallel), moe=MoEConfig())
     loads = asked.workload.attention
     asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=loads.with_strategy(own)))
-    planner = kind(asked)
+    planner = Planner(asked)
     assert {plan.mapping.cp for plan in planner.plans} >= {1, 2}
     for number, plan in enumerate(planner.plans):
         path = tmp_path / f"{number}.toml"
@@ -130,4 +129,4 @@ def test_a_planned_recipe_has_no_key_of_attention_without_effect(kind, tmp_path)
 
 def test_no_mapping_is_an_error_as_without_documents():
     with pytest.raises(ConfigError, match="no mapping of 8 GPUs"):
-        DocumentPlanner(request(8, tp=3)).best()
+        Planner(request(8, tp=3)).best()

@@ -22,7 +22,7 @@ from moefold.planner.families import (
 )
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.planner import Planner
-from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
+from moefold.planner.query import PlanOptions, PlanQuery, plan_request
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.validation import STATED_ERROR
 
@@ -49,16 +49,16 @@ def planner_of(
         fix=fix or {},
         options=PlanOptions(offload=offload),
     )
-    return make_planner(plan_request(query), None)
+    return Planner(plan_request(query))
 
 
 @pytest.mark.parametrize(("model", "num_gpus"), [("tiny", 8), ("olmoe-1b-7b", 8), ("mixtral-8x7b", 32)])
 def test_every_family_is_the_best_of_its_part_of_the_space(model, num_gpus):
     groups = [family.group for family in FAMILIES.values()]
-    together = planner_of(model, num_gpus, {"cp": 1}).best_of(groups)
+    together = planner_of(model, num_gpus, {"cp": 1}).search.find(groups)
     for group, found in zip(groups, together, strict=True):
         zeros = group.zero_stages
-        alone = [planner_of(model, num_gpus, {"cp": 1, "zero": zero}).best_of([group])[0] for zero in zeros]
+        alone = [planner_of(model, num_gpus, {"cp": 1, "zero": zero}).search.find([group])[0] for zero in zeros]
         assert bool(found) == any(alone)
         if found:
             assert found[0].time.total_s == pytest.approx(min(p[0].time.total_s for p in alone if p), rel=1e-12)

@@ -13,7 +13,8 @@ from moefold.cost.reshard_plan import plan_reshard
 from moefold.cost.rollout_memory import sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.planner.cost_model.decode import LAUNCHES_PER_BLOCK, MAX_LAUNCH_S, DecodeCost, SamplingDegrees
-from moefold.planner.query import PlanQuery, make_planner, plan_request
+from moefold.planner.planner import Planner
+from moefold.planner.query import PlanQuery, plan_request
 from moefold.planner.rollout import plan_rollouts
 from moefold.planner.rollout_cost import RolloutLengths, SamplingCost
 from moefold.recipe import load_config
@@ -144,7 +145,7 @@ def recipe(tmp_path):
 
 def _planner(recipe, num_gpus: int):
     request = plan_request(PlanQuery(model=str(recipe), gpu="h100", num_gpus=num_gpus))
-    return make_planner(request, None)
+    return Planner(request)
 
 
 def test_pairs_are_sorted_and_have_the_copies_of_the_plan(recipe):

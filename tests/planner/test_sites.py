@@ -14,7 +14,8 @@ from moefold.cost.hardware import SiteLink
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
-from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
+from moefold.planner.planner import Planner
+from moefold.planner.query import PlanOptions, PlanQuery, plan_request
 from moefold.planner.simulator.site_rounds import EXCHANGE, STEP, WAIT, simulate_site
 from moefold.planner.sites import (
     CODING_S,
@@ -272,7 +273,7 @@ def test_a_round_that_never_comes_is_not_written(tmp_path):
 def plan_of(tmp_path: Path, **options: object):
     (tmp_path / "one.toml").write_text(ALONE)
     query = PlanQuery(model=str(tmp_path / "one.toml"), gpu="h100", options=PlanOptions(**options))
-    return make_planner(plan_request(query), None)
+    return Planner(plan_request(query))
 
 
 def test_a_site_is_planned_with_its_outer_weights_and_sharded_states(tmp_path):

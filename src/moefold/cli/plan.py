@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.cli.plan_options import add_noise_options, planner_from_args, request_from_args
+from moefold.cli.plan_options import add_noise_options, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
 from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cli.plan_sites import add_site_options, reject_site_options
@@ -17,6 +17,7 @@ from moefold.planner.cost_model.workload import PRECISIONS
 from moefold.planner.families import FAMILIES, best_of_families, choose_family
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.memory.budget import RESERVE_FRACTION
+from moefold.planner.planner import Planner
 from moefold.planner.query import result_as_dict
 from moefold.planner.rollout import plan_rollouts, rollouts_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
     # A plan takes seconds. Progress is shown on a terminal only, so that a log file holds nothing but the answer.
     with WorkProgress("plan", is_shown=sys.stderr.isatty()) as progress:
         progress.report("listing the legal mappings")
-        planner = planner_from_args(request, args)
+        planner = Planner(request)
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
         if args.json and args.top is None:
             planner.rank_all()

@@ -30,11 +30,9 @@ def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an option is incompatible, a length is wrong, or nothing fits.
     """
-    from moefold.cli.plan_options import planner_from_args
-
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]
-    found = compare_by_seq_len(request, lengths, lambda asked: planner_from_args(asked, args))
+    found = compare_by_seq_len(request, lengths)
     print_escaped(json.dumps(_as_dict(request, found)) if args.json else "\n".join(_lines(request, found)))
     return 0
 

@@ -32,10 +32,9 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     given = parse_axes(args.explain, "--explain")
     _check_options(request, given, args)
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
-    from moefold.cli.plan_options import planner_from_args
     from moefold.planner.query import plan_as_dict
 
-    planner = planner_from_args(request, args)
+    planner = Planner(request)
     if not planner.space.folds:
         reason = explain_illegal(planner.space.constraints, request.restriction)
         _print_answer(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
@@ -78,13 +77,11 @@ def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
 
 def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespace) -> dict[str, Any]:
     """Return the rank of the mapping among the best mappings of all folds."""
-    from moefold.cli.plan_options import planner_from_args
-
-    everything = planner_from_args(replace(request, restriction=Restriction({}, args.method)), args)
+    everything = Planner(replace(request, restriction=Restriction({}, args.method)))
     best = everything.top_plans(1)[0]
     fits = plan.memory.fits
     return {
-        "rank": 1 + len(everything.faster_folds(plan.time.total_s * (1 - TIE_TOLERANCE))) if fits else None,
+        "rank": 1 + len(everything.search.faster_folds(plan.time.total_s * (1 - TIE_TOLERANCE))) if fits else None,
         "num_folds": everything.num_folds,
         "best": format_mapping(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,

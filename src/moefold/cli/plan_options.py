@@ -7,8 +7,8 @@ from dataclasses import fields
 from moefold.cli.plan_table import parse_axes
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
-from moefold.planner.planner import Planner, PlanRequest
-from moefold.planner.query import PlanOptions, PlanQuery, make_planner, plan_request
+from moefold.planner.planner import PlanRequest
+from moefold.planner.query import PlanOptions, PlanQuery, plan_request
 
 
 def request_from_args(args: argparse.Namespace) -> PlanRequest:
@@ -29,11 +29,6 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
         options=PlanOptions(**{field.name: getattr(args, field.name) for field in fields(PlanOptions)}),
     )
     return plan_request(query)
-
-
-def planner_from_args(request: PlanRequest, args: argparse.Namespace) -> Planner:
-    """Create the planner, with the recorded routing of --trace if it is given."""
-    return make_planner(request, args.trace)
 
 
 def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") -> None:

@@ -151,7 +151,7 @@ def _noise(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
 
 
 def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
-    step = simulate_mapping(planner.cost_model_for(best), best.mapping, noise)
+    step = simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise)
     if planner.site_plan is None:
         write_timeline(step, path)
     else:
@@ -182,7 +182,7 @@ def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         model=q.model_spec.name,
         gpu=q.device,
         num_gpus=q.num_gpus,
-        workload=planner.cost_model_for(best).workload,
+        workload=planner.search_of(best).cost_model.workload,
         model_spec=q.model_spec,
         plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
         noise=_noise(planner.config_for(best).parallel, args),
@@ -236,11 +236,12 @@ def print_footer(
     console.print()
     print_prose(console, "#1", format_mapping(shown[0]))
     print_documents(console, planner, shown[0])
-    gap = f"outside it, none can be more than {planner.gap:.0%} faster" if planner.gap else "nothing outside it can win"
+    gap = planner.search.gap
+    outside = f"outside it, none can be more than {gap:.0%} faster" if gap else "nothing outside it can win"
     print_prose(
         console,
         "searched",
-        f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; {gap}.",
+        f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; {outside}.",
     )
     print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)
@@ -256,7 +257,7 @@ def print_documents(console: Console, planner: Planner, plan: PlannedMapping) ->
     loads = planner.request.workload.attention
     if not isinstance(loads, DocumentLoads) or plan.attention is None:
         return
-    load = attention_of(planner.cost_model_for(plan), plan.mapping)
+    load = attention_of(planner.search_of(plan).cost_model, plan.mapping)
     assert load is not None
     print_prose(console, "attention", f"{describe_attention(plan.attention, load.max_over_mean)}.")
     print_prose(console, "lengths", f"{describe_documents(loads)}.")

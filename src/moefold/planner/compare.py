@@ -5,7 +5,7 @@ span cp ranks, in `coupled` it lies within dp. A mapping with tp = etp = 1 is in
 nothing there; it only gains if attention is better sharded than the experts, or the other way round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moefold.cost.hardware import Device
@@ -14,8 +14,6 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, METHODS, Restriction
 from moefold.planner.search.search import PlannedMapping
-
-MakePlanner = Callable[[PlanRequest], Planner]
 
 MIN_GAIN = 5e-4
 """Fraction of a step; mappings that differ by less are called equally fast."""
@@ -121,22 +119,17 @@ class FoldingComparison:
         return mapping.ep > 1 and mapping.ep * mapping.etp > self.device.nvlink_domain_size
 
 
-def compare_by_seq_len(
-    request: PlanRequest, lengths: Sequence[int], make_planner: MakePlanner = Planner
-) -> tuple[FoldingComparison, ...]:
+def compare_by_seq_len(request: PlanRequest, lengths: Sequence[int]) -> tuple[FoldingComparison, ...]:
     """Return the comparison for each sequence length, with the same number of tokens in a step.
 
     Args:
         request: the model, the GPUs, and the batch at the request's own length; its method does not count.
         lengths: sequence lengths in tokens.
-        make_planner: builds the planner of a request.
 
     Raises:
         ConfigError: a length does not divide the tokens of a step, or nothing fits with any length.
     """
-    found = tuple(
-        _compare_methods(asked, make_planner) for asked in [_with_seq_len(request, length) for length in lengths]
-    )
+    found = tuple(_compare_methods(asked) for asked in [_with_seq_len(request, length) for length in lengths])
     if all(one.folded is None for one in found):
         raise ConfigError(found[0].infeasible_reason)
     return found
@@ -159,22 +152,20 @@ def _with_seq_len(request: PlanRequest, seq_len: int) -> PlanRequest:
     )
 
 
-def _compare_methods(request: PlanRequest, make_planner: MakePlanner) -> FoldingComparison:
-    folded, why_none = _best_or_reason(request, make_planner)
+def _compare_methods(request: PlanRequest) -> FoldingComparison:
+    folded, why_none = _best_or_reason(request)
     return FoldingComparison(
         seq_len=request.workload.seq_len,
         global_batch_size=request.workload.global_batch_size,
         device=request.device,
         folded=folded,
-        coupled=_best_of_method(COUPLED_WITH_CP, folded, request, make_planner),
-        within_dp=_best_of_method(COUPLED, folded, request, make_planner),
+        coupled=_best_of_method(COUPLED_WITH_CP, folded, request),
+        within_dp=_best_of_method(COUPLED, folded, request),
         infeasible_reason=why_none,
     )
 
 
-def _best_of_method(
-    method: str, folded: PlannedMapping | None, request: PlanRequest, make_planner: MakePlanner
-) -> PlannedMapping | None:
+def _best_of_method(method: str, folded: PlannedMapping | None, request: PlanRequest) -> PlannedMapping | None:
     """Return the fastest mapping of a method."""
     if folded is None:
         return None
@@ -182,7 +173,7 @@ def _best_of_method(
     is_alike = METHODS[method].ep_may_span_cp or folded.mapping.cp == 1
     if is_alike and METHODS[method].accepts(folded.fold):
         return folded
-    planner = make_planner(replace(request, restriction=Restriction(request.restriction.fixed, method)))
+    planner = Planner(replace(request, restriction=Restriction(request.restriction.fixed, method)))
     # Not `best`: its error message computes what would fit, which takes longer than the search and is not used here.
     plan = planner.top_plans(1)[0] if planner.num_folds else None
     return plan if plan is not None and plan.memory.fits else None
@@ -194,9 +185,9 @@ def _gain(folded: PlannedMapping | None, unfolded: PlannedMapping | None) -> flo
     return unfolded.time.total_s / folded.time.total_s - 1
 
 
-def _best_or_reason(request: PlanRequest, make_planner: MakePlanner) -> tuple[PlannedMapping | None, str]:
+def _best_or_reason(request: PlanRequest) -> tuple[PlannedMapping | None, str]:
     """Return the fastest mapping that fits, or why there is none."""
     try:
-        return make_planner(request).best(), ""
+        return Planner(request).best(), ""
     except ConfigError as error:
         return None, str(error)

@@ -80,7 +80,7 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
     degrees = {tuple(int(row[axis]) for axis in FOLD_AXES) for row in own_rows}
     groups = [family.group for family in FAMILIES.values()]
-    plans = planner.best_of(groups)
+    plans = planner.search.find(groups)
     if not any(plans):
         # The beam holds nothing that fits: rank every fold.
         fitting = [plan for plan in planner.plans if plan.memory.fits]
@@ -92,7 +92,9 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
             continue
         # A family within the error of the fastest is shown by a mapping that is too.
         limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
-        measured = planner.plans_below(limit_s, family.group.zero_stages, _accepts_both(family.group.accepts, degrees))
+        measured = planner.search.plans_below(
+            limit_s, family.group.zero_stages, _accepts_both(family.group.accepts, degrees)
+        )
         candidates = [
             FamilyBest(name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s))
             for plan in (own[0], *measured)

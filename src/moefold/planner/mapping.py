@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from moefold.config.chosen import DispatchSections, chosen, default_part, part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
@@ -13,6 +14,13 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 OFFLOADED_OPTIMIZER = "optimizer"
 """Value of `ParallelMapping.offload` for the moments."""
+
+
+class PipelineVariant(NamedTuple):
+    """A schedule with its virtual stages."""
+
+    schedule: str | Part
+    vpp: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

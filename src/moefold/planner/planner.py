@@ -1,13 +1,11 @@
 """Planner: answers a plan request with the fastest mappings that fit. Torch-free.
 
-`moefold plan` and `parallel = "auto"` use it. `TracedPlanner` prices every ep with the imbalance of a recorded routing
-trace.
+`moefold plan` and `parallel = "auto"` use it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,13 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
-from moefold.planner.cost_model.workload import RecordedRouting, TrainingWorkload
+from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
-from moefold.planner.search.constraints import FOLDED, METHODS, Fold, MappingConstraints, Restriction
+from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
+from moefold.planner.search.document_search import DocumentSearch, candidate_strategies
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
@@ -104,45 +105,47 @@ class Planner:
         """The best `_num_requested` plans found so far."""
 
     @cached_property
-    def search(self) -> Search:
-        """The search over all legal mappings."""
+    def search(self) -> Search | DocumentSearch:
+        """The search over all legal mappings; where samples hold documents, under each way to share attention."""
+        loads = self.request.workload.attention
+        if not isinstance(loads, DocumentLoads):
+            return self._own_search()
+        searches: dict[AttentionStrategy | None, Search] = {}
+        for strategy in candidate_strategies(loads.strategy):
+            try:
+                planner = Planner(self._request_with(loads, strategy))
+            except ConfigError:
+                # The runtime would refuse the recipe with this strategy, whatever the mapping.
+                continue
+            if planner.space.folds:
+                searches[strategy] = planner._own_search()
+        return DocumentSearch(searches)
+
+    def _own_search(self) -> Search:
+        """Return the search under the recipe's own way to share attention."""
         q = self.request
         workload = q.priced_workload
         split = RecipeStageSplitter(q.base_config, q.model_spec)
         memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
         return Search(self.space, CostModel(q.model_spec, q.device, workload, memory.activation_memory, split), memory)
 
-    def cost_model_for(self, plan: PlannedMapping) -> CostModel:
-        """Return the cost model that priced a plan."""
-        return self.search.cost_model
+    def _request_with(self, loads: DocumentLoads, strategy: AttentionStrategy) -> PlanRequest:
+        q = self.request
+        return replace(
+            q,
+            base_config=replace(q.base_config, parallel=strategy.apply(q.base_config.parallel)),
+            workload=replace(q.workload, attention=loads.with_strategy(strategy)),
+        )
 
-    def with_num_gpus(self, num_gpus: int) -> "Planner":
-        """Return a planner of the same request for another number of GPUs."""
-        return Planner(self.request.with_num_gpus(num_gpus))
+    def search_of(self, plan: PlannedMapping) -> Search:
+        """Return the search that found a plan."""
+        found = self.search
+        return found if isinstance(found, Search) else found.searches[plan.attention]
 
     @property
     def num_folds(self) -> int:
         """Number of legal folds."""
         return len(self.space.folds)
-
-    def faster_folds(self, seconds: float) -> set[Fold]:
-        """Return the folds whose best mapping that fits takes less than the given seconds."""
-        return self.search.faster_folds(seconds)
-
-    def best_of(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
-        """Return the best mappings of each group that fit, best first, in one search."""
-        return self.search.find(groups) if self.space.folds else [[] for _ in groups]
-
-    def plans_below(
-        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
-    ) -> list[PlannedMapping]:
-        """Return the best mapping of each accepted fold that takes less than `limit_s` and fits."""
-        return self.search.plans_below(limit_s, zero_stages, accepts)
-
-    @property
-    def gap(self) -> float:
-        """Fraction of a step by which a mapping outside the beam could be faster, at most."""
-        return self.search.gap
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the first `count` plans, best first; plans that do not fit are returned only if none fits.
@@ -154,7 +157,7 @@ class Planner:
             raise ConfigError(self._nothing_legal_message())
         if count > self._num_requested:
             self._num_requested = count
-            self._top_plans = self.search.top_plans(count)
+            self._top_plans = self.search.find([MappingGroup(count)])[0]
         return self._top_plans[:count] or self.plans[:count]
 
     @cached_property
@@ -192,7 +195,7 @@ class Planner:
         """Return the recipe with a planned mapping; uneven pipeline stages are balanced."""
         from moefold.planner.export_recipe import config_with_mapping
 
-        return config_with_mapping(self.space.constraints, plan.mapping)
+        return config_with_mapping(self.search_of(plan).space.constraints, plan.mapping)
 
     @cached_property
     def site_plan(self) -> SitePlan | None:
@@ -250,7 +253,8 @@ class Planner:
         count = 2 * self.request.num_gpus
         while count <= MAX_GPUS:
             planner = Planner(self.request.with_num_gpus(count))
-            if any(planner.search.can_fit(fold, view) for fold, view in planner.space.folds):
+            search = planner._own_search()
+            if any(search.can_fit(fold, view) for fold, view in planner.space.folds):
                 return count
             count *= 2
         return None
@@ -263,20 +267,6 @@ class Planner:
         sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}
         enough = {name: size for name, size in sizes.items() if size * (1 - share) * GIB >= smallest.memory.total}
         return sorted(enough.items(), key=lambda item: item[1])[:2]
-
-
-def best_of_all(
-    groups: Sequence[MappingGroup], searches: Sequence[Sequence[Sequence[PlannedMapping]]]
-) -> list[list[PlannedMapping]]:
-    """Return the best mappings of each group in the results of several searches, best first, each of another fold."""
-    found = []
-    for i, group in enumerate(groups):
-        best: dict[Fold, PlannedMapping] = {}
-        for plan in chain.from_iterable(plans[i] for plans in searches):
-            if plan.fold not in best or plan.sort_key < best[plan.fold].sort_key:
-                best[plan.fold] = plan
-        found.append(sorted(best.values(), key=lambda plan: plan.sort_key)[: group.count])
-    return found
 
 
 def _describe_reserve(request: PlanRequest) -> str:
@@ -333,68 +323,3 @@ def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:
     """Yield numbers of GPUs near `num_gpus`, nearest first: powers of two, whole nodes and numbers up to 8."""
     candidates = {2**k for k in range(17)} | {8 * k for k in range(1, 65)} | set(range(1, 9))
     yield from sorted((n for n in candidates if n != num_gpus), key=lambda n: (abs(n - num_gpus), n))[:24]
-
-
-class TracedPlanner(Planner):
-    """Planner that uses the imbalance of recorded routing.
-
-    Args:
-        request: the request; the imbalance of its workload is replaced by the recorded one.
-        routing: the recorded routing.
-    """
-
-    def __init__(self, request: PlanRequest, routing: RecordedRouting) -> None:
-        super().__init__(request)
-        self.routing = routing
-
-    @cached_property
-    def plans(self) -> list[PlannedMapping]:
-        """The best mapping of every fold, each priced with the imbalance recorded for its ep."""
-        if not self.space.folds:
-            return super().plans
-        q = self.request
-        found: list[PlannedMapping] = []
-        for ep in sorted({fold.ep for fold, _ in self.space.folds}):
-            found += Planner(self.request_for_ep(ep, q.restriction)).plans
-        return sorted(found, key=lambda plan: plan.sort_key)
-
-    def top_plans(self, count: int) -> list[PlannedMapping]:
-        """See base class."""
-        return self.plans[:count]
-
-    def faster_folds(self, seconds: float) -> set[Fold]:
-        """See base class."""
-        return {plan.fold for plan in self.plans if plan.memory.fits and plan.time.total_s < seconds}
-
-    def best_of(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
-        """See base class."""
-        eps = sorted({fold.ep for fold, _ in self.space.folds})
-        found = [Planner(self.request_for_ep(ep, self.request.restriction)).best_of(groups) for ep in eps]
-        return best_of_all(groups, found)
-
-    def plans_below(
-        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
-    ) -> list[PlannedMapping]:
-        """See base class."""
-        eps = sorted({fold.ep for fold, _ in self.space.folds if accepts(fold)})
-        planners = (Planner(self.request_for_ep(ep, self.request.restriction)) for ep in eps)
-        return [plan for planner in planners for plan in planner.plans_below(limit_s, zero_stages, accepts)]
-
-    @property
-    def gap(self) -> float:
-        """See base class; every fold is ranked."""
-        return 0.0
-
-    def cost_model_for(self, plan: PlannedMapping) -> CostModel:
-        """Return the cost model of the plan's ep."""
-        return Planner(self.request_for_ep(plan.mapping.ep, self.request.restriction)).search.cost_model
-
-    def with_num_gpus(self, num_gpus: int) -> "TracedPlanner":
-        """Return a planner for another number of GPUs under the same routing."""
-        return TracedPlanner(self.request.with_num_gpus(num_gpus), self.routing)
-
-    def request_for_ep(self, ep: int, restriction: Restriction) -> PlanRequest:
-        """Return the request restricted to one ep, with the imbalance recorded for it."""
-        workload = replace(self.request.workload, imbalance=max(1.0, self.routing.imbalance(ep)))
-        fixed = replace(restriction, fixed={**restriction.fixed, "ep": ep})
-        return replace(self.request, workload=workload, restriction=fixed)

@@ -20,13 +20,12 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.attention_load import AttentionLoads
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
-from moefold.planner.document_planner import DocumentPlanner
 from moefold.planner.families import FamilyBest, best_of_families
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
 from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import default_reserve_gib
-from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, TracedPlanner, legal_context, read_model
+from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
@@ -149,6 +148,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             cuda_graphs=options.cuda_graphs,
             counts_causal_attention=options.flops == "causal",
             counts_mtp=_counts_mtp(options.mtp_flops, base.model),
+            routing=None if options.trace is None else RecordedRouting(options.trace, base.model),
             attention=document_loads(options.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl),
         ),
         restriction=Restriction(dict(query.fix), options.method, options.offload),
@@ -174,17 +174,6 @@ def document_loads(
     check_documents(data, rl, lengths)
     samples = open_document_samples(lengths, train.seq_len)
     return DocumentLoads(samples, train.seq_len, AttentionStrategy.from_config(parallel))
-
-
-def make_planner(request: PlanRequest, trace: Path | None) -> Planner:
-    """Create the planner, with the recorded routing of a run if one is given."""
-
-    def build(asked: PlanRequest) -> Planner:
-        if trace is None:
-            return Planner(asked)
-        return TracedPlanner(asked, RecordedRouting(trace, asked.base_config.model))
-
-    return build(request) if request.workload.attention is None else DocumentPlanner(request, build)
 
 
 def result_as_dict(
@@ -216,7 +205,7 @@ def result_as_dict(
             "num_legal": planner.space.count(),
             "num_folds": planner.num_folds,
             "stated_error": asdict(STATED_ERROR),
-            "beam_gap": planner.gap,
+            "beam_gap": planner.search.gap,
             "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
         }
         | documents_as_dict(q.workload.attention)

@@ -284,9 +284,7 @@ def test_a_layer_never_takes_less_than_its_host_or_its_device():
 
 def test_recomputed_experts_launch_and_wait_again():
     launches = [
-        pricer("qwen3-30b-a3b")
-        .layer_time(0, ParallelMapping(dp=8, ep=8, recompute=parts))
-        .parts[TIME_PARTS.index("launch")]
+        pricer("qwen3-30b-a3b").layer_time(0, ParallelMapping(dp=8, ep=8, recompute=parts)).part_s("launch")
         for parts in ((), ("norms",), ("moe",))
     ]
     assert launches[0] > launches[1] * 0.99

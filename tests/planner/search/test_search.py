@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import workload_from_config
-from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
 from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import Fold, MappingConstraints, Restriction
@@ -62,9 +62,9 @@ def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[
 
 def priced(search: Search, probe: ParallelMapping) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and bytes of a mapping with every saver, none left out."""
-    savers, memory = search.space.strategies, search.memory_model
-    room = memory.memory_budget(probe, memory.activation_memory.total_bytes(probe, savers), savers.recomputes_comm)
-    return search.strategy_costs.step_times(probe, savers), room.totals(probe, room.activations())
+    savers, pipeline = search.space.strategies, PipelineVariant(probe.schedule, probe.vpp)
+    passes = search.cost_model.pass_times(probe, (pipeline,), savers)
+    return search.cost_model.step_s(passes, probe, 0), search.memory_model.totals(probe, savers)
 
 
 def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:

@@ -6,7 +6,7 @@ over the ranks, and a rank that holds the full matrix anyway is its owner.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,32 +28,17 @@ MASTER_DTYPES = {"bfloat16": "float32", "float32": "float32", "float64": "float6
 """Dtype of weights, gradients and GEMMs of an update, by the compute type."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredRankCost:
+class GatheredRankCost(NamedTuple):
     """Cost of the gathered matrices of one rank in one update."""
 
-    num_local: float = 0.0
-    """Elements in the rank's shards."""
-    local_bytes: float = 0.0
-    """Memory traffic on the shards."""
-    owned_bytes: float = 0.0
-    """Memory traffic on the full matrices that the rank owns."""
-    seconds: float = 0.0
-    """Seconds of the GEMMs and the all-to-alls."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardedMatrix:
-    """Sharding of a matrix over the ranks of its stage, in elements."""
-
     num_local: float
-    """Elements on each rank."""
-    num_total: float
-    """Elements of the full matrix."""
-    num_sent: float
-    """Elements sent to the owners, from all ranks."""
-    num_returned: float
-    """Elements sent back."""
+    """Elements in the rank's shards."""
+    local_bytes: float
+    """Memory traffic on the shards."""
+    owned_bytes: float
+    """Memory traffic on the full matrices that the rank owns."""
+    seconds: float
+    """Seconds of the GEMMs and the all-to-alls."""
 
 
 class GatheredMatrixCost:
@@ -88,26 +73,25 @@ class GatheredMatrixCost:
         ]
         if has_loss:
             weights += [(self._model_config.mtp_layers, weight) for weight in self._mtp_projections]
-        num_local = local_bytes = owned_bytes = sent = returned = seconds = longest = 0.0
+        num_local = local_bytes = owned_bytes = seconds = longest = 0.0
+        moved = [0.0, 0.0]
         for count, weight in weights:
             if not count:
                 continue
-            sharded = _shard_matrix(weight, mapping, ranks)
+            numel, sent, returned = _shard_matrix(weight, mapping, ranks)
             work = self._optimizer.matrix_work(weight.shape[-2], weight.shape[-1])
             matrix_s = self._matrix_s(weight.shape[-2], weight.shape[-1])
-            num_local += count * sharded.num_local
-            local_bytes += count * sharded.num_local * self._optimizer.traffic(weight)
-            owned_bytes += count * sharded.num_total * work.traffic
-            sent += count * sharded.num_sent
-            returned += count * sharded.num_returned
+            num_local += count * numel
+            local_bytes += count * numel * self._optimizer.traffic(weight)
+            owned_bytes += count * weight.numel * work.traffic
+            moved = [moved[0] + count * sent, moved[1] + count * returned]
             seconds += count * matrix_s * (weight.shape[0] if weight.is_expert else 1)
             longest = max(longest, matrix_s)
         # A matrix has a single owner, so the longest matrix is a lower bound.
         seconds = max(seconds / ranks, longest)
-        for moved in (sent, returned):
-            seconds += (
-                all_to_all_s(self._device, RankGroup(ranks, 1), moved * self._value_bytes / ranks) if moved else 0.0
-            )
+        group = RankGroup(ranks, 1)
+        for numel in filter(None, moved):
+            seconds += all_to_all_s(self._device, group, numel * self._value_bytes / ranks)
         return GatheredRankCost(num_local, local_bytes, owned_bytes / ranks, seconds)
 
     def _matrix_s(self, rows: int, columns: int) -> float:
@@ -137,7 +121,8 @@ def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]
     return [(count, weight) for count, weights in units for weight in weights]
 
 
-def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> _ShardedMatrix:
+def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> tuple[float, float, float]:
+    """Return the elements of a matrix on each rank, and those that all ranks send to its owner and get back."""
     local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
     degree = (
         1
@@ -150,8 +135,7 @@ def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -
     num_local = local.numel / degree
     replicas = num_ranks * num_local / weight.numel
     # A rank that holds the full matrix is its owner: nothing is sent, and the other replicas receive the update.
-    sent, returned = (0.0, replicas - 1) if is_whole else (1.0, replicas)
-    return _ShardedMatrix(num_local, weight.numel, sent * weight.numel, returned * weight.numel)
+    return num_local, 0.0 if is_whole else weight.numel, (replicas - is_whole) * weight.numel
 
 
 HIDDEN_DP_FRACTION = 0.9

@@ -1,9 +1,12 @@
-"""Cost model of one optimizer step: seconds by part under a mapping. Torch-free.
+"""Cost model of one optimizer step: seconds under a mapping, by part. Torch-free.
 
 `CostModel` is built once for a model, a device and a workload. It caches each part by the few integers that the part
-depends on, so that a search over thousands of mappings adds up known numbers.
+depends on, so that a search over thousands of mappings adds up known numbers. Pipelines (a schedule with its virtual
+stages) and memory strategies (parts to recompute or offload) are priced many at a time, on arrays of
+[pipelines, strategies].
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -21,9 +24,9 @@ from moefold.planner.cost_model.attention_load import AttentionPeers, attention_
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
-from moefold.planner.cost_model.layer import BlockTime, CostItem, DirectionCost, LayerCostModel, active_parameters
+from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
-from moefold.planner.mapping import ParallelMapping
+from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import (
     ActivationMemoryTable,
     MemoryStrategies,
@@ -78,19 +81,37 @@ STEP_OVERHEAD_S = 0.01
 Seconds = NDArray[np.float64]
 
 
-_RankTimes = tuple[float, float, float, tuple[float, ...]]
-"""Seconds of a micro-batch on one rank: forward, backward, weight gradients, and by part."""
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Exposed seconds of one layer for one micro-batch under some memory strategies."""
+
+    forward_s: Seconds
+    """[strategies]; `backward_s` likewise."""
+    backward_s: Seconds
+    wgrad_s: float
+    parts: dict[str, Any]
+    """Seconds by one of TIME_PARTS: a number, or [strategies]."""
+
+    def part_s(self, part: str) -> float:
+        """Return the seconds of a part with the first strategy."""
+        return float(np.ravel(self.parts[part])[0])
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Exposed seconds of one layer for one micro-batch."""
+class PassTimes:
+    """Seconds of the micro-batches under some pipelines and strategies, without data parallelism and the optimizer."""
 
-    forward_s: float
-    backward_s: float
-    wgrad_s: float
-    parts: tuple[float, ...]
-    """Seconds by part, in the order of TIME_PARTS."""
+    seconds: Seconds
+    """Step seconds of the busiest pipeline rank: micro-batches, sends and the bubble, [pipelines, strategies]."""
+    forward_s: Seconds
+    """Seconds of one micro-batch on that rank, [pipelines, strategies]; `backward_s` likewise."""
+    backward_s: Seconds
+    sends_s: Seconds
+    """Exposed step seconds of sends, [pipelines, 1]."""
+    bubble_s: Seconds
+    """Step seconds of the bubble, [pipelines, strategies]."""
+    contents: Seconds
+    """Layers of each kind on that rank and, last, 1 with the loss, [pipelines, strategies, kinds + 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +171,8 @@ class CostModel:
             model_spec, device, workload, self.layer_costs.gemm, self.rank_contents
         )
         self._layer_times: dict[tuple[object, ...], LayerTime] = {}
+        self._kind_counts = [model_spec.layers.count(kind) for kind in range(len(model_spec.kinds))]
+        self._contents: dict[tuple[int, tuple[PipelineVariant, ...]], tuple[Seconds, Seconds]] = {}
         self._head_and_loss: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._plain_layers: dict[tuple[object, ...], tuple[float, float]] = {}
         self._rank_contents: dict[tuple[int, int, str], tuple[RankContent, ...]] = {}
@@ -168,57 +191,137 @@ class CostModel:
     def step_time(self, mapping: ParallelMapping) -> StepTime:
         """Compute the time of a step under one mapping, which must divide the model and the batch."""
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        layers = tuple(self.layer_time(kind, mapping) for kind in range(len(self.model_spec.kinds)))
-        slowest, mean = self._rank_times(mapping, layers)
-        forward, backward, weight, parts = slowest
-        sends, send_back = self.exposed_p2p_s(mapping, mapping.vpp, n)
-        bubble = bubble_s(
-            mean[0] + send_back,
-            mean[1] + send_back,
-            mean[2],
-            pp=mapping.pp,
-            vpp=mapping.vpp,
-            num_micro_batches=n,
-            schedule=mapping.schedule,
-        )
+        own = MemoryStrategies((memory_strategy(mapping),))
+        passes = self.pass_times(mapping, (PipelineVariant(mapping.schedule, mapping.vpp),), own)
+        *counts, has_loss = passes.contents[0, 0].tolist()
+        layers = [self.layer_time(kind, mapping, own) for kind in range(len(counts))]
+        seconds = {
+            part: n * sum(count * layer.part_s(part) for count, layer in zip(counts, layers, strict=True))
+            for part in TIME_PARTS
+        }
         data_parallel = self.data_parallel_cost(mapping)
-        dp_comm = self.data_parallel.exposed_s(mapping, data_parallel, forward, backward, n)
-        seconds = dict(zip(TIME_PARTS, (part * n for part in parts), strict=True))
         posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
+        seconds["head"] += n * has_loss * sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
         seconds["launch"] += posted
-        seconds["pp_comm"] += sends - posted
-        seconds["dp_comm"] += dp_comm
-        seconds["bubble"] += bubble
+        seconds["pp_comm"] += float(passes.sends_s[0, 0]) - posted
+        busy = float(passes.forward_s[0, 0]), float(passes.backward_s[0, 0])
+        seconds["dp_comm"] += self.data_parallel.exposed_s(mapping, data_parallel, *busy, n)
+        seconds["bubble"] += float(passes.bubble_s[0, 0])
         seconds["optimizer"] += data_parallel.optimizer_s + STEP_OVERHEAD_S
         return self._build_step_time(seconds, n, mapping.world_size)
 
-    def layer_time(self, kind: int, mapping: ParallelMapping) -> LayerTime:
-        """Compute the time of one layer for a micro-batch, with recomputation, launches and exposed communication."""
-        key = (
-            kind,
-            mapping.tp,
-            mapping.cp,
-            mapping.mbs,
-            mapping.ep,
-            mapping.etp,
-            mapping.dispatcher,
-            mapping.recompute,
-            mapping.overlap,
-            mapping.offload,
-            self.attention_peers(mapping),
+    def pass_times(
+        self,
+        mapping: ParallelMapping,
+        pipelines: tuple[PipelineVariant, ...],
+        strategies: MemoryStrategies | None = None,
+    ) -> PassTimes:
+        """Compute the times of pipelines under memory strategies.
+
+        Args:
+            mapping: the mapping; its pipeline, recomputation and offload do not count.
+            pipelines: pipelines that are legal with it.
+            strategies: the strategies; None: nothing is recomputed or offloaded, which is a lower bound.
+        """
+        n = mapping.num_micro_batches(self.workload.global_batch_size)
+        kinds = range(len(self._kind_counts))
+        if strategies is None:
+            layers = np.array([self.plain_layer_s(kind, mapping) for kind in kinds])[:, :, None]
+        else:
+            times = (self.layer_time(kind, mapping, strategies) for kind in kinds)
+            layers = np.array([(layer.forward_s, layer.backward_s) for layer in times])
+        wgrad_s = [sum(block.wgrad_s for block in self.blocks(kind, mapping)) for kind in kinds]
+        contents, shares = self._rank_contents_of(mapping.pp, pipelines)
+        head = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+        # Of each content, [pipelines, contents, strategies].
+        forward, backward = (contents[:, :, :-1] @ layers[:, way] + contents[:, :, -1:] * head[way] for way in range(2))
+        busiest = (forward + backward).argmax(axis=1, keepdims=True)
+        slowest = [np.take_along_axis(ranks, busiest, axis=1)[:, 0] for ranks in (forward, backward)]
+        weight = (shares @ (contents[:, :, :-1] @ np.array(wgrad_s))[:, :, None])[:, 0]
+        mean = [(shares @ ranks)[:, 0] for ranks in (forward, backward)]
+        sends, send_back = self.exposed_p2p_s(mapping, np.array([[pipeline.vpp] for pipeline in pipelines]), n)
+        bubble = _bubbles((mean[0] + send_back, mean[1] + send_back, weight), mapping.pp, n, pipelines)
+        seconds = n * (slowest[0] + slowest[1]) + sends + bubble
+        found = np.take_along_axis(contents, busiest[:, 0, :, None], axis=1)
+        return PassTimes(seconds, slowest[0], slowest[1], sends, bubble, found)
+
+    def step_s(self, passes: PassTimes, mapping: ParallelMapping, place: int) -> Seconds:
+        """Return the seconds of a step with one of some pipelines, [strategies].
+
+        Args:
+            passes: times of the pipelines.
+            mapping: a mapping with this pipeline, its ZeRO stage and the placement of its moments.
+            place: index of the pipeline.
+        """
+        comm = self.data_parallel_cost(mapping)
+        exposed_s = self.data_parallel.exposed_s(
+            mapping,
+            comm,
+            passes.forward_s[place],
+            passes.backward_s[place],
+            mapping.num_micro_batches(self.workload.global_batch_size),
         )
+        seconds: Seconds = passes.seconds[place] + exposed_s + comm.optimizer_s + STEP_OVERHEAD_S
+        return seconds
+
+    def model_s(self, mapping: ParallelMapping, strategies: MemoryStrategies | None = None) -> Any:
+        """Return the seconds of all layers, the head and the loss for one micro-batch, forward and backward.
+
+        A number without strategies, where nothing is recomputed or offloaded; else [strategies].
+        """
+        total: Any = sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
+        for kind, count in enumerate(self._kind_counts):
+            if strategies is None:
+                total += count * sum(self.plain_layer_s(kind, mapping))
+            else:
+                layer = self.layer_time(kind, mapping, strategies)
+                total = total + count * (layer.forward_s + layer.backward_s)
+        return total
+
+    def _rank_contents_of(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> tuple[Seconds, Seconds]:
+        """Return what lies on the ranks of some pipelines; ranks with equal layers are merged.
+
+        Returns:
+            Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1].
+            The share of the ranks that have them, [pipelines, 1, contents].
+        """
+        key = (pp, pipelines)
+        if key not in self._contents:
+            found = [
+                Counter((*layers, has_loss) for layers, _, has_loss in self.rank_contents(pp, p.vpp, p.schedule))
+                for p in pipelines
+            ]
+            # Padding: contents that no rank has.
+            most = max(map(len, found))
+            counts = np.zeros((len(found), most, len(self._kind_counts) + 1))
+            shares = np.zeros((len(found), 1, most))
+            for i, contents in enumerate(found):
+                counts[i, : len(contents)] = list(contents)
+                shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
+            self._contents[key] = counts, shares
+        return self._contents[key]
+
+    def layer_time(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies | None = None) -> LayerTime:
+        """Compute the time of one layer for a micro-batch, with launches and exposed communication.
+
+        Args:
+            kind: kind of the layer.
+            mapping: the mapping.
+            strategies: memory strategies; None: the mapping's own.
+        """
+        m = mapping
+        if strategies is None:
+            strategies = MemoryStrategies((memory_strategy(m),))
+        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap, self.attention_peers(m), strategies)
         if key not in self._layer_times:
-            mixer = self.mixer_time(kind, mapping)
-            feed_forward = self.layer_costs.feed_forward(
-                kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
-            )
-            offloaded = (
-                float(self._offloaded_bytes(kind, mapping, MemoryStrategies((memory_strategy(mapping),)))[0])
-                if mapping.offload
-                else 0.0
-            )
-            self._layer_times[key] = self._sum_layer(mixer, feed_forward, mapping, offloaded)
+            self._layer_times[key] = self._compute_layer_time(kind, m, strategies)
         return self._layer_times[key]
+
+    def blocks(self, kind: int, mapping: ParallelMapping) -> tuple[BlockTime, BlockTime]:
+        """Return the times of the token mixer and of the feed-forward network of one layer kind."""
+        m = mapping
+        ffn = self.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
+        return self.mixer_time(kind, m), ffn
 
     def mixer_time(self, kind: int, mapping: ParallelMapping) -> BlockTime:
         """Return the time of the token mixer of one layer kind."""
@@ -238,28 +341,28 @@ class CostModel:
             gpus_per_node=self.device.links[0].gpus,
         )
 
-    def _sum_layer(
-        self, mixer: BlockTime, feed_forward: BlockTime, mapping: ParallelMapping, offloaded_bytes: float
-    ) -> LayerTime:
-        seconds = dict.fromkeys(TIME_PARTS, 0.0)
-        forward_s = self._add_direction(mixer.forward + feed_forward.forward, mapping, seconds)
-        backward_s = self._add_direction(feed_forward.backward + mixer.backward, mapping, seconds)
-        recompute_s = float(_recompute_s(mixer, feed_forward, (mapping.recompute,))[0])
-        seconds["recompute"] += recompute_s
-        launch_s = self._launch_gaps_s(
-            mixer, feed_forward, (sum(forward_s), sum(backward_s) + recompute_s), (mapping.recompute,)
-        )
-        seconds["launch"] += sum(launch_s)
-        offload_s = [
-            self.exposed_offload_s(offloaded_bytes, busy)
-            for busy in (sum(forward_s) + launch_s[0], sum(backward_s) + recompute_s + launch_s[1])
-        ]
-        seconds["offload"] += sum(offload_s)
+    def _compute_layer_time(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> LayerTime:
+        mixer, feed_forward = self.blocks(kind, mapping)
+        forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
+        backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
+        seconds: dict[str, Any] = dict.fromkeys(TIME_PARTS, 0.0)
+        for work in (*mixer.forward, *mixer.backward, *feed_forward.forward, *feed_forward.backward):
+            seconds[work.part] += work.seconds
+        seconds["tp_comm"] *= self._exposed_tp_fraction
+        seconds["ep_comm"] = forward[1] + backward[1]
+        recompute_s = _recompute_s(mixer, feed_forward, strategies)
+        forward_s = sum(forward)
+        backward_s = sum(backward) + recompute_s
+        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s), strategies)
+        busy = forward_s + launch_s[0], backward_s + launch_s[1]
+        offloaded = self._offloaded_bytes(kind, mapping, strategies)
+        offload_s = [self.exposed_offload_s(offloaded, busy_s) for busy_s in busy]
+        seconds |= {"recompute": recompute_s, "launch": sum(launch_s), "offload": sum(offload_s)}
         return LayerTime(
-            forward_s=sum(forward_s) + launch_s[0] + offload_s[0],
-            backward_s=sum(backward_s) + recompute_s + launch_s[1] + offload_s[1],
+            forward_s=busy[0] + offload_s[0],
+            backward_s=busy[1] + offload_s[1],
             wgrad_s=mixer.wgrad_s + feed_forward.wgrad_s,
-            parts=tuple(seconds.values()),
+            parts=seconds,
         )
 
     @cached_property
@@ -271,20 +374,22 @@ class CostModel:
         bounded = replace(w, attention=w.attention.lower_bounds())
         return CostModel(self.model_spec, self.device, bounded, self.activation_memory, self.split)
 
-    def lower_bound_layer_s(self, kind: int, mapping: ParallelMapping) -> float:
-        """Compute a lower bound of a layer's seconds for one micro-batch, over all mappings of its experts.
+    def least_model_s(self, mapping: ParallelMapping) -> float:
+        """Return a lower bound of `model_s` over all mappings of the experts.
 
         The expert GEMMs run at the speed of large ones, and their communication is free.
         """
-        tp = mapping.tp
-        mixer = self.lower_bounds.mixer_time(kind, mapping)
-        seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
-        gemm = self.layer_costs.gemm
         w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
-        flops = active_parameters(self.model_spec.kinds[kind], factor)
-        rate = gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
-        return seconds + 6.0 * flops * self.layer_costs.tokens(mapping.cp, mapping.mbs) / tp / rate
+        rate = self.layer_costs.gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
+        tokens = self.layer_costs.tokens(mapping.cp, mapping.mbs) / mapping.tp
+        total = sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
+        for kind, count in enumerate(self._kind_counts):
+            mixer = self.lower_bounds.mixer_time(kind, mapping)
+            seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
+            flops = 6.0 * active_parameters(self.model_spec.kinds[kind], factor)
+            total += count * (seconds + flops * tokens / rate)
+        return total
 
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
@@ -297,46 +402,21 @@ class CostModel:
         return self._plain_layers[key]
 
     def _compute_plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
-        mixer = self.mixer_time(kind, mapping)
-        feed_forward = self.layer_costs.feed_forward(
-            kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
-        )
-        forward_s = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
-        backward_s = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
+        mixer, feed_forward = self.blocks(kind, mapping)
+        forward_s = sum(self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping))
+        backward_s = sum(self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping))
         launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s))
         return forward_s + launch_s[0], backward_s + launch_s[1]
 
-    def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> float:
-        """Return the seconds of one direction through a layer, less the hidden communication."""
-        compute = cost.compute_s + cost.tp_s * (1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0)
+    @property
+    def _exposed_tp_fraction(self) -> float:
+        return 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
+
+    def _exposed_direction_s(self, cost: DirectionCost, mapping: ParallelMapping) -> tuple[float, float]:
+        """Return the seconds of one direction through a layer, all but the all-to-all and its exposed seconds."""
+        compute = cost.compute_s + cost.tp_s * self._exposed_tp_fraction
         hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * cost.all_to_all_s, compute) if mapping.overlap else 0.0
-        return compute + cost.all_to_all_s - hidden
-
-    def layer_s_with_strategies(
-        self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies
-    ) -> tuple[Seconds, Seconds]:
-        """Return the seconds of one layer, forward and backward, under each memory strategy; [strategies] each.
-
-        `mapping` itself neither recomputes nor offloads.
-        """
-        mixer = self.mixer_time(kind, mapping)
-        feed_forward = self.layer_costs.feed_forward(
-            kind, mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp, mapping.dispatcher
-        )
-        parts = dict.fromkeys(TIME_PARTS, 0.0)
-        forward_s = sum(self._add_direction(mixer.forward + feed_forward.forward, mapping, parts))
-        backward_s = sum(self._add_direction(feed_forward.backward + mixer.backward, mapping, parts))
-        busy_backward_s = (
-            backward_s + _recompute_s(mixer, feed_forward, strategies.recompute_sets)[strategies.recompute_set_indices]
-        )
-        sets = tuple(strategies.recompute_sets[i] for i in strategies.recompute_set_indices)
-        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, busy_backward_s), sets)
-        offloaded = self._offloaded_bytes(kind, mapping, strategies)
-        forward = np.full(len(strategies), forward_s) + launch_s[0]
-        backward = busy_backward_s + launch_s[1]
-        return forward + self.exposed_offload_s(offloaded, forward), backward + self.exposed_offload_s(
-            offloaded, backward
-        )
+        return compute, cost.all_to_all_s - hidden
 
     def _offloaded_bytes(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> Seconds:
         """Return the bytes that one layer offloads to the host under each memory strategy, [strategies]."""
@@ -353,33 +433,14 @@ class CostModel:
         seconds = offloaded_bytes / self.device.host_bytes_per_s
         return elementwise_max(EXPOSED_OFFLOAD_FRACTION * seconds, seconds - busy_s)
 
-    def _add_direction(
-        self, items: tuple[CostItem, ...], mapping: ParallelMapping, seconds: dict[str, float]
-    ) -> tuple[float, float]:
-        """Add the items to `seconds` by part; return the seconds of all but the all-to-all, and its exposed seconds."""
-        compute = all_to_all = 0.0
-        exposed_fraction = 1 - HIDDEN_TP_FRACTION if self.workload.overlaps_tp_comm else 1.0
-        for work in items:
-            if work.part == "ep_comm":
-                all_to_all += work.seconds
-                continue
-            spent = exposed_fraction * work.seconds if work.part == "tp_comm" else work.seconds
-            compute += spent
-            seconds[work.part] += spent
-        if mapping.overlap:
-            hidden = min(HIDDEN_ALL_TO_ALL_FRACTION * all_to_all, compute)
-            all_to_all -= hidden
-        seconds["ep_comm"] += all_to_all
-        return compute, all_to_all
-
     def _launch_gaps_s(
         self,
         mixer: BlockTime,
         feed_forward: BlockTime,
         busy: tuple[Any, Any],
-        recompute_sets: tuple[tuple[str, ...], ...] = ((),),
+        strategies: MemoryStrategies | None = None,
     ) -> tuple[Any, Any]:
-        """Return what a layer takes longer than its kernels, forward and backward: [recompute sets] or a number.
+        """Return what a layer takes longer than its kernels, forward and backward: [strategies], or a number.
 
         Host and device run concurrently, so a layer takes the longer of the host's launches and of its kernels with
         the gaps between them; after a wait of the host the device idles until the next kernel. A layer that is
@@ -395,7 +456,7 @@ class CostModel:
         # Gaps by kernel, in units of `kernel_gap_s`.
         gap = [1.0 if share else GRAPH_GAP_SHARE for share in launched]
         syncs = feed_forward.host_syncs * device.sync_s * launched[1]
-        again_moe, again_rest = _recomputed_launches_of(recompute_sets)
+        again_moe, again_rest = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
         counts = (attention[0], ffn[0]), (attention[1] + again_rest * attention[0], ffn[1] + again_moe * ffn[0])
         waits = [
             _concurrent_s(
@@ -423,37 +484,6 @@ class CostModel:
             repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
             self._head_and_loss[key] = (repeats * forward_s, repeats * backward_s)
         return self._head_and_loss[key]
-
-    def _rank_times(
-        self, mapping: ParallelMapping, layers: tuple[LayerTime, ...]
-    ) -> tuple[_RankTimes, tuple[float, float, float]]:
-        """Return the times of one micro-batch on the busiest pipeline rank, and their mean over all ranks."""
-        head = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
-        ranks = self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule)
-        slowest = ranks[0]
-        worst = -1.0
-        total = [0.0, 0.0, 0.0]
-        for rank in ranks:
-            forward = backward = weight = 0.0
-            for count, layer in zip(rank[0], layers, strict=True):
-                forward += count * layer.forward_s
-                backward += count * layer.backward_s
-                weight += count * layer.wgrad_s
-            if rank[2]:
-                forward = forward + head[0]
-                backward = backward + head[1]
-            total = [total[0] + forward, total[1] + backward, total[2] + weight]
-            if forward + backward > worst:
-                slowest = rank
-                worst = forward + backward
-                times = (forward, backward, weight)
-        parts = [
-            sum(c * layer.parts[i] for c, layer in zip(slowest[0], layers, strict=True)) for i in range(len(TIME_PARTS))
-        ]
-        if slowest[2]:
-            parts[TIME_PARTS.index("head")] += sum(head)
-        pp = len(ranks)
-        return (*times, tuple(parts)), (total[0] / pp, total[1] / pp, total[2] / pp)
 
     def rank_contents(self, pp: int, vpp: int, schedule: str | Part) -> tuple[RankContent, ...]:
         """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
@@ -503,13 +533,14 @@ class CostModel:
         )
 
 
-def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, sets: tuple[tuple[str, ...], ...]) -> Seconds:
-    """Return the seconds that recomputing each set of parts takes, [sets]."""
-    shares = _recompute_shares(sets)
-    seconds = np.zeros(len(sets))
+def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemoryStrategies) -> Seconds:
+    """Return the seconds that recomputation takes, [strategies]."""
+    shares = _recompute_shares(strategies.recompute_sets)
+    seconds = np.zeros(len(strategies.recompute_sets))
     for part, part_s in (*mixer.recompute, *feed_forward.recompute):
         seconds += part_s * shares[part]
-    return seconds + sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
+    seconds += sum(work.seconds for work in (*mixer.forward, *feed_forward.forward)) * shares["layer"]
+    return seconds[strategies.recompute_set_indices]
 
 
 def _concurrent_s(device_s: Any, host_s: Any) -> Any:
@@ -521,20 +552,10 @@ def _concurrent_s(device_s: Any, host_s: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _recomputed_launches_of(sets: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
-    """Return `_recomputed_launches` of each set, as two arrays; of a single set two numbers, which are faster."""
-    if len(sets) == 1:
-        return _recomputed_launches(sets[0])
-    moe, rest = np.array([_recomputed_launches(parts) for parts in sets]).T
-    return moe, rest
-
-
-@lru_cache(maxsize=1024)
-def _recomputed_launches(parts: tuple[str, ...]) -> tuple[float, float]:
-    """Return which part of the launches of the experts' block and of the rest of a layer a recomputation repeats."""
-    if "layer" in parts:
-        return 1.0, 1.0
-    return float("moe" in parts), 0.0
+def _recomputed_launches(strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
+    """Return which part of the launches of the experts' block and of the rest of a layer is repeated, [strategies]."""
+    layer = np.array([float("layer" in parts) for parts, _ in strategies])
+    return np.array([float("layer" in parts or "moe" in parts) for parts, _ in strategies]), layer
 
 
 @lru_cache(maxsize=256)
@@ -550,3 +571,18 @@ def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
 def _rank_content(chunks: tuple[ModelChunk, ...]) -> tuple[tuple[int, ...], bool, bool]:
     counts = tuple(sum(column) for column in zip(*(chunk.kind_counts for chunk in chunks), strict=True))
     return counts, any(c.has_embedding for c in chunks), any(c.has_loss for c in chunks)
+
+
+def _bubbles(
+    mean: tuple[Seconds, Seconds, Seconds], pp: int, num_micro_batches: int, pipelines: tuple[PipelineVariant, ...]
+) -> Seconds:
+    """Return the idle seconds of a rank in a step, [pipelines, strategies]."""
+    found = np.zeros_like(mean[0])
+    for schedule in dict.fromkeys(p.schedule for p in pipelines):
+        which = [i for i, p in enumerate(pipelines) if p.schedule == schedule]
+        vpp = np.array([[pipelines[i].vpp] for i in which])
+        forward, backward, weight = (seconds[which] for seconds in mean)
+        found[which] = bubble_s(
+            forward, backward, weight, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches, schedule=schedule
+        )
+    return found

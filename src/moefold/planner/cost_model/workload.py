@@ -72,6 +72,8 @@ class TrainingWorkload:
     imbalance: float = 1.0
     """Routed tokens of the busiest expert-parallel rank over the mean: 1 for forced balance, otherwise
     as `--imbalance` says."""
+    routing: "RecordedRouting | None" = None
+    """Routing of a run, whose imbalance at each ep takes the place of `imbalance`."""
     expert_spread: float = 0.0
     """Coefficient of variation of an expert's load, from which `imbalance_at` follows; 0: `imbalance` says it."""
     wire: WirePart = field(default_factory=lambda: chosen_in(MoEConfig(), WirePart))
@@ -124,10 +126,10 @@ class TrainingWorkload:
         """Share of the kernels that the host launches, of the mixer and of the feed-forward block of a layer."""
         return GRAPH_LAUNCHES[self.cuda_graphs]
 
-    @property
-    def effective_imbalance(self) -> float:
-        """Routed tokens that the busiest expert-parallel rank computes, over the mean."""
-        return min(self.imbalance, self.capacity_factor) if self.capacity_factor else self.imbalance
+    def max_over_mean(self, ep: int) -> float:
+        """Return the routed tokens that the busiest of `ep` ranks computes over the mean, as given or recorded."""
+        found = self.imbalance if self.routing is None else max(1.0, self.routing.imbalance(ep))
+        return min(found, self.capacity_factor) if self.capacity_factor else found
 
     def imbalance_at(self, ep: int, num_experts: int) -> float:
         """Return the routed tokens that the busiest of `ep` ranks computes, over the mean: at most all of them.
@@ -136,7 +138,7 @@ class TrainingWorkload:
         maximum of ep normal numbers lies about sqrt(2 ln ep) standard deviations above their mean.
         """
         if not self.expert_spread:
-            return min(self.effective_imbalance, float(ep))
+            return min(self.max_over_mean(ep), float(ep))
         found = 1.0 + self.expert_spread * sqrt(2.0 * log(ep) * ep / max(ep, num_experts)) if ep > 1 else 1.0
         return min(found, self.capacity_factor) if self.capacity_factor else found
 

@@ -162,7 +162,7 @@ class ActivationMemoryTable:
             mapping.tp,
             mapping.etp,
             ep,
-            min(self.workload.effective_imbalance, mapping.ep),
+            min(self.workload.max_over_mean(mapping.ep), mapping.ep),
             dispatcher,
             mapping.overlap,
         )
@@ -177,7 +177,7 @@ class ActivationMemoryTable:
                     replace(mapping, cp=1, mbs=1, dispatcher=part),
                     (),
                     self.kernel_profile,
-                    self.workload.effective_imbalance,
+                    self.workload.max_over_mean(mapping.ep),
                 )
                 for part in (mapping.dispatcher, default_part(DispatcherPart))
             )
@@ -222,7 +222,7 @@ class ActivationMemoryTable:
             self._head_changes_cache[key] = found = []
             if self._has_fixed_head_sizes(mapping):
                 formula = _activation_memory(
-                    self.cfg, mapping, (), self.kernel_profile, self.workload.effective_imbalance
+                    self.cfg, mapping, (), self.kernel_profile, self.workload.max_over_mean(mapping.ep)
                 )
                 plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
                 for name, parts in end_columns(formula).items():
@@ -238,7 +238,7 @@ class ActivationMemoryTable:
         columns = self.columns
         table = np.zeros((len(ACTIVATION_PARTS), columns.size))
         formula = _activation_memory(
-            self.cfg, mapping, recompute, self.kernel_profile, self.workload.effective_imbalance
+            self.cfg, mapping, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep)
         )
         saved: dict[int, BytesByPart] = {}
         for kind in range(columns.num_kinds):
@@ -343,9 +343,9 @@ def _activation_memory(
     return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
 
 
-def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload) -> float:
-    """Return the routed tokens that a rank's experts receive, for each of its tokens."""
+def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:
+    """Return the routed tokens that the experts of one of `ep` ranks receive, for each of its tokens."""
     if not isinstance(part, RoutedPart):
         return 0.0
     factor = workload.capacity_factor
-    return part.mean_active * workload.effective_imbalance * (min(1.0, factor) if factor else 1.0)
+    return part.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)

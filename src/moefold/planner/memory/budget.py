@@ -22,11 +22,12 @@ from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,
+    MemoryStrategies,
     build_columns,
     minimal_config,
     routed_tokens_per_token,
 )
-from moefold.planner.memory.states import STATE_PARTS, OptimizerPrefetch, StateMemoryTable
+from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
 from moefold.topology.schedules import DEFAULT_SCHEDULE
@@ -108,7 +109,6 @@ class MemoryModel:
         )
         self._snapshots: dict[StepSchedule, MemorySnapshots] = {}
         self._peak_candidates: dict[StepSchedule, MemorySnapshots] = {}
-        self.optimizer_prefetch = OptimizerPrefetch(self.state_memory)
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
         self._backward_bytes_cache: dict[tuple[int, ...], float] = {}
 
@@ -136,7 +136,7 @@ class MemoryModel:
         for layer in self.model_spec.kinds:
             dense, experts = layer_parameters(layer)
             width = layer.ffn.width if isinstance(layer.ffn, RoutedPart) else 0
-            hidden_values = tokens * routed_tokens_per_token(layer.ffn, w) * width
+            hidden_values = tokens * routed_tokens_per_token(layer.ffn, w, mapping.ep) * width
             for size, work in (
                 (dense / mapping.tp, 0.0),
                 (experts / (mapping.ep * mapping.etp), hidden_values * working),
@@ -147,35 +147,28 @@ class MemoryModel:
     def estimate(self, mapping: ParallelMapping) -> MemoryEstimate:
         """Return the bytes of the fullest rank, by part."""
         snapshots = self.snapshots(mapping)
-        states = self.state_memory.bytes_by_part(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
+        states = self.state_memory.bytes_by_part(mapping)
         saved = self.activation_memory.bytes_by_part(mapping)
         # During the update there are no activations, and offloaded moments are prefetched.
         activations = snapshots.activations @ saved.sum(axis=0)
-        prefetched = self.optimizer_prefetch.extra_bytes(mapping, snapshots.states)
+        prefetched = self.state_memory.update_bytes(mapping, snapshots.states)
         at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
         parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
         parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(**parts, workspace=self.workspace(mapping), capacity=self.device.memory_bytes)
 
-    def memory_budget(
-        self, mapping: ParallelMapping, saved: NDArray[np.float64], recomputes_comm: NDArray[np.intp]
-    ) -> "MemoryBudget":
-        """Return the memory of one pipeline, as a function of sharding and memory strategies.
-
-        Args:
-            mapping: the mapping; its sharding, offload and recomputation do not count.
-            saved: `ActivationMemoryTable.total_bytes` of the memory strategies.
-            recomputes_comm: `MemoryStrategies.recomputes_comm` of them.
-        """
+    def totals(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> NDArray[np.float64]:
+        """Return the bytes of the fullest rank with each memory strategy, not the mapping's own, [strategies]."""
         snapshots = self._all_snapshots(mapping)
-        return MemoryBudget(
-            self, snapshots, saved, snapshots.occurrence[:, recomputes_comm] > 0 if mapping.overlap else None
-        )
-
-    def persistent_bytes(self, mapping: ParallelMapping) -> NDArray[np.float64]:
-        """Return the bytes of each state column under a mapping."""
-        return self.state_memory.total_bytes(mapping, accumulates_gradients=self._num_micro_batches(mapping) > 1)
+        activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies).T
+        if mapping.overlap:
+            activations[snapshots.occurrence[:, strategies.recomputes_comm] == 0] = -np.inf
+        states = snapshots.states @ self.state_memory.total_bytes(mapping) + self.workspace(mapping)
+        # During the update there are no activations.
+        update = (states + self.state_memory.update_bytes(mapping, snapshots.states)).max()
+        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=update)
+        return found
 
     def snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of a step that may be the memory peak."""
@@ -221,50 +214,6 @@ class MemoryModel:
 
     def _num_micro_batches(self, mapping: ParallelMapping) -> int:
         return mapping.num_micro_batches(self.workload.global_batch_size)
-
-
-class MemoryBudget:
-    """Memory of one pipeline, as a function of sharding and of the memory strategy.
-
-    Args:
-        memory_model: the memory model of the mapping.
-        snapshots: snapshots of the pipeline.
-        saved: bytes of each activation column under each strategy, [strategies, columns].
-        occurs: whether a snapshot occurs with a strategy, [snapshots, strategies]; None: always.
-    """
-
-    def __init__(
-        self,
-        memory_model: MemoryModel,
-        snapshots: MemorySnapshots,
-        saved: NDArray[np.float64],
-        occurrence: NDArray[np.bool_] | None = None,
-    ) -> None:
-        self._memory_model = memory_model
-        self._snapshots = snapshots
-        self._saved = saved
-        self._occurrence = occurrence
-
-    def activations(self, indices: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
-        """Return the activation bytes at each snapshot, [snapshots, strategies]; -inf where it does not occur."""
-        found: NDArray[np.float64] = self._snapshots.activations @ self._saved[indices].T
-        if self._occurrence is not None:
-            found[~self._occurrence[:, indices]] = -np.inf
-        return found
-
-    def totals(self, mapping: ParallelMapping, activations: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the bytes of the fullest rank, [strategies].
-
-        Args:
-            mapping: the mapping; its recomputation and offload of activations do not count.
-            activations: activation bytes under the strategies, [snapshots, strategies].
-        """
-        memory = self._memory_model
-        state_counts = self._snapshots.states
-        states = state_counts @ memory.persistent_bytes(mapping) + memory.workspace(mapping)
-        min_total: float = (states + memory.optimizer_prefetch.extra_bytes(mapping, state_counts)).max()
-        found: NDArray[np.float64] = (states[:, None] + activations).max(axis=0).clip(min=min_total)
-        return found
 
 
 RESERVE_FRACTION = 0.05

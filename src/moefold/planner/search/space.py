@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from moefold.config.chosen import part_of_kind
 from moefold.config.find import built_in_kinds
@@ -23,6 +23,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
 from moefold.config.train import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
+from moefold.planner.mapping import PipelineVariant
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (
     AXIS_KEYS,
@@ -62,13 +63,6 @@ def _complexity(schedule: str | Part) -> tuple[bool, int, int]:
     """Return the order in which schedules are tried; of those that take equally long, the first is chosen."""
     part = schedule_named(schedule)
     return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
-
-
-class PipelineVariant(NamedTuple):
-    """A schedule with its virtual stages."""
-
-    schedule: str | Part
-    vpp: int
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from moefold.config.pipeline_action import Action, ActionResult, SlotRow, execut
 from moefold.cost.memory_columns import ModelChunk
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.layer import CostItem
-from moefold.planner.cost_model.step import TIME_PARTS, CostModel
+from moefold.planner.cost_model.step import CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
@@ -324,19 +324,16 @@ class _LayerSegments:
     """Segments of one layer of a kind, with its launches and recomputation."""
 
     def __init__(self, cost_model: CostModel, mapping: ParallelMapping, kind: int) -> None:
-        m = mapping
-        mixer = cost_model.mixer_time(kind, m)
-        feed_forward = cost_model.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-        priced = cost_model.layer_time(kind, m)
-        parts = dict(zip(TIME_PARTS, priced.parts, strict=True))
+        mixer, feed_forward = cost_model.blocks(kind, mapping)
+        priced = cost_model.layer_time(kind, mapping)
+        recompute_s = priced.part_s("recompute")
         forward_items = mixer.forward + feed_forward.forward
         backward_items = feed_forward.backward + mixer.backward
-        launches = priced.forward_s - sum(work.seconds for work in forward_items)
+        launches = float(priced.forward_s[0]) - sum(work.seconds for work in forward_items)
         self.forward = (*map(_segment, forward_items), Segment("launch", launches))
-        recompute = Segment("recompute", parts["recompute"])
-        late_launches = Segment(
-            "launch", priced.backward_s - parts["recompute"] - sum(work.seconds for work in backward_items)
-        )
+        recompute = Segment("recompute", recompute_s)
+        late_s = float(priced.backward_s[0]) - recompute_s - sum(work.seconds for work in backward_items)
+        late_launches = Segment("launch", late_s)
         self.backward = (recompute, *map(_segment, backward_items), late_launches)
         computed = sum(work.seconds for work in backward_items if not work.comm_axis)
         input_fraction = 1.0 - priced.wgrad_s / computed if computed else 1.0

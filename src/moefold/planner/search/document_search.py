@@ -1,0 +1,68 @@
+"""Search for samples of documents: finds the best mappings under each way to share attention. Torch-free."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.planner.search.constraints import Fold
+from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
+
+
+def candidate_strategies(own: AttentionStrategy) -> list[AttentionStrategy]:
+    """Return the recipe's own strategy, and then planned attention with each placement and choice of hosts."""
+    planned = [
+        replace(own, context="planned", placement=placement, hosts=hosts)
+        for placement in ("samples", "documents", "balanced")
+        for hosts in ("home", "balanced")
+    ]
+    return list(dict.fromkeys([own, *planned]))
+
+
+class DocumentSearch:
+    """Search that chooses context, placement and hosts of attention for each fold.
+
+    Args:
+        searches: the search under each strategy, the recipe's own first; strategies that the runtime refuses are left
+            out.
+    """
+
+    def __init__(self, searches: Mapping[AttentionStrategy | None, Search]) -> None:
+        self.searches = searches
+
+    def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
+        """See `Search.find`."""
+        found = [search.find(groups) for search in self.searches.values()]
+        return [self._best_of_folds(plans)[: group.count] for group, *plans in zip(groups, *found, strict=True)]
+
+    def rank_all(self) -> list[PlannedMapping]:
+        """See `Search.rank_all`; each fold has its fastest strategy."""
+        return self._best_of_folds([search.rank_all() for search in self.searches.values()])
+
+    def faster_folds(self, seconds: float) -> set[Fold]:
+        """See `Search.faster_folds`."""
+        return set().union(*(search.faster_folds(seconds) for search in self.searches.values()))
+
+    def plans_below(
+        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+    ) -> list[PlannedMapping]:
+        """See `Search.plans_below`."""
+        found = [search.plans_below(limit_s, zero_stages, accepts) for search in self.searches.values()]
+        return list(self._marked(found))
+
+    @property
+    def gap(self) -> float:
+        """See `Search.gap`."""
+        return max((search.gap for search in self.searches.values()), default=0.0)
+
+    def _best_of_folds(self, found: Sequence[Sequence[PlannedMapping]]) -> list[PlannedMapping]:
+        """Return the best plan of each fold in what the searches found, best first."""
+        best: dict[Fold, PlannedMapping] = {}
+        for plan in self._marked(found):
+            if plan.fold not in best or plan.sort_key < best[plan.fold].sort_key:
+                best[plan.fold] = plan
+        return sorted(best.values(), key=lambda plan: plan.sort_key)
+
+    def _marked(self, found: Sequence[Sequence[PlannedMapping]]) -> Iterator[PlannedMapping]:
+        """Yield the plans of each search, with its strategy."""
+        for strategy, plans in zip(self.searches, found, strict=True):
+            yield from (replace(plan, attention=strategy) for plan in plans)
