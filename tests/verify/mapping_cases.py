@@ -38,7 +38,7 @@ def _with_rotating_kinds(mappings: Sequence[dict[str, int]]) -> list[Settings]:
 
 ONE_AND_TWO = _with_rotating_kinds(legal_mappings(1) + legal_mappings(2))
 ONE_AXIS = [mapping for mapping in ONE_AND_TWO[1:] if sum(mapping[axis] > 1 for axis in AXES if axis in mapping) < 2]
-"""Those of four ranks have each pair of axes."""
+"""Mappings of four ranks have each pair of axes."""
 FOUR = _with_rotating_kinds(legal_mappings(4))
 FEW_FOUR = covering_rows(FOUR, levels=mapping_levels)
 NAMED = [
