@@ -4,6 +4,7 @@ from typing import Any
 
 from moefold.config.align import AlignConfig
 from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
 from moefold.objectives.recipe_loss import policy_loss, recipe_loss
@@ -16,6 +17,6 @@ def policy(*, temperature: float = 1.0, **keys: Any) -> PolicyGradientLoss:
 
 def preference(**keys: Any) -> PreferenceLoss:
     """Return the loss of [align] with these keys."""
-    loss = recipe_loss(AlignConfig(**keys))
+    loss = recipe_loss(AlignConfig(**keys), TrainConfig())
     assert isinstance(loss, PreferenceLoss)
     return loss

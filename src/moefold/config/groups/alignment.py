@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.part import FlatKey, Part
+from moefold.config.part import FlatKey, Part, UnusedKeys
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -126,6 +126,10 @@ class PreferencePart(AlignmentPart):
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return the loss of each pair, [B, K / 2], and record the metrics."""
         raise NotImplementedError
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield the loss of other data."""
+        yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""
