@@ -330,7 +330,7 @@ def planned_step_s(cfg: Config, device: Device) -> float:
     cost_model = CostModel(
         model_spec_from_config(cfg.model), device, workload_from_config(cfg.run, cfg.moe, cfg.train, precision)
     )
-    return cost_model.step_time(mapping_from_config(cfg.parallel, cfg.moe, cfg.train)).total_s
+    return cost_model.step_time(mapping_from_config(cfg.parallel, cfg.train)).total_s
 
 
 def plan(stage: Stage) -> None:

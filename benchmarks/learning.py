@@ -57,7 +57,7 @@ class Experiment:
     def evaluate(self, model: str, task: str, cpu_s: float, stage: str = "", want: str = "") -> None:
         """Record rewards of held-out problems: greedy, and pass@k of eight samples at temperature 1.
 
-        `want` is the reward that the prompts ask for, instead of the `align.want` of the model.
+        `want` is the reward that the prompts ask for, instead of the `align.method.want` of the model.
         """
         name, size, max_tokens = TASKS[task]
         problems = ("--task", name, "--task-size", size, "--held-out", "--count", str(HELD_OUT))
@@ -114,11 +114,10 @@ def align_offline(experiment: Experiment) -> None:
     common = (init, f"data.path={folder / 'scored.jsonl'}", *experiment.overrides)
     for stage, settings in {
         "filter": (),
-        "weight": ("align.method=weight", "align.threshold=best", "align.beta=0.2"),
+        "weight": ("align.method=weight", "align.method.beta=0.2"),
         "condition": (
             "align.method=condition",
-            "align.threshold=best",
-            "align.template={reward:.0f}:{prompt}",
+            "align.method.template={reward:.0f}:{prompt}",
             "run.steps=300",
         ),
     }.items():
@@ -129,8 +128,8 @@ def align_offline(experiment: Experiment) -> None:
         for wanted in ("1", "0"):
             experiment.evaluate(stage, "sort", cpu_s, f"condition, asked for {wanted}", wanted)
     pairs = _write_pairs(folder / "scored.jsonl", folder / "pairs.jsonl")
-    preference = ("data.kind=preference", f"data.path={pairs}", "align.method=dpo", "align.threshold=best")
-    rates = ("train.optimizer=adamw", "train.lr=2e-4", "align.beta=1.0")
+    preference = ("data.kind=preference", f"data.path={pairs}", "align.method=dpo")
+    rates = ("train.optimizer=adamw", "train.lr=2e-4", "align.method.beta=1.0")
     cpu_s = experiment.train("sort-align.toml", "dpo", init, *preference, *rates, *experiment.overrides)
     experiment.evaluate("dpo", "sort", cpu_s)
 

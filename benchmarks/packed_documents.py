@@ -51,7 +51,7 @@ CONTEXT_METHODS: Mapping[str, Mapping[str, Any]] = {
     "allgather": {"context": "allgather"},
     "ulysses": {"context": "ulysses"},
     "planned, home": {"context": "planned"},
-    "planned, balanced": {"context": "planned", "attention_hosts": "balanced"},
+    "planned, balanced": {"context": {"kind": "planned", "hosts": "balanced"}},
 }
 """Keys of the recipe's [parallel] section, by the name of the method."""
 

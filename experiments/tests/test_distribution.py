@@ -8,10 +8,10 @@ import pytest
 
 import moefold_experiments
 from moefold.config import find, outside, part_table
-from moefold.config.find import find_part, kind_of
+from moefold.config.find import EXPERIMENTS, find_part, kind_of
 from moefold.config.load import config_from_dict
-from moefold.config.moved import EXPERIMENTS, MOVED_KEYS
-from moefold.config.schema import Config, config_to_dict
+from moefold.config.part import settings_of
+from moefold.config.upgrade import KIND, MOVED, upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from tests.architecture.test_imports import imports_torch
@@ -61,14 +61,14 @@ def test_without_the_distribution_a_recipe_is_told_what_to_install(monkeypatch, 
     )
 
 
-@pytest.mark.parametrize("name", MOVED_KEYS)
-def test_an_old_key_is_refused_with_the_new_word_and_its_default_is_read(name):
-    section, _, key = name.partition(".")
-    moved = MOVED_KEYS[name]
-    value = not moved.default if isinstance(moved.default, bool) else f"{moved.default}1"
-    with pytest.raises(ConfigError, match=rf"^{name} is now a setting of a part of moefold-experiments; write ") as old:
-        load_config(None, [f"{name}={value}"])
-    assert str(old.value).endswith(moved.instead)
-    tree = config_to_dict(Config())
-    tree[section][key] = moved.default
-    assert config_from_dict(tree) == Config()
+OLD_KEYS = [(name, kind) for name, place in MOVED.items() for kind in place.kinds if ("optimizer", kind) in KINDS]
+
+
+@pytest.mark.parametrize(("name", "kind"), OLD_KEYS)
+def test_an_old_run_of_a_kind_has_its_settings(name, kind):
+    place = MOVED[name]
+    optimizer = kind.removeprefix("delayed_") if place.setting == KIND else kind
+    tree, unread = upgraded({"train": {"optimizer": optimizer, name.removeprefix("train."): 1.0}})
+    part = config_from_dict(tree).train.optimizer
+    assert (part.kind, unread) == (kind, [])
+    assert place.setting == KIND or (place.setting in settings_of(type(part)) and getattr(part, place.setting) == 1.0)

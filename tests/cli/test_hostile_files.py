@@ -42,7 +42,7 @@ CASES = {
     "recipe": Case("train {f}/x.toml", "x.toml", ("empty",)),
     "device": Case(PLAN + "{f}/x.toml", "x.toml"),
     "schedule": Case(
-        TRAIN + "parallel.schedule=csv parallel.world_size=2 parallel.pp=2 parallel.schedule_csv={f}/x.csv", "x.csv"
+        TRAIN + "parallel.schedule=csv parallel.world_size=2 parallel.pp=2 parallel.schedule.path={f}/x.csv", "x.csv"
     ),
     "published table": Case("plan-accuracy {f}/x.csv", "x.csv"),
     "model to plan": Case(PLAN.replace("mixtral-8x7b", "{f}/config.json") + "h100", "config.json"),

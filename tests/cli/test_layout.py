@@ -146,7 +146,7 @@ def test_wide_nodes_are_printed_in_parts(capsys):
         (
             ["world_size=8", "wrld_size=8"],
             "'wrld_size=8' is no key of a layout; did you mean world_size?; the keys are world_size, tp, cp, pp, ep, "
-            "etp, order, moe_order, schedule, virtual_stages, schedule_csv, pipeline_layout, gpus_per_node",
+            "etp, order, moe_order, schedule, schedule.path, virtual_stages, pipeline_layout, gpus_per_node",
         ),
         (["world_size=8", "parallel.tpp=2"], "did you mean tp?"),
         (["world_size=8", "model.num_layers=2"], "'model.num_layers=2' is no key of a layout; the keys are world_size"),

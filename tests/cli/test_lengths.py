@@ -79,8 +79,7 @@ def test_plan_chooses_how_attention_is_shared(recipe, tmp_path, capsys):
     assert found["lengths"] == "wlb"
     best = found["mappings"][0]
     assert set(best["attention"]) == {"context", "placement", "attention_hosts"}
-    is_written = f'context = "{best["attention"]["context"]}"' in planned.read_text()
-    assert is_written == (best["attention"]["context"] != "ring")
+    assert load_config(planned).parallel.context.kind == best["attention"]["context"]
     assert main([*start, "--explain", "tp=1 cp=2 pp=1 ep=2 mbs=1"]) == 0
     out = capsys.readouterr().out
     assert "attention:" in out

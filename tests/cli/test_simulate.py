@@ -113,7 +113,7 @@ def test_an_order_from_a_file_is_played(tmp_path, capsys):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'[parallel]\nworld_size = 2\npp = 2\nschedule = "csv"\nschedule_csv = "{path}"\n')
+    recipe.write_text(f'[parallel]\nworld_size = 2\npp = 2\nschedule = {{ kind = "csv", path = "{path}" }}\n')
     step = simulated(capsys, str(recipe), "train.global_batch_size=2")
     assert [rank["in_flight"] for rank in step["ranks"]] == [2, 2]
 

@@ -140,7 +140,7 @@ def test_arguments_of_transformers_and_trl_are_answered(names):
 def test_a_name_of_ours_that_means_another_thing_in_a_section_of_theirs():
     assert refused("rl.beta=0.1") == "unknown key rl.beta; moefold calls this rl.kl"
     assert "rollout.temperature alone changes the sampling" in refused("rollout.top_k=50")
-    assert refused("train.beta=0.1").endswith("did you mean align.beta?")
+    assert refused("train.beta=0.1").endswith("did you mean align.method.beta?")
 
 
 def test_an_unknown_name_has_no_hint():

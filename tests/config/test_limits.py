@@ -113,7 +113,10 @@ def test_hostile_recipes_are_one_message_at_once(tmp_path, capsys, text, message
         ("train {recipe} model.num_layers=1000000007", "model.num_layers=1000000007 must be at most"),
         ("train {recipe} train.global_batch_size=1000000000000000000", "train.global_batch_size=1000000000000000000 "),
         ("train {recipe} run.steps=100000000000000000000", "run.steps=100000000000000000000 must be at most 10"),
-        ("train {recipe} moe.sinkhorn_iterations=1000000000", "moe.sinkhorn_iterations=1000000000 must be at most"),
+        (
+            "train {recipe} moe.choice=sinkhorn moe.choice.iterations=1000000000",
+            "moe.choice.iterations=1000000000 must be at most",
+        ),
         (
             "train {recipe} train.optimizer=muon train.optimizer.ns_steps=1000000000",
             "train.optimizer.ns_steps=1000000000 must be at most 100",

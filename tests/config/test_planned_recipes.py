@@ -88,8 +88,7 @@ def settings(cfg: Config) -> Config:
     train = replace(
         cfg.train, micro_batch_size=1, recompute=(), offload=(), offload_optimizer="none", offload_waits=False
     )
-    context = {key: getattr(cfg.parallel, key) for key in ("context", "attention_hosts", "placement")}
-    parallel = replace(Config().parallel, **context)
+    parallel = replace(Config().parallel, context=cfg.parallel.context)
     rounds = {key: getattr(SitesConfig(), key) for key in ("every", "overlap", "keep_local", "precision")}
     sites = replace(cfg.sites, **rounds)
     return replace(cfg, train=train, parallel=parallel, sites=sites, run=replace(cfg.run, device="auto"))

@@ -2,17 +2,19 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta
+from moefold.config.find import built_in_kinds
 from moefold.config.load import config_from_dict
 from moefold.config.part import make_part, settings_of
 from moefold.config.schema import config_to_dict
-from moefold.config.suggestions import key_types, kind_settings
+from moefold.config.suggestions import key_types, kind_settings, part_keys
 from moefold.config.upgrade import FORMAT, MOVED, upgraded, upgraded_word
 from moefold.config.upgrade_text import upgrade_text
 from moefold.convert.run_config import parse_run_config
@@ -90,8 +92,8 @@ def test_every_place_exists_and_no_key_has_two():
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
         assert key not in key_types(section)
-        assert str(place) in kind_settings()
-    assert len({str(place) for place in MOVED.values()}) == len(MOVED)
+        assert str(place) in kind_settings() or not set(place.kinds) & set(built_in_kinds(part_keys()[place.key]))
+    assert len({(str(place), place.kinds) for place in MOVED.values()}) == len(MOVED)
 
 
 def test_an_old_key_is_refused_with_the_new_word(tmp_path):
@@ -111,6 +113,27 @@ def test_an_old_key_is_refused_with_the_new_word(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"^train.min_lr is .* now: write train.lr_schedule.min_lr=2e-4$"):
         load_config(None, ["train.min_lr=2e-4"])
+
+
+def test_a_key_of_an_experiment_is_refused_whatever_its_value():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["train.gradient_delay=0"])
+    assert str(error.value).endswith("write train.optimizer=delayed_adamw or delayed_muon")
+    for key, value in {"gradient_delay": 0, "delay_correction": 0.0, "spsa_eps": 1e-3}.items():
+        with pytest.raises(ConfigError, match=f"^train.{key} is train.optimizer.* now, a key of .*; leave it out$"):
+            config_from_dict({"train": {key: value}})
+
+
+def test_an_old_run_of_an_experiment_has_its_kind_and_settings():
+    old = {"optimizer": "muon", "muon_momentum": 0.9, "gradient_delay": 1, "delay_correction": 0.5, "spsa_eps": 1e-3}
+    kind = {"kind": "delayed_muon", "momentum": 0.9, "correction": 0.5}
+    assert upgraded({"train": old}) == ({"train": {"optimizer": kind}}, ["train.spsa_eps"])
+    old = {"optimizer": "spsa", "eps": 1e-8, "weight_decay": 0.0, "spsa_eps": 1e-2, "gradient_delay": 0}
+    kind = {"kind": "spsa", "weight_decay": 0.0, "eps": 1e-2}
+    assert upgraded({"train": old})[0] == {"train": {"optimizer": kind}}
+    text = '[train]\noptimizer = "adamw"\nbeta1 = 0.8\ngradient_delay = 1\n'
+    line = 'optimizer = { kind = "delayed_adamw", beta1 = 0.8 }'
+    assert upgrade_text(text, "r.toml")[0] == f"format = 2\n\n[train]\n{line}\n"
 
 
 def test_words_of_a_command_line():
@@ -144,7 +167,7 @@ def test_an_old_run_has_the_same_settings():
         section, _, key = name.partition(".")
         owner, _, chooser = place.key.partition(".")
         part = getattr(getattr(cfg, owner), chooser)
-        if place.setting in settings_of(type(part)):
+        if place.setting in settings_of(type(part)) and part.kind in (place.kinds or (part.kind,)):
             value = getattr(part, place.setting)
             assert (list(value) if isinstance(value, tuple) else value) == tree[section][key]
     assert config_from_dict(config_to_dict(cfg)) == cfg
@@ -156,6 +179,30 @@ def test_an_old_checkpoint_has_the_schedule_of_its_run():
     meta = read_meta(OLD_RUN / "step-000004")
     assert meta.schedule == schedule_settings(cfg.run, cfg.train)
     assert meta.format == FORMAT
+
+
+@pytest.mark.parametrize(
+    ("flat", "method"),
+    [
+        (
+            {"method": "condition", "template": "{prompt} {reward}", "want": 0.9},
+            {"kind": "condition", "reward": "reward", "template": "{prompt} {reward}", "want": 0.9},
+        ),
+        ({"method": "filter", "threshold": "q0.8"}, {"kind": "filter", "reward": "reward", "threshold": "q0.8"}),
+        ({"method": "dpo"}, "dpo"),
+    ],
+    ids=["condition", "filter", "dpo"],
+)
+def test_an_old_checkpoint_has_the_samples_of_its_run(tmp_path, flat, method):
+    fields = json.loads((OLD_RUN / "step-000004" / "moefold.json").read_text())
+    fields["order"] |= {f"align.{key}": value for key, value in flat.items()}
+    (tmp_path / "moefold.json").write_text(json.dumps(fields))
+    meta = read_meta(tmp_path)
+    assert meta.order["align.method"] == method
+    cfg = parse_run_config({**old_settings(), "align": flat}, OLD_RUN / "config.json")
+    assert data_order_change(meta, cfg) == ""
+    (tmp_path / "moefold.json").write_text(json.dumps(asdict(meta)))
+    assert read_meta(tmp_path) == meta
 
 
 def test_the_board_shows_an_old_run_in_the_new_keys(tmp_path):

@@ -17,6 +17,7 @@ from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -319,8 +320,9 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
 
 def test_latent_attention_whose_work_moves_between_ranks_pads_its_values():
     narrow = replace(CPU_KERNELS, narrow_values=True)
-    for keys, is_padded in (({"attention_hosts": "balanced"}, True), ({"placement": "balanced"}, True), ({}, False)):
-        cfg = _config(model=LATENT | {"v_head_dim": 8}, world_size=2, context="planned", **keys)
+    for keys, is_padded in (({"hosts": "balanced"}, True), ({"placement": "balanced"}, True), ({}, False)):
+        context = make_part("context", "planned", **keys)
+        cfg = _config(model=LATENT | {"v_head_dim": 8}, world_size=2, context=context)
         saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
         assert (saved[0] == saved[1]) == is_padded, keys
 
@@ -602,7 +604,7 @@ def _measured_in_symmetric_memory(cfg: Config) -> MeasuredMemory:
 @pytest.mark.parametrize("factor", [1.5, 2.0])
 def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
     plain = _config("bfloat16", {"layer_pattern": "M"}, world_size=2, ep=2)
-    parallel = replace(plain.parallel, receive_factor=factor, dispatcher="symm_mem")
+    parallel = replace(plain.parallel, dispatcher=make_part("dispatcher", "symm_mem", receive_factor=factor))
     cfg = replace(plain, run=replace(plain.run, device="auto"), parallel=parallel)
     check_config(cfg)
     _assert_close(cfg, pool.run(2, _measured_in_symmetric_memory, cfg))

@@ -77,10 +77,7 @@ def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
     for stage in plan_stages(cfg).stages:
         chunk = recipe_chunk(cfg.model, stage.parts)
         for kind, way in zip("FB", _intervals(cfg, chunk, splits_backward=schedule == "dualpipev"), strict=True):
-            assert (
-                len(way)
-                == len(list(stage_collectives(cfg.model, cfg.parallel, cfg.moe, cfg.train, stage, kind, 0))) + 1
-            )
+            assert len(way) == len(list(stage_collectives(cfg.model, cfg.parallel, cfg.train, stage, kind, 0))) + 1
 
 
 @pytest.mark.parametrize("kernels", [CPU_KERNELS, CUDA_KERNELS], ids=["cpu", "cuda"])

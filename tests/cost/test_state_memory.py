@@ -102,15 +102,20 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
     # Rows of 66 bytes, which are aligned to 80; two stages on each rank of a pipeline.
     model = ModelConfig(num_layers=4, hidden_size=33, head_dim=8, vocab_size=96, num_experts=4, moe_ffn_hidden_size=32)
     parallel = ParallelConfig(
-        world_size=4 * pp, ep=2, tp=2, pp=pp, dispatcher="symm_mem", receive_factor=factor,
-        schedule="interleaved" if pp > 1 else "1f1b", virtual_stages=pp,
-    )  # fmt: skip
+        world_size=4 * pp,
+        ep=2,
+        tp=2,
+        pp=pp,
+        schedule="interleaved" if pp > 1 else "1f1b",
+        virtual_stages=pp,
+        dispatcher=make_part("dispatcher", "symm_mem", receive_factor=factor),
+    )
     train = TrainConfig(seq_len=16, micro_batch_size=3, global_batch_size=24)
     cfg = Config(run=RunConfig(dtype="bfloat16", device="cuda"), model=model, parallel=parallel, train=train)
     check_config(cfg)
     routed = 16 // 2 * 3 * model.top_k
     expected = 3 * max(routed, math.ceil(routed * factor)) * 80 + 4 * 2 * 4 * 8
-    plain = replace(cfg, parallel=replace(parallel, dispatcher="alltoall", receive_factor=2.0))
+    plain = replace(cfg, parallel=replace(parallel, dispatcher="alltoall"))
     for pp_rank in range(pp):
         added = StateMemory(cfg).max_by_pp_rank[pp_rank].buffers - StateMemory(plain).max_by_pp_rank[pp_rank].buffers
         assert added == expected

@@ -9,6 +9,7 @@ import pytest
 
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
+from moefold.config.part import make_part
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.errors import ConfigError
 
@@ -33,7 +34,8 @@ def _open(
     seq_len: int = 16,
     *,
     skips: bool = False,
-    **align: object,
+    method: str,
+    **settings: object,
 ) -> Dataset:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (ROWS if rows is None else rows)))
@@ -45,7 +47,8 @@ def _open(
         shuffle=False,
         skip_bad_rows=skips,
     )
-    arguments = {"seq_len": seq_len, "vocab_size": 256, "seed": 0, "align": AlignConfig(**align)}
+    align = AlignConfig(method=make_part("alignment", method, **settings))
+    arguments = {"seq_len": seq_len, "vocab_size": 256, "seed": 0, "align": align}
     prepare(cfg, **arguments)
     return open_dataset(cfg, **arguments)
 
@@ -150,7 +153,7 @@ def test_a_reward_that_is_no_number_is_refused_with_its_line(files: Path, method
 
 
 def test_a_column_that_is_missing_is_named(files: Path):
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no column 'rewards'; did you mean 'reward'\?; align.reward"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no column 'rewards'; did you mean 'reward'\?; align.method"):
         _open(files, method="weight", reward="rewards")
 
 
@@ -161,7 +164,7 @@ def test_equal_rewards_are_refused(files: Path, method):
 
 
 def test_a_threshold_that_keeps_nothing_is_refused(files: Path):
-    with pytest.raises(ConfigError, match=r"align.threshold=3.5 keeps none of 9 conversations, .* lie in \[-1, 3\]"):
+    with pytest.raises(ConfigError, match=r"align.method.threshold=3.5 keeps none of 9 .* lie in \[-1, 3\]"):
         _open(files, method="filter", threshold=3.5)
 
 

@@ -1,10 +1,10 @@
 """Folders that look like checkpoints and hold no tensor: enough for all that is decided before torch is there."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, sample_order, write_meta
 from moefold.config.load import config_from_dict
+from moefold.config.part import words_of
 from moefold.config.schema import Config, write_config_json
 from moefold.config.upgrade import FORMAT
 
@@ -24,7 +24,7 @@ def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dic
                 tokens=0,
                 order=sample_order(cfg),
                 model=model_sizes(cfg.model),
-                parallel=asdict(cfg.parallel),
+                parallel=words_of(cfg.parallel),
             ),
         )
     write_config_json(cfg, run_dir / "config.json")

@@ -1,4 +1,4 @@
-"""Prompts ask for align.want after a run with align.method="condition", unless --want asks for something else."""
+"""Prompts ask for align.method.want after a run of the method "condition", unless --want asks for something else."""
 
 import json
 from pathlib import Path
@@ -45,9 +45,7 @@ kind = "sft"
 path = "FOLDER/scored.jsonl"
 chat_template = "FOLDER/plain.jinja"
 [align]
-method = "condition"
-template = "{prompt} [{reward:.1f}]"
-want = 0.9
+method = { kind = "condition", template = "{prompt} [{reward:.1f}]", want = 0.9 }
 """
 PLAIN = "{% for m in messages %}{{ m.content }}{{ '\\x00' if m.role == 'assistant' else '' }}{% endfor %}"
 
@@ -137,16 +135,17 @@ def rollout_prompts(tmp_path: Path, **options: Any) -> list[Any]:
 
 def test_another_value_is_no_other_data():
     meta = read_meta(next(Path("run/checkpoints").glob("step-*")))
-    assert meta.order["align.want"] == 0.9
-    assert data_order_change(meta, load_config(Path("recipe.toml"), ["align.want=0.1"])) == ""
-    assert "align.template" in data_order_change(
-        meta, load_config(Path("recipe.toml"), ["align.template={prompt}{reward}"])
+    assert meta.order["align.method"]["want"] == 0.9
+    assert data_order_change(meta, load_config(Path("recipe.toml"), ["align.method.want=0.1"])) == ""
+    assert "align.method" in data_order_change(
+        meta, load_config(Path("recipe.toml"), ["align.method.template={prompt}{reward}"])
     )
 
 
 def test_other_runs_and_older_checkpoints_have_none():
-    assert "align.want" not in sample_order(Config())
-    assert stored_reward_prompt({"align.method": "condition", "align.template": "{prompt}{reward}"}, "old") is None
+    assert stored_reward_prompt(sample_order(Config()), "other") is None
+    old = {"kind": "condition", "template": "{prompt}{reward}"}
+    assert stored_reward_prompt({"align.method": old}, "old") is None
     stored = stored_reward_prompt(find_meta(), "run")
     assert stored == RewardPrompt("{prompt} [{reward:.1f}]", 0.9)
 
@@ -158,15 +157,15 @@ def find_meta() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"align.template": "{prompt.__class__} {reward}"}, "run: align.template="),
-        ({"align.want": "much"}, "are damaged"),
-        ({"align.template": 3}, "are damaged"),
+        ({"template": "{prompt.__class__} {reward}"}, "run: align.method.template="),
+        ({"want": "much"}, "are damaged"),
+        ({"template": 3}, "are damaged"),
     ],
     ids=str,
 )
 def test_damaged_metadata_is_one_line(changed, message):
     with pytest.raises(ConfigError, match=message):
-        stored_reward_prompt(find_meta() | changed, "run")
+        stored_reward_prompt({"align.method": find_meta()["align.method"] | changed}, "run")
 
 
 def test_a_model_of_another_method_refuses_the_option(mixtral):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from moefold.config.align import AlignConfig
+from moefold.config.part import make_part
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
 from moefold.objectives.policy import PolicyGradientLoss
@@ -15,8 +16,8 @@ def policy(*, temperature: float = 1.0, **keys: Any) -> PolicyGradientLoss:
     return policy_loss(RLConfig(**keys), temperature)
 
 
-def preference(**keys: Any) -> PreferenceLoss:
-    """Return the loss of [align] with these keys."""
-    loss = recipe_loss(AlignConfig(**keys), TrainConfig())
+def preference(method: str, **settings: Any) -> PreferenceLoss:
+    """Return the loss of a method of [align] with these settings."""
+    loss = recipe_loss(AlignConfig(method=make_part("alignment", method, **settings)), TrainConfig())
     assert isinstance(loss, PreferenceLoss)
     return loss

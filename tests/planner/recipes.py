@@ -5,6 +5,7 @@ from dataclasses import replace
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -26,7 +27,7 @@ RECIPES = {
     "plain": Config(
         run=RunConfig(device="cuda"),
         model=SMALL,
-        moe=MoEConfig(llep_min_tokens=8),
+        parallel=ParallelConfig(dispatcher=make_part("dispatcher", "leastloaded", min_tokens=8)),
         train=TrainConfig(seq_len=16, global_batch_size=4),
     ),
     "windows and an uneven batch": Config(

@@ -42,7 +42,7 @@ def test_the_chosen_mapping_is_legal_and_told(tmp_path):
 def test_sparse_attention_is_searched_with_the_context_parallelism_that_it_allows(tmp_path):
     words = ["model.index_topk=8", "model.index_head_dim=16", "parallel.cp=2"]
     cfg, _ = planned(tmp_path, *words, "parallel.world_size=2")
-    assert (cfg.parallel.cp, cfg.parallel.context) == (2, "allgather")
+    assert (cfg.parallel.cp, cfg.parallel.context.kind) == (2, "allgather")
     query = PlanQuery(model="glm-5", gpu="h100", num_gpus=16, seq_len=4096, global_batch_size=64)
     constraints = MappingConstraints(plan_request(query).base_config)
     assert {fold.cp for fold, _ in MappingSpace(constraints, Restriction({"tp": 1, "pp": 1})).folds} == {1, 2, 4, 8, 16}

@@ -6,6 +6,7 @@ import pytest
 
 from moefold.config.data import DataConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
@@ -14,7 +15,6 @@ from moefold.planner.export_recipe import write_recipe
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import ListedLengths
 from moefold.planner.lengths.samples import StreamedSamples
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Restriction
@@ -46,7 +46,7 @@ def request(world_size: int, **fixed) -> PlanRequest:
 
 def test_the_best_mapping_of_every_fold_is_found_with_documents():
     asked = request(8)
-    search = Planner(asked).search.searches[AttentionStrategy()]
+    search = Planner(asked).search.searches[make_part("context", "ring")]
     plans = search.rank_all()
     found = {plan.mapping: plan.time.total_s for plan in plans}
     every = every_mapping(search, asked.restriction.fixed)
@@ -62,7 +62,7 @@ def test_the_best_mapping_of_every_fold_is_found_with_documents():
 def test_each_fold_gets_its_fastest_strategy():
     asked = request(8, cp=4, pp=1)
     planner = Planner(asked)
-    assert AttentionStrategy() in planner.search.searches
+    assert make_part("context", "ring") in planner.search.searches
     assert any(strategy.is_planned for strategy in planner.search.searches)
     for plan in planner.plans:
         m = plan.mapping
@@ -78,7 +78,7 @@ def test_each_fold_gets_its_fastest_strategy():
     assert [p.mapping for p in planner.top_plans(4)] == [p.mapping for p in planner.plans[:4]]
     assert len(planner.search.faster_folds(best.time.total_s)) == 0
     parallel = planner.config_for(best).parallel
-    assert AttentionStrategy.from_config(parallel) == best.attention
+    assert parallel.context == best.attention
     assert (parallel.tp, parallel.cp) == (best.mapping.tp, best.mapping.cp)
 
 
@@ -103,20 +103,24 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
 
 
 def test_the_recipes_own_strategy_wins_ties():
-    own = AttentionStrategy(context="allgather", tolerance=0.3)
+    own = make_part("context", "allgather")
     strategies = candidate_strategies(own)
     assert strategies[0] == own
     assert len(strategies) == len(set(strategies)) == 7
+    own = make_part("context", "planned", tolerance=0.3)
+    strategies = candidate_strategies(own)
+    assert strategies[0] == own
+    assert len(strategies) == len(set(strategies)) == 6
     assert {strategy.tolerance for strategy in strategies} == {0.3}
     # Without context parallelism on one rank there is nothing to share.
     alone = Planner(request(1)).best()
-    assert alone.attention == AttentionStrategy()
+    assert alone.attention == make_part("context", "ring")
 
 
 def test_a_planned_recipe_has_no_key_of_attention_without_effect(tmp_path):
-    own = AttentionStrategy(context="planned", placement="documents", hosts="balanced", tolerance=0.2, pool=4, block=64)
+    own = make_part("context", "planned", placement="documents", hosts="balanced", tolerance=0.2, pool=4, block=64)
     asked = request(8, pp=1, tp=2)
-    cfg = replace(asked.base_config, parallel=own.apply(asked.base_config.parallel), moe=MoEConfig())
+    cfg = replace(asked.base_config, parallel=replace(asked.base_config.parallel, context=own), moe=MoEConfig())
     loads = asked.workload.attention
     asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=loads.with_strategy(own)))
     planner = Planner(asked)

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from moefold.config.groups.context import ContextPart
+from moefold.config.part import make_part
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.planner.lengths.samples import DocumentSamples, StreamedSamples
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.simulator.simulate import simulate_mapping
@@ -23,10 +24,10 @@ from tests.planner.lengths.equal_documents import equal_documents
 TABLE = Path(__file__).parent / "published" / "lengths.csv"
 ROWS = {row["id"]: row for row in csv.DictReader(TABLE.open(encoding="utf-8"))}
 K = 1024
-RING = AttentionStrategy()
-PER_DOCUMENT = AttentionStrategy(context="planned", placement="documents")
-WHOLE_DOCUMENTS = AttentionStrategy(context="planned", placement="balanced")
-DISTCA = AttentionStrategy(context="planned", hosts="balanced")
+RING = make_part("context", "ring")
+PER_DOCUMENT = make_part("context", "planned", placement="documents")
+WHOLE_DOCUMENTS = make_part("context", "planned", placement="balanced")
+DISTCA = make_part("context", "planned", hosts="balanced")
 """Core attention disaggregation with the tolerance of the paper, 0.1."""
 SIZE_TOLERANCE = 0.25
 
@@ -35,13 +36,13 @@ def drawn(name: str) -> DocumentSamples:
     return StreamedSamples(load_distribution(name))
 
 
-def priced(samples: DocumentSamples, seq_len: int, batch: int, strategy: AttentionStrategy, gpu: str) -> CostModel:
+def priced(samples: DocumentSamples, seq_len: int, batch: int, strategy: ContextPart, gpu: str) -> CostModel:
     loads = DocumentLoads(samples, seq_len, strategy)
     work = TrainingWorkload(seq_len=seq_len, global_batch_size=batch, attention=loads)
     return CostModel(load_model_spec("llama3-8b"), load_device(gpu), work)
 
 
-def distca_s(name: str, seq_len: int, strategy: AttentionStrategy, pp: int) -> float:
+def distca_s(name: str, seq_len: int, strategy: ContextPart, pp: int) -> float:
     """Seconds of a step of 2M tokens on 64 H200 with TP8, under the best of DP and CP, as the paper's baseline is."""
     batch = 2 * K * K * pp**2 // seq_len
     model = priced(drawn(name), seq_len, batch, strategy, "h200")
@@ -60,7 +61,7 @@ def distca_speedup(name: str, pp: int = 1) -> list[float]:
     return [distca_s(name, s, PER_DOCUMENT, pp) / distca_s(name, s, DISTCA, pp) for s in lengths]
 
 
-def idle(strategy: AttentionStrategy, dp: int) -> float:
+def idle(strategy: ContextPart, dp: int) -> float:
     """Per cent of the attention time that a rank waits."""
     loads = DocumentLoads(drawn("wlb"), 512 * K, strategy)
     return 100 * (1 - 1 / loads.rounds(1, dp, 1).max_over_mean)
@@ -76,7 +77,7 @@ def exchange_pct(cp: int) -> float:
 
 def moved_bytes(tolerance: float) -> float:
     """Bytes for a token and layer: queries there and outputs back (4,096 values each), keys and values (1,024 each)."""
-    strategy = AttentionStrategy(context="planned", hosts="balanced", tolerance=tolerance)
+    strategy = make_part("context", "planned", hosts="balanced", tolerance=tolerance)
     found = DocumentLoads(drawn("wlb"), 128 * K, strategy).rounds(1, 8, 1)
     return 2 * (2 * 4096 * found.moved_queries + 2 * 1024 * found.received_keys)
 

@@ -70,9 +70,11 @@ def random_world(random: Random) -> World:
     cfg = Config(
         run=RunConfig(device="cuda", dtype="bfloat16"),
         model=model,
-        moe=MoEConfig(capacity_factor=one_of([0.0, 0.0, 0.5, 1.5]), llep_min_tokens=8),
+        moe=MoEConfig(capacity_factor=one_of([0.0, 0.0, 0.5, 1.5])),
         train=train,
-        parallel=ParallelConfig(pipeline_layout=one_of(["", "", "auto"])),
+        parallel=ParallelConfig(
+            pipeline_layout=one_of(["", "", "auto"]), dispatcher=make_part("dispatcher", "leastloaded", min_tokens=8)
+        ),
     )
     fixed = one_of([{}, {}, {"overlap": True}, {"dispatcher": "allgather"}, {"zero": 2}, {"schedule": "zbv"}])
     return World(on_ranks(cfg, one_of([1, 2, 3, 4, 6, 8])), random_device(random), fixed, one_of([1.0, 1.3, 3.0]))

@@ -40,7 +40,7 @@ def plan(folder: Path, dispatcher: str) -> tuple[dict[str, object], str]:
 @pytest.mark.e2e
 def test_it_is_priced_by_what_it_sends(tmp_path: Path) -> None:
     mine, written = plan(tmp_path, "gathering")
-    assert (mine["dispatcher"], written) == ("gathering", "gathering")
+    assert (mine["dispatcher"], written) == ("gathering", {"kind": "gathering"})
     like, other = (plan(tmp_path, kind)[0] for kind in ("allgather", "alltoall"))
     assert mine["step_time_s"] == like["step_time_s"] != other["step_time_s"]
     assert mine["memory_gib"] == pytest.approx(like["memory_gib"], rel=0.01)

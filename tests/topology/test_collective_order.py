@@ -28,7 +28,6 @@ def _words(cfg, rank=0):
         for begin in collective_sequence(
             cfg.model,
             cfg.parallel,
-            cfg.moe,
             cfg.train,
             {s.number: s for s in plan_stages(cfg).of_rank(rank)},
             rows[rank],
@@ -67,7 +66,7 @@ def test_ranks_of_a_group_that_differ_are_named():
     rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     stages = [{s.number: s for s in plan_stages(cfg).of_rank(rank)} for rank in range(2)]
     first, last = (
-        collective_sequence(cfg.model, cfg.parallel, cfg.moe, cfg.train, stages[rank], rows[rank]) for rank in range(2)
+        collective_sequence(cfg.model, cfg.parallel, cfg.train, stages[rank], rows[rank]) for rank in range(2)
     )
     assert list(order_mismatches([first, first, last, last], layout)) == []
     turned = (*first[:6], first[7], first[6], *first[8:])

@@ -73,7 +73,7 @@ def test_the_file_is_for_the_micro_batches_of_the_batch(read):
 def test_the_machine_check_reads_the_file(tmp_path):
     recipe = {
         "run": {"dir": str(tmp_path / "run")},
-        "parallel": {"world_size": 2, "pp": 2, "schedule": "csv", "schedule_csv": str(tmp_path / "none.csv")},
+        "parallel": {"world_size": 2, "pp": 2, "schedule": {"kind": "csv", "path": str(tmp_path / "none.csv")}},
     }
     with pytest.raises(ConfigError, match="none.csv' cannot be read: No such file or directory"):
         check_machine(config_from_dict(recipe))

@@ -42,8 +42,8 @@ def _stages(cfg: Config) -> list[PipelineStage]:
 
 
 def _of_torch(cfg: Config):
-    cls, stages = CLASSES[cfg.parallel.schedule], _stages(cfg)
-    stages = stages[0] if cfg.parallel.schedule in ("gpipe", "1f1b") else stages
+    cls, stages = CLASSES[cfg.parallel.schedule.kind], _stages(cfg)
+    stages = stages[0] if cfg.parallel.schedule.kind in ("gpipe", "1f1b") else stages
     return cls(stages, cfg.num_micro_batches, loss_fn=lambda y, target: y.sum(), scale_grads=False)
 
 

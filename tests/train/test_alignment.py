@@ -83,8 +83,8 @@ def _numbers(records: list[dict[str, object]]) -> list[tuple[object, ...]]:
 def test_weight_with_an_infinite_beta_is_fine_tuning_by_bits(folder: Path):
     """The largest beta that a recipe may have is infinite for these rewards: exp(-0.02 / beta) rounds to 1."""
     plain = _train(folder, "plain", "scored", "run.steps=3")
-    flat = _train(folder, "flat", "scored", "run.steps=3", "align.method=weight", "align.beta=1e15")
-    steep = _train(folder, "steep", "scored", "run.steps=3", "align.method=weight", "align.beta=0.01")
+    flat = _train(folder, "flat", "scored", "run.steps=3", "align.method=weight", "align.method.beta=1e15")
+    steep = _train(folder, "steep", "scored", "run.steps=3", "align.method=weight", "align.method.beta=0.01")
     assert _numbers(flat) == _numbers(plain)
     assert steep[0]["loss"] != plain[0]["loss"]
 
@@ -110,7 +110,7 @@ def test_the_first_step_compares_the_initial_weights_with_themselves(folder: Pat
 
 
 def test_a_resumed_run_keeps_its_reference(folder: Path):
-    settings = ("align.method=dpo", "align.beta=0.5")
+    settings = ("align.method=dpo", "align.method.beta=0.5")
     whole = _train(folder, "whole", "pairs", "run.steps=4", *settings)
     _train(folder, "run", "pairs", "run.steps=2", *settings)
     shutil.copytree(folder / "run", folder / "copy")

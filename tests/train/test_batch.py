@@ -141,7 +141,9 @@ def _refused_batch(cfg: Config) -> str:
 
 
 def test_a_placement_of_documents_needs_documents(pool):
-    """A Config made in Python has no given keys, of which `validate/unused_planned.py` would refuse this one."""
+    """A Config made in Python has no given keys, of which `validate/unused.py` would refuse this one."""
     cfg = tiny(world_size=2, cp=2, context="planned", placement="documents")
     for message in pool.run(2, _refused_batch, cfg):
-        assert message.startswith("parallel.placement='documents' places documents, and the samples have none; set ")
+        assert message.startswith(
+            "parallel.context.placement='documents' places documents, and the samples have none; set "
+        )

@@ -35,7 +35,7 @@ FEATURES = {
     "fp8": {"train": {"precision": "fp8-blockwise"}},
     "all-to-all, dropped": {"parallel": {"world_size": 2, "ep": 2}, "moe": {"capacity_factor": 1.0}},
     "least loaded": {
-        "parallel": {"world_size": 2, "ep": 2, "dispatcher": "leastloaded"}, "moe": {"llep_min_tokens": 1},
+        "parallel": {"world_size": 2, "ep": 2, "dispatcher": {"kind": "leastloaded", "min_tokens": 1}},
     },
     "context": {"parallel": {"world_size": 2, "cp": 2}, "data": {"document_end": 2}},
 }  # fmt: skip

@@ -129,7 +129,7 @@ def test_the_default_data_is_there():
 
 def test_trackers_that_nobody_asks_for_need_no_package():
     cfg = config()
-    check_packages(cfg.model, cfg.parallel, cfg.moe, cfg.metrics)
+    check_packages(cfg.model, cfg.parallel, cfg.metrics)
 
 
 REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", "run.steps=2")

@@ -19,8 +19,8 @@ from tests.slow import slow
 STEPS = 3
 
 
-def _recipe(dispatcher: str, **sections: dict[str, object]) -> Config:
-    parallel = {"world_size": 2, "ep": 2, "dispatcher": dispatcher} | sections.pop("parallel", {})
+def _recipe(dispatcher: str | dict[str, object], **sections: dict[str, object]) -> Config:
+    parallel = {"world_size": 2, "ep": 2, "dispatcher": dispatcher}
     model = {"num_layers": 2, "hidden_size": 64, "num_experts": 4, "top_k": 2, "vocab_size": 64}
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
     run = {"dtype": "float64", "device": "auto"}
@@ -71,18 +71,18 @@ def test_steps_equal_the_steps_of_the_all_to_all(pool, sections):
 
 @pytest.mark.parity
 def test_a_step_without_room_stops_the_run_before_the_weights_change(pool):
-    cfg = _recipe("symm_mem", moe={"choice": "skewed", "skew": 0.9}, parallel={"receive_factor": 1.0})
+    cfg = _recipe({"kind": "symm_mem", "receive_factor": 1.0}, moe={"choice": {"kind": "skewed", "share": 0.9}})
     for losses, _, error, is_unchanged in pool.run(2, _train, cfg):
         assert losses == []
         assert error.startswith("step 1 is void: rank ")
-        assert "parallel.receive_factor=1 has room for 1 times" in error
+        assert "parallel.dispatcher.receive_factor=1 has room for 1 times" in error
         assert is_unchanged
 
 
 def test_the_message_names_a_factor_that_suffices():
-    cfg = _recipe("symm_mem", parallel={"receive_factor": 1.5})
-    check_receive_loads(torch.tensor([0.2, 1.0]), cfg.parallel, cfg.moe, "step 4")
+    cfg = _recipe({"kind": "symm_mem", "receive_factor": 1.5})
+    check_receive_loads(torch.tensor([0.2, 1.0]), cfg.parallel, "step 4")
     with pytest.raises(
         RunError, match=r"step 4 is void: rank 1 was to receive 1.83 times .*receive_factor=1.9 or more"
     ):
-        check_receive_loads(torch.tensor([0.2, 1.22]), cfg.parallel, cfg.moe, "step 4")
+        check_receive_loads(torch.tensor([0.2, 1.22]), cfg.parallel, "step 4")

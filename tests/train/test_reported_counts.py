@@ -16,6 +16,7 @@ from moefold.checkpoint.checkpoint_dir import META_FILE, complete_checkpoints, r
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.dataset import open_dataset
@@ -85,7 +86,7 @@ def documents(folder: Path) -> tuple[list[str], int]:
     return words, sum(len(text) + 1 for text in texts)
 
 
-PLANNED = {"world_size": 2, "cp": 2, "context": "planned", "placement": "balanced", "attention_hosts": "balanced"}
+PLANNED = {"world_size": 2, "cp": 2, "context": make_part("context", "planned", placement="balanced", hosts="balanced")}
 CASES = [
     (make, name, parallel)
     for make in (conversations, pairs, documents)

@@ -19,55 +19,60 @@ FOLDS = {
     ),
 }
 
-PLACED = "world_size=4 ep=2 context=planned placement=balanced"
-BY_DOCUMENT = "world_size=2 cp=2 context=planned placement=documents data.document_end=0"
-BALANCED_HOSTS = "world_size=8 cp=2 context=planned attention_hosts=balanced"
+PLACED = "world_size=4 ep=2 context=planned parallel.context.placement=balanced"
+BY_DOCUMENT = "world_size=2 cp=2 context=planned parallel.context.placement=documents data.document_end=0"
+BALANCED_HOSTS = "world_size=8 cp=2 context=planned parallel.context.hosts=balanced"
 PLACEMENTS = {
     f"{PLACED} data.kind=preference data.path=a align.method=dpo train.eval_every=0": (
-        "parallel.placement='balanced' splits samples between ranks, and data.kind='preference' has losses and columns "
-        "of whole samples; choose parallel.placement='samples'"
+        "parallel.context.placement='balanced' splits samples between ranks, and data.kind='preference' has losses "
+        "and columns "
+        "of whole samples; choose placement='samples'"
     ),
     "world_size=2 cp=2 context=planned model.attention_pattern=C model.attention_chunk_size=4": (
         "parallel.context='planned' plans attention within documents, and model.attention_pattern='C' has layers of "
         "kind C, which divide them into chunks; choose parallel.context='ring'"
     ),
     f"{PLACED} data.kind=task rl.group_size=4": (
-        "parallel.placement='balanced' splits samples between ranks, and rollouts have columns of whole samples; "
-        "choose parallel.placement='samples'"
+        "parallel.context.placement='balanced' splits samples between ranks, and rollouts have columns of whole "
+        "samples; "
+        "choose placement='samples'"
     ),
     f"{PLACED} data.document_end=0 moe.capacity_factor=1.0": (
-        "parallel.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
+        "parallel.context.placement='balanced' with moe.capacity_factor=1.0 would drop other tokens than "
+        "placement='samples': "
         "a capacity counts a micro-batch, whose tokens are on all ranks; set capacity_factor=0.0 (dropless), or "
-        "choose parallel.placement='samples'"
+        "choose placement='samples'"
     ),
     f"{BY_DOCUMENT} moe.capacity_factor=1.0 moe.drop_scope=sub_sequence": (
-        "parallel.placement='documents' with moe.capacity_factor=1.0 would drop other tokens than placement='samples': "
+        "parallel.context.placement='documents' with moe.capacity_factor=1.0 would drop other tokens than "
+        "placement='samples': "
         "a capacity counts one rank's part of a sample; set capacity_factor=0.0 (dropless), or choose "
-        "parallel.placement='samples'"
+        "placement='samples'"
     ),
     f"{PLACED} data.document_end=0 moe.choice=sinkhorn": (
-        "parallel.placement='balanced' with moe.choice='sinkhorn' would balance other tokens than placement='samples': "
+        "parallel.context.placement='balanced' with moe.choice='sinkhorn' would balance other tokens than "
+        "placement='samples': "
         "it reads the tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or choose "
-        "parallel.placement='samples'"
+        "placement='samples'"
     ),
 }
 
 MAPPINGS = {
-    "world_size=4 context=planned attention_hosts=balanced attention_pool=1 data.document_end=0": (
-        "parallel.attention_pool=1 leaves all work on its rank, as parallel.attention_hosts='home' does; choose one of "
-        "2, 4, 0 for all ranks, or attention_hosts='home'"
+    "world_size=4 context=planned parallel.context.hosts=balanced parallel.context.pool=1 data.document_end=0": (
+        "parallel.context.pool=1 leaves all work on its rank, as hosts='home' does; choose one of "
+        "2, 4, 0 for all ranks, or hosts='home'"
     ),
-    f"{BALANCED_HOSTS} attention_pool=3 data.document_end=0": (
-        "parallel.attention_pool=3 must be a multiple of parallel.cp=2 that divides dp*cp=8; choose one of 2, 4, 8, or "
+    f"{BALANCED_HOSTS} parallel.context.pool=3 data.document_end=0": (
+        "parallel.context.pool=3 must be a multiple of parallel.cp=2 that divides dp*cp=8; choose one of 2, 4, 8, or "
         "0 for all ranks"
     ),
-    f"{BALANCED_HOSTS} attention_block=512 data.document_end=0 train.seq_len=256": (
-        "parallel.attention_block=512 must be at most train.seq_len=256, as no document of a sample is longer; choose "
+    f"{BALANCED_HOSTS} parallel.context.block=512 data.document_end=0 train.seq_len=256": (
+        "parallel.context.block=512 must be at most train.seq_len=256, as no document of a sample is longer; choose "
         "256 or less"
     ),
     f"{BALANCED_HOSTS} data.kind=task rl.group_size=4": (
-        "parallel.attention_hosts='balanced' needs the documents of all ranks, and rollouts are packed on each rank "
-        "alone; choose parallel.attention_hosts='home'"
+        "parallel.context.hosts='balanced' needs the documents of all ranks, and rollouts are packed on each rank "
+        "alone; choose hosts='home'"
     ),
     "world_size=4 etp=4 model.hidden_size=66 model.head_dim=8 model.moe_bias=true": (
         "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2"
@@ -156,20 +161,22 @@ MAPPINGS = {
         "moe.pad_to_capacity=true gives every rank the same load, so parallel.dispatcher='leastloaded' would move "
         "nothing; choose pad_to_capacity=false, or dispatcher='alltoall'"
     ),
-    "world_size=2 ep=2 dispatcher=leastloaded moe.llep_threshold=2.0": (
-        "moe.llep_threshold=2.0 must be below parallel.ep=2, the most mean loads that one rank can have; the "
+    "world_size=2 ep=2 dispatcher=leastloaded parallel.dispatcher.threshold=2.0": (
+        "parallel.dispatcher.threshold=2.0 must be below parallel.ep=2, the most mean loads that one rank can have; "
+        "the "
         "published value is 1.3"
     ),
-    "world_size=4 ep=4 dispatcher=leastloaded moe.llep_capacity=1.5": (
-        "moe.llep_capacity=1.5 must be at most moe.llep_threshold=1.3: what a rank may keep needs no relief; choose "
-        "llep_capacity of 1.0 to 1.3"
+    "world_size=4 ep=4 dispatcher=leastloaded parallel.dispatcher.capacity=1.5": (
+        "parallel.dispatcher.capacity=1.5 must be at most threshold=1.3: what a rank may keep needs no relief; choose "
+        "1.0 to 1.3"
     ),
-    "world_size=4 ep=4 dispatcher=leastloaded moe.llep_min_tokens=1000": (
-        "moe.llep_min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank could take "
+    "world_size=4 ep=4 dispatcher=leastloaded parallel.dispatcher.min_tokens=1000": (
+        "parallel.dispatcher.min_tokens=1000 must be at most 564, the most routed tokens of one expert that a rank "
+        "could take "
         "over of the 1024 tokens of ep*etp=4 ranks; choose 1 to 564"
     ),
-    "world_size=2 tp=2 ep=2 dispatcher=leastloaded model.top_k=4 moe.llep_min_tokens=257": (
-        "moe.llep_min_tokens=257 must be at most 256..."
+    "world_size=2 tp=2 ep=2 dispatcher=leastloaded model.top_k=4 parallel.dispatcher.min_tokens=257": (
+        "parallel.dispatcher.min_tokens=257 must be at most 256..."
     ),
     "world_size=2 pp=2 schedule=interleaved": (
         "parallel.schedule='interleaved' needs parallel.virtual_stages of 2 or more, and it is 1; choose "
@@ -227,9 +234,9 @@ PIPELINES = {
         "parallel.schedule='zero-bubble' with pp=2 runs micro-batches in 2 equal rounds..."
     ),
     "world_size=2 pp=2 schedule=csv": (
-        "parallel.schedule='csv' needs parallel.schedule_csv, the path of its file; or choose 'zero-bubble'"
+        "parallel.schedule='csv' needs parallel.schedule.path, its file; or choose 'zero-bubble'"
     ),
-    "world_size=1 schedule=csv schedule_csv=rows.csv": (
+    "world_size=1 schedule=csv parallel.schedule.path=rows.csv": (
         "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
     ),
     "world_size=8 pp=8 pipeline_layout=auto model.num_layers=4": (
@@ -258,14 +265,14 @@ ACCEPTED = [
     "world_size=2 pp=2 schedule=interleaved virtual_stages=2 train.global_batch_size=1",
     "world_size=8 tp=2 ep=2 etp=2 dispatcher=allgather",
     "world_size=8 tp=2 ep=2 etp=2 dispatcher=leastloaded moe.capacity_factor=1.0",
-    "world_size=4 ep=4 dispatcher=leastloaded moe.llep_min_tokens=564",
+    "world_size=4 ep=4 dispatcher=leastloaded parallel.dispatcher.min_tokens=564",
     "world_size=1 dispatcher=local context=ulysses zero=3 schedule=gpipe",
     "world_size=4 tp=4 model.ffn_hidden_size=1024 model.layer_pattern=D",
     "world_size=2 etp=1 model.moe_ffn_hidden_size=511",
     "world_size=2 pp=2 schedule=zero-bubble",
     "world_size=2 pp=2 schedule=zero-bubble virtual_stages=4 model.num_layers=8",
     "world_size=2 pp=2 schedule=zbv virtual_stages=2 model.num_layers=8 train.global_batch_size=1",
-    "world_size=2 pp=2 schedule=csv schedule_csv=rows.csv virtual_stages=3 model.num_layers=8",
+    "world_size=2 pp=2 schedule=csv parallel.schedule.path=rows.csv virtual_stages=3 model.num_layers=8",
     "world_size=1 schedule=zero-bubble",
     "world_size=6 pp=6 pipeline_layout=auto model.num_layers=4 train.global_batch_size=12",
 ]

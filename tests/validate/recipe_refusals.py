@@ -295,19 +295,21 @@ ALIGNMENT = {
         "model.mtp_layers=1; set it to 0"
     ),
     **{
-        f"{_SCORED} align.method=filter align.threshold={threshold}": (
-            f'align.threshold={threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", or "best"'
+        f"{_SCORED} align.method=filter align.method.threshold={threshold}": (
+            f'align.method.threshold={threshold!r} must be a number, a quantile from "q0" to "q1" such as "q0.8", '
+            'or "best"'
         )
         for threshold in ("good", "q1.5", "qx")
     },
-    f"{_SCORED} align.method=condition align.template={{prompt}}": (
-        "align.template='{prompt}' lacks {reward}; write both {prompt} and {reward}, or {reward:.2f} for 2 digits"
+    f"{_SCORED} align.method=condition align.method.template={{prompt}}": (
+        "align.method.template='{prompt}' lacks {reward}; write both {prompt} and {reward}, or {reward:.2f} for 2 "
+        "digits"
     ),
-    f"{_SCORED} align.method=condition align.template={{reward}}{{prompt}}{{x}}": (
-        "align.template='{reward}{prompt}{x}' has the field {x}; only {prompt} and {reward} are filled in"
+    f"{_SCORED} align.method=condition align.method.template={{reward}}{{prompt}}{{x}}": (
+        "align.method.template='{reward}{prompt}{x}' has the field {x}; only {prompt} and {reward} are filled in"
     ),
-    f"{_SCORED} align.method=condition align.template={{prompt}}{{reward:.2q}}": (
-        "align.template='{prompt}{reward:.2q}' cannot be filled in (Unknown format code 'q' for object of type "
+    f"{_SCORED} align.method=condition align.method.template={{prompt}}{{reward:.2q}}": (
+        "align.method.template='{prompt}{reward:.2q}' cannot be filled in (Unknown format code 'q' for object of type "
         "'float'); write a brace of the text twice, as {{ or }}"
     ),
 }
@@ -395,9 +397,9 @@ ACCEPTED = [
     "model.num_groups=4 model.top_groups=2 model.router_score=sigmoid model.expert_bias=true moe.aux_kind=sequence",
     "model.num_groups=4 model.top_groups=2 moe.choice=quantile model.expert_bias=true",
     "model.expert_bias=true moe.aux_loss=0.0",
-    "moe.choice=sinkhorn moe.sinkhorn_iterations=1",
+    "moe.choice=sinkhorn moe.choice.iterations=1",
     "moe.choice=round_robin",
-    "moe.choice=skewed moe.skew=1.0 model.top_k=7",
+    "moe.choice=skewed moe.choice.share=1.0 model.top_k=7",
     "moe.capacity_factor=0.5",
     "moe.capacity_factor=3.9",
     "moe.capacity_factor=4.0 moe.pad_to_capacity=true",
@@ -425,10 +427,10 @@ ACCEPTED = [
     'data.kind=text data.path=["a","b"] data.weights=[1,2.5]',
     "data.kind=tokens data.path=a data.weights=[1] data.document_index=true",
     "data.kind=sft data.path=chats.jsonl data.overlong=refuse data.chat_template=t.jinja",
-    "data.kind=preference data.path=pairs.jsonl data.overlong=refuse align.method=kto align.desirable_weight=2",
-    "data.kind=sft data.path=scored.jsonl align.method=filter align.threshold=q0.8 model.mtp_layers=1",
-    "data.kind=sft data.path=scored.jsonl align.method=filter align.threshold=0.5",
-    "data.kind=sft data.path=scored.jsonl align.method=condition align.template={reward:+.1f}{prompt}{{}}",
+    "data.kind=preference data.path=pairs.jsonl data.overlong=refuse align.method=kto align.method.desirable_weight=2",
+    "data.kind=sft data.path=scored.jsonl align.method=filter align.method.threshold=q0.8 model.mtp_layers=1",
+    "data.kind=sft data.path=scored.jsonl align.method=filter align.method.threshold=0.5",
+    "data.kind=sft data.path=scored.jsonl align.method=condition align.method.template={reward:+.1f}{prompt}{{}}",
     "faults.nonfinite=rollback checkpoint.every=5",
     "faults.spike=rollback checkpoint.every=5",
 ]

@@ -68,7 +68,7 @@ def test_symmetric_memory_needs_the_cuda_build_of_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     cfg = _recipe("symm_mem")
     with pytest.raises(ConfigError, match=r"'symm_mem' needs the package nvidia.nvshmem, which is not installed"):
-        check_dispatch_package(cfg.model, cfg.parallel, cfg.moe)
+        check_dispatch_package(cfg.model, cfg.parallel)
 
 
 def test_a_plain_recipe_has_no_obstacle():
@@ -114,12 +114,12 @@ def test_dispatch_without_duplicates_refuses_what_it_cannot_run(sections, messag
 def test_the_package_matters_only_where_deepep_is_named(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     cfg = _recipe(name)
-    check_dispatch_package(cfg.model, cfg.parallel, cfg.moe)
+    check_dispatch_package(cfg.model, cfg.parallel)
     recipe = _recipe(parallel={"world_size": 1, "ep": 1})
-    check_dispatch_package(recipe.model, recipe.parallel, recipe.moe)
+    check_dispatch_package(recipe.model, recipe.parallel)
     given = _recipe()
     with pytest.raises(ConfigError, match="'deepep' needs the package deep_ep, which is not installed"):
-        check_dispatch_package(given.model, given.parallel, given.moe)
+        check_dispatch_package(given.model, given.parallel)
 
 
 def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeypatch):
@@ -130,14 +130,14 @@ def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     assert chosen(_recipe(), DispatcherPart).has_package()
     cfg = _recipe()
-    check_dispatch_package(cfg.model, cfg.parallel, cfg.moe)
+    check_dispatch_package(cfg.model, cfg.parallel)
 
 
 def test_a_device_that_is_no_gpu_is_refused():
     cfg = _recipe()
-    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cuda")
+    check_dispatch_device(cfg.model, cfg.parallel, "cuda")
     recipe = _recipe("auto")
-    check_dispatch_device(recipe.model, recipe.parallel, recipe.moe, "cpu")
+    check_dispatch_device(recipe.model, recipe.parallel, "cpu")
     given = _recipe()
     with pytest.raises(ConfigError, match="needs CUDA GPUs, and the ranks would run on the CPU"):
-        check_dispatch_device(given.model, given.parallel, given.moe, "cpu")
+        check_dispatch_device(given.model, given.parallel, "cpu")

@@ -1,3 +1,4 @@
+import math
 import re
 import tomllib
 from dataclasses import fields, replace
@@ -28,6 +29,23 @@ def test_a_number_that_is_too_large_is_refused(word, message):
         check_config(config_from_dict(tomllib.loads(word)))
     assert str(error.value).startswith(word.split("=")[0] + "=")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "setting", "value", "message"),
+    [
+        ("align.method", "filter", "reward", "", "must name a column"),
+        ("align.method", "weight", "weight_cap", 0.5, "must be at least 1, or 0 (none)"),
+        ("parallel.context", "planned", "tolerance", -0.1, "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
+        ("parallel.context", "planned", "tolerance", 1.5, "must lie between 0 and 1: 0.1 keeps 10 % above the mean"),
+        ("align.method", "condition", "want", math.inf, "must be a finite number"),
+    ],
+)
+def test_a_setting_of_a_part_out_of_its_range_is_refused(key, kind, setting, value, message):
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError) as error:
+        config_from_dict({section: {name: {"kind": kind, setting: value}}})
+    assert str(error.value) == f"{key}.{setting}={value!r} {message}"
 
 
 COMMON_RULES = {

@@ -37,9 +37,9 @@ def errors_of_broken_run(
 
 def oracle_of(cfg: Config, num_steps: int = STEPS) -> OracleRecord:
     """Return the oracle's record, which recipes share that differ only in what the oracle does not depend on."""
-    if cfg.moe.drop_scope == "sub_sequence":
+    if cfg.moe.drop_scope.kind == "sub_sequence":
         return _oracle_of_mapping(cfg, num_steps)
-    if cfg.moe.aux_kind == "global_batch":
+    if cfg.moe.aux_kind.kind == "global_batch":
         # Of the mapping it depends only on dp.
         return _oracle_of_mapping(replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp)), num_steps)
     return _oracle_of_mapping(without_mapping(cfg), num_steps)

@@ -10,9 +10,12 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.suggestions import part_keys
 from moefold.config.train import TrainConfig
+from moefold.config.upgrade import upgraded
 from moefold.topology.layout import divisors
 from moefold.validate.config import check_config
 
@@ -39,6 +42,7 @@ def tiny(
     **parallel: object,
 ) -> Config:
     """A recipe that every legal mapping of 1 to 16 ranks can run, in float64."""
+    sections = _with_parts({"parallel": parallel, "moe": {"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})})
     stages = int(parallel.get("pp", 1)) * int(parallel.get("virtual_stages", 1))
     sizes = {
         "num_layers": max(2, stages),
@@ -56,8 +60,8 @@ def tiny(
     cfg = Config(
         run=RunConfig(seed=3, steps=3, device="cpu", dtype="float64"),
         model=ModelConfig(**sizes | (model or {})),
-        parallel=ParallelConfig(**parallel),
-        moe=MoEConfig(**{"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})),
+        parallel=ParallelConfig(**sections["parallel"]),
+        moe=MoEConfig(**sections["moe"]),
         train=TrainConfig(
             **{"seq_len": 16, "micro_batch_size": 1, "global_batch_size": 4, "lr": 1e-2, "clip_grad": 0.5}
             | (train or {})
@@ -68,6 +72,22 @@ def tiny(
     )
     check_config(cfg)
     return cfg
+
+
+def _with_parts(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """Return sections with parts made of the short names of their settings, such as `llep_min_tokens`.
+
+    Cases are combined from dicts, of which one chooses a part and another one sets it up; a setting that the part lacks
+    is left out.
+    """
+    groups = part_keys()
+    return {
+        section: {
+            key: make_part(groups[f"{section}.{key}"], **value) if isinstance(value, dict) else value
+            for key, value in keys.items()
+        }
+        for section, keys in upgraded(sections)[0].items()
+    }
 
 
 def few_samples(most: int, mapping: dict[str, object]) -> int:

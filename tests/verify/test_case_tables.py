@@ -5,6 +5,7 @@ from itertools import combinations
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part
 from moefold.config.train import TrainConfig
 from tests.verify import same_bits_cases
 from tests.verify.cases import AXES, Settings, axes_of
@@ -28,6 +29,11 @@ ONLY_SLOW = {
 FREE_TEXTS = ("pipeline_layout", "order", "moe_order", "schedule_csv")
 
 
+def words(section: Settings) -> Settings:
+    """Return the settings of a section with a part as its kind."""
+    return {key: value.kind if isinstance(value, Part) else value for key, value in section.items()}
+
+
 def _kinds(settings: Settings) -> set[tuple[str, object]]:
     """Return the settings that choose one of several kinds and are no defaults: words, switches, kinds of layers."""
     sections = (
@@ -39,8 +45,8 @@ def _kinds(settings: Settings) -> set[tuple[str, object]]:
     return {
         (key, kind)
         for section, default in sections
-        for key, value in section.items()
-        if key not in FREE_TEXTS and isinstance(value, str | bool) and value != getattr(default, key)
+        for key, value in words(section).items()
+        if key not in FREE_TEXTS and isinstance(value, str | bool) and str(value) != str(getattr(default, key, None))
         # A pattern of layers has letters for their kinds; digits repeat a letter.
         for kind in (filter(str.isalpha, value) if key.endswith("_pattern") else (value,))
     }

@@ -29,7 +29,7 @@ def _run_and_count_loans(cfg: Config, num_steps: int) -> tuple[DistributedRecord
 
 def _skewed(moe: dict[str, object] | None = None, train: dict[str, object] | None = None, **parallel: object) -> Config:
     """A recipe whose router sends four of five tokens to expert 0, among others."""
-    skew = {"choice": "skewed", "skew": 0.8, "llep_min_tokens": 1, "aux_loss": 0.1, "z_loss": 0.01}
+    skew = {"choice": "skewed", "llep_min_tokens": 1, "aux_loss": 0.1, "z_loss": 0.01}
     return tiny(moe=skew | (moe or {}), train=train, dispatcher="leastloaded", **parallel)
 
 
@@ -81,7 +81,7 @@ def test_dropping(pool, scope):
 def test_the_shrunk_recipe_still_moves(pool):
     large = _skewed({"llep_min_tokens": 64}, {"seq_len": 256, "micro_batch_size": 4}, world_size=4, tp=2, cp=2, ep=4)
     small = shrink(large)
-    assert small.parallel.dispatcher == "leastloaded"
+    assert small.parallel.dispatcher.kind == "leastloaded"
     _assert_moves_and_equals_oracle(pool, small)
 
 

@@ -6,6 +6,7 @@ import pytest
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
@@ -26,13 +27,16 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "softmax with bias": ({"expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
     "global batch": ({}, {"aux_kind": "global_batch", "aux_loss": 0.5}),
     "last global batch": ({}, {"aux_kind": "last_global_batch", "aux_loss": 0.5, "capacity_factor": 1.0}),
-    "sinkhorn": ({"router_score": "sigmoid"}, {"choice": "sinkhorn", "sinkhorn_iterations": 5, "aux_loss": 0.0}),
+    "sinkhorn": (
+        {"router_score": "sigmoid"},
+        {"choice": make_part("choice", "sinkhorn", iterations=5), "aux_loss": 0.0},
+    ),
     "quantile": ({"router_score": "sigmoid", "expert_bias": True}, {"choice": "quantile"}),
     "quantile of softmax": ({"expert_bias": True, "router_softmax": "pre"}, {"choice": "quantile"}),
     "sparsemixer without noise": ({"router_softmax": "sparsemixer"}, {"sparsemixer_sampling": False}),
     "jitter": ({}, {"input_jitter": 0.3}),
     "round robin": ({}, {"choice": "round_robin"}),
-    "skewed": ({}, {"choice": "skewed", "skew": 0.7, "capacity_factor": 1.0}),
+    "skewed": ({}, {"choice": make_part("choice", "skewed", share=0.7), "capacity_factor": 1.0}),
     "drop at evaluation": ({"router_score": "sigmoid"}, {"capacity_factor": 2.0, "eval_capacity_factor": 0.6}),
     "drop positions": ({}, {"capacity_factor": 0.75, "drop_policy": "position", "eval_capacity_factor": 0.0}),
     "drop on each rank": ({}, {"capacity_factor": 0.75, "drop_scope": "sub_sequence", "pad_to_capacity": True}),

@@ -7,6 +7,7 @@ import pytest
 from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
@@ -177,12 +178,12 @@ def test_documents_stay_apart_where_they_were(data: DataConfig, document_end: in
 @pytest.mark.parametrize(("pool", "kept"), [(0, 0), (4, 4), (32, 0)])
 def test_attention_work_still_moves(pool: int, kept: int):
     large = preset("quickstart", 64, world_size=32)
-    parallel = replace(large.parallel, cp=2, context="planned", attention_hosts="balanced", attention_pool=pool)
+    parallel = replace(large.parallel, cp=2, context=make_part("context", "planned", hosts="balanced", pool=pool))
     small = shrink(replace(large, parallel=parallel, data=DataConfig(kind="text", path="texts", document_end=3)))
-    assert small.parallel.context == "planned"
-    assert small.parallel.attention_hosts == "balanced"
-    assert small.parallel.attention_pool == kept
-    assert small.parallel.attention_block == 2
+    assert small.parallel.context.kind == "planned"
+    assert small.parallel.context.hosts == "balanced"
+    assert small.parallel.context.pool == kept
+    assert small.parallel.context.block == 2
 
 
 @pytest.mark.parametrize(("width", "rank"), [("head", 1), ("dim", 2)])

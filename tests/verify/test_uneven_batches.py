@@ -23,7 +23,7 @@ def _recipe(mapping: dict[str, object], kind: str = "", **settings: object) -> C
 
 
 def _oracle(cfg: Config, **keywords: object) -> OracleRecord:
-    depends = cfg.moe.drop_scope == "sub_sequence" or cfg.moe.aux_kind == "global_batch"
+    depends = cfg.moe.drop_scope.kind == "sub_sequence" or cfg.moe.aux_kind.kind == "global_batch"
     return run_oracle(cfg if depends else without_mapping(cfg), STEPS, **keywords)
 
 

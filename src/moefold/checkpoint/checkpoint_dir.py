@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
-from moefold.config.align import AlignConfig
 from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.chosen import chosen_in
 from moefold.config.field import SAME_TENSORS
-from moefold.config.find import built_in_kinds
-from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart
+from moefold.config.find import built_in_kinds, find_part
+from moefold.config.groups.alignment import AlignmentPart, RewardPart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import keys_of, without_source, words_of
 from moefold.config.patterns import LAYER_KINDS, PATTERNS, expand_layer_pattern, spell
@@ -154,25 +152,27 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
     return sizes | {"layer_kinds": spell(model.layer_pattern, LAYER_KINDS, model.num_layers)}
 
 
-WANT_KEY = "align.want"
-"""Key of the reward that generation asks for; in the metadata of runs with align.method="condition" only."""
-
-
 def sample_order(cfg: Config) -> dict[str, Any]:
     """Return the settings that determine the text of sample n; the batch size is not among them."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
-    # The keys of a preference loss may change between the steps of a run.
-    method = chosen_in(cfg.align, AlignmentPart)
-    align = cfg.align if isinstance(method, RewardPart) else AlignConfig(method=cfg.align.method)
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
-    order |= {f"align.{key}": without_source(value) for key, value in keys_of(align).items()}
-    if not isinstance(method, RewardPromptPart):
-        del order[WANT_KEY]
+    order[AlignmentPart.key] = _method_of_samples(without_source(keys_of(cfg.align)["method"]))
     # The list of dropped files is compared instead.
     del order["corrupt"]
     plain: dict[str, Any] = json.loads(json.dumps(order))
     return plain
+
+
+def _method_of_samples(method: Any) -> Any:
+    """Return what samples depend on of a method of alignment, a kind or a table.
+
+    The settings of a built-in preference loss may change between the steps of a run.
+    """
+    group = AlignmentPart.group
+    kind = method.get("kind") if isinstance(method, dict) else method
+    is_loss = kind in built_in_kinds(group) and not issubclass(find_part(group, kind), RewardPart)
+    return kind if is_loss else method
 
 
 def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
@@ -261,11 +261,10 @@ def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
 
 def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
     """Return an order without what generation asks for, which changes no sample."""
-    order = {key: value for key, value in order.items() if key != WANT_KEY}
-    method = order["align.method"]
+    method = order[AlignmentPart.key]
     if isinstance(method, dict) and "template" in method:
-        order["align.method"] = {key: value for key, value in method.items() if key != "want"}
-    return order
+        method = {key: value for key, value in method.items() if key != "want"}
+    return {**order, AlignmentPart.key: method}
 
 
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
@@ -459,17 +458,21 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _of_format(fields: Any) -> dict[str, Any]:
-    """Return the fields of a `META_FILE`: of format 1 in format 2, others as they are.
+    """Return the fields of a `META_FILE`, with flat keys of earlier versions in their tables.
 
     Raises:
         TypeError: it holds something else.
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
-    if fields.get("format", 1) != 1:
-        return fields
-    schedule = fields.get("schedule", {})
-    return fields | {"format": FORMAT, "schedule": upgraded_keys(schedule) if isinstance(schedule, dict) else schedule}
+    found = fields | ({"format": FORMAT} if fields.get("format", 1) == 1 else {})
+    if isinstance(schedule := fields.get("schedule"), dict):
+        found["schedule"] = upgraded_keys(schedule)
+    if isinstance(order := fields.get("order"), dict) and AlignmentPart.key in order:
+        align = upgraded_keys({key: value for key, value in order.items() if key.startswith("align.")})
+        align[AlignmentPart.key] = _method_of_samples(align[AlignmentPart.key])
+        found["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
+    return found
 
 
 def _check_meta(meta: CheckpointMeta) -> None:

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.flag("--chat", "prompts are messages, put into the model's chat template")
     parser.option("--chat-template", "", "FILE", "template for --chat instead of the model's")
     parser.option("--system", "", "TEXT", "with --chat: system message before each prompt")
-    parser.option("--want", "", "REWARD", "with --chat: reward to ask for, not align.want; none: for none")
+    parser.option("--want", "", "REWARD", "with --chat: reward to ask for, not align.method.want; none: for none")
     parser.flag("--no-echo", "print the continuation without its prompt")
     parser.flag("--ignore-eos", "continue after an end-of-text token")
     parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")

@@ -21,7 +21,7 @@ from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.pipeline_layout import LayoutSyntaxError, StagePlan, expand_layout
 from moefold.validate.parallel import DEGREE_RULES, validate_pipeline_layout, validate_schedule
 
-PIPELINE_KEYS = ("schedule", "virtual_stages", "schedule_csv", "pipeline_layout")
+PIPELINE_KEYS = ("schedule", "schedule.path", "virtual_stages", "pipeline_layout")
 FOLD_KEYS = ("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order")
 NODE_KEY = "gpus_per_node"
 LEGAL_KEYS = (*FOLD_KEYS, *PIPELINE_KEYS, NODE_KEY)

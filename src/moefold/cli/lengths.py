@@ -2,19 +2,21 @@
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_documents import describe_documents
 from moefold.config.bounds import max_integer
+from moefold.config.groups.context import ContextPart
 from moefold.config.limits import check_at_most
+from moefold.config.part import make_part
 from moefold.config.suggestions import nearest_multiples
 from moefold.errors import ConfigError
 from moefold.planner.lengths.balance import MIN_ROUNDS, DocumentLoads, num_planned_rounds
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.lengths.document_source import open_document_samples
-from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.planner.lengths.strategy import describe_strategy, strategy_as_dict
 from moefold.terminal import print_escaped
 
 MAX_RANKS = 4096
@@ -33,7 +35,7 @@ class BalanceRow:
 
     lengths: str
     effective_length: float
-    strategy: AttentionStrategy
+    strategy: ContextPart
     max_over_mean: float
     """Visible pairs of the busiest rank over the mean, on average over the rounds."""
     received_keys: float
@@ -46,7 +48,7 @@ class BalanceRow:
         return {
             "lengths": self.lengths,
             "effective_length": self.effective_length,
-            **self.strategy.as_dict(),
+            **strategy_as_dict(self.strategy),
             "max_over_mean": self.max_over_mean,
             "received_keys": self.received_keys,
             "moved_queries": self.moved_queries,
@@ -98,11 +100,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _rows(name: str, args: argparse.Namespace) -> list[BalanceRow]:
     samples = open_document_samples(name, args.seq_len)
-    strategies = [AttentionStrategy(context="ring"), AttentionStrategy(context="ulysses")]
+    strategies = [make_part(ContextPart.group, "ring"), make_part(ContextPart.group, "ulysses")]
+    base = make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block)
     strategies += [
-        AttentionStrategy(
-            context="planned", placement=placement, hosts=hosts, tolerance=args.tolerance, block=args.block
-        )
+        replace(base, placement=placement, hosts=hosts)
         for placement in ("samples", "documents", "balanced")
         for hosts in ("home", "balanced")
     ]
@@ -133,7 +134,8 @@ def _print(rows: list[BalanceRow], args: argparse.Namespace) -> None:
     for row in rows:
         keys = f"{row.received_keys:11.2f}" if not row.strategy.shards_heads else f"{'-':>11}"
         print_escaped(
-            f"{row.lengths:12} {row.strategy.describe():45} {row.max_over_mean:8.2f} {keys} {row.moved_queries:14.1%}"
+            f"{row.lengths:12} {describe_strategy(row.strategy):45} {row.max_over_mean:8.2f} {keys} "
+            f"{row.moved_queries:14.1%}"
         )
 
 
@@ -153,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.option("--cp", 8, None, "ranks of a sample (default 8)")
     parser.option("--dp", 4, None, "data-parallel ranks (default 4)")
     parser.option("--micro-batch-size", 1, "B", "samples of a data-parallel rank in a round (default 1)")
-    parser.option("--tolerance", 0.1, "X", "parallel.attention_tolerance (default 0.1)")
-    parser.option("--block", 128, "N", "parallel.attention_block (default 128)")
+    parser.option("--tolerance", 0.1, "X", "tolerance of parallel.context=planned (default 0.1)")
+    parser.option("--block", 128, "N", "block of parallel.context=planned (default 128)")
     parser.flag("--json", "print the numbers as one JSON array")
     add_part_option(parser)
     return parser

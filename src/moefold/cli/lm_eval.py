@@ -25,7 +25,7 @@ folder. All options come from lm_eval's own command line except --model, which i
   chat_template     a file, not the model's template, for --apply_chat_template
   add_bos_token     true or false: texts begin with the BOS token (what the tokenizer declares, as --model hf does)
   part              FILE.py:CLASS of a part with which the model was trained, which is imported; with + between several
-  want              with --apply_chat_template: reward to ask for, not align.want of the run; none: for none
+  want              with --apply_chat_template: reward to ask for, not align.method.want of the run; none: for none
 
 In your own program, `import moefold.lm_eval` registers model="moefold" with lm_eval.simple_evaluate.
 

@@ -192,7 +192,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
             "started on one machine; add --dry"
         )
     check_data_source(cfg.model, cfg.train, cfg.data)
-    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cpu")
+    check_dispatch_device(cfg.model, cfg.parallel, "cpu")
     check_kernel_device(cfg.run, "cpu")
     check_cuda_graphs_device(cfg.run, "cpu")
     check_offload_device(cfg.train, "cpu")

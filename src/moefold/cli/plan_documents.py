@@ -1,10 +1,11 @@
 """Lines of `moefold plan --lengths` and `moefold simulate --lengths` on the documents and their attention."""
 
+from moefold.config.groups.context import ContextPart
 from moefold.planner.cost_model.attention_load import AttentionLoad
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import describe_cuts
-from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.planner.lengths.strategy import describe_strategy
 from moefold.planner.mapping import ParallelMapping
 
 
@@ -25,6 +26,6 @@ def attention_of(cost_model: CostModel, mapping: ParallelMapping) -> AttentionLo
     return None if peers is None or loads is None else loads.load(peers, 0)
 
 
-def describe_attention(strategy: AttentionStrategy, max_over_mean: float) -> str:
+def describe_attention(strategy: ContextPart, max_over_mean: float) -> str:
     """Describe how the ranks share attention, and how evenly."""
-    return f"{strategy.describe()}; the busiest rank has {max_over_mean:.2f} times the mean work of a round"
+    return f"{describe_strategy(strategy)}; the busiest rank has {max_over_mean:.2f} times the mean work of a round"

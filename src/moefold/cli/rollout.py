@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.option("--seed", 0, None, "seed of the sampled tokens and of the problems (0)")
     parser.option("--slots", 256, "N", "completions that a rank decodes at once (256)")
     parser.option("--cache-gib", 0.0, "GIB", "cache of a rank; 0: as much as the slots need (0)")
-    parser.option("--want", "", "REWARD", "reward that prompts ask for, not align.want; none: for none")
+    parser.option("--want", "", "REWARD", "reward that prompts ask for, not align.method.want; none: for none")
     add_generation_options(parser)
     parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")
     parser.option("--chat-template", "", "FILE", "template of prompts that are messages")

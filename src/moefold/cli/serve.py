@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.option("--access-log", "", "FILE", "file to add a line for each request to (-: standard error)")
     add_generation_options(parser)
     parser.option("--tokenizer", "", "PATH", "bytes or a tokenizer.json, not the model's")
-    parser.option("--want", "", "REWARD", "reward that chats ask for, not align.want; none: for none")
+    parser.option("--want", "", "REWARD", "reward that chats ask for, not align.method.want; none: for none")
     parser.option("--chat-template", "", "FILE", "chat template instead of the model's")
     parser.flag("--reasoning", "chats: text between <think> and </think> is reasoning_content")
     add_inference_options(parser)

@@ -211,7 +211,7 @@ def _simulate(
     schedule = chosen(cfg, SchedulePart)
     return simulate_mapping(
         cost_model,
-        mapping_from_config(cfg.parallel, cfg.moe, cfg.train),
+        mapping_from_config(cfg.parallel, cfg.train),
         noise,
         chunks=chunks_of_stages(plan_stages(cfg), shape),
         schedule=schedule,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.config.align import AlignConfig
-from moefold.config.chosen import DispatchSections, chosen, chosen_in
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.optimizer import OptimizerPart
@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
     check_replay(replayed)
     check_replay_content(replayed.run, replayed.moe)
-    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, "cpu")
+    check_dispatch_device(cfg.model, cfg.parallel, "cpu")
     return verify(cfg, args.steps, _run_on_ranks, message, notes, against_one_rank=args.against == ONE_RANK)
 
 
@@ -216,7 +216,7 @@ def _header(
 ) -> str:
     degrees = {
         f"zero {p.zero}": p.world_size,
-        f"dispatcher {chosen(DispatchSections(p, moe), DispatcherPart).kind}": p.ep * p.etp,
+        f"dispatcher {chosen_in(p, DispatcherPart).kind}": p.ep * p.etp,
         f"context {p.context}": p.cp,
         f"schedule {p.schedule}": p.pp,
     }

@@ -101,7 +101,7 @@ parallel.context: cp_comm_type context_parallel_rotate_method
 lora.rank: lora_r lora_rank lora_dim
 lora.alpha: lora_alpha
 lora.targets: target_modules lora_target_modules
-align.beta: dpo_beta kl_beta
+align.method.beta: dpo_beta kl_beta
 rl.group_size: num_generations group_size n_samples_per_prompt rollout_n
 rl.kl: kl_coef kl_loss_coef init_kl_coef
 rl.objective.clip_low: epsilon clip_ratio_low cliprange

@@ -9,14 +9,13 @@ from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, settings_of
+from moefold.config.part import Part, build_part, flat_keys, flat_keys_of, key_name, make_part
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def chosen(recipe: "Config | Sections", group: type[AnyPart]) -> AnyPart:
+def chosen(recipe: "Config | RoutingSections", group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses.
 
     Args:
@@ -26,21 +25,10 @@ def chosen(recipe: "Config | Sections", group: type[AnyPart]) -> AnyPart:
     return _choose(lambda name: read_key(recipe, name), group)
 
 
-def part_of_kind(recipe: "Config | Sections", group: type[AnyPart], kind: str) -> AnyPart:
-    """Return the part of a kind, whether a recipe chooses it or not, with the settings of the recipe.
-
-    Args:
-        recipe: the recipe, or the sections that the group reads.
-        group: the base class of the group.
-        kind: a kind of it.
-    """
-    part: Any = read_key(recipe, group.key)
-    if not isinstance(part, Part) or kind not in built_in_kinds(group.group):
-        return _choose(lambda name: kind if name == group.key else read_key(recipe, name), group)
-    owner = find_part(group.group, kind)
-    before: Any = type(part)
-    shared = [name for name in settings_of(owner) if name in settings_of(before)]
-    found: AnyPart = owner(**{name: getattr(part, name) for name in shared})
+def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
+    """Return the part that a recipe chooses if it has a kind, else the part of this kind with its defaults."""
+    part: AnyPart = chosen(recipe, group)
+    found: AnyPart = part if part.kind == kind else make_part(group.group, kind)
     return found
 
 
@@ -83,16 +71,6 @@ class RoutingSections(NamedTuple):
     moe: MoEConfig
 
 
-class DispatchSections(NamedTuple):
-    """The sections that the dispatchers read."""
-
-    parallel: ParallelConfig
-    moe: MoEConfig
-
-
-Sections = RoutingSections | DispatchSections
-
-
 def _choose(read: Callable[[str], Any], group: type[AnyPart]) -> AnyPart:
     value = read(group.key)
     if isinstance(value, str):
@@ -110,7 +88,7 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
         yield part
 
 
-def read_key(recipe: "Config | Sections", name: str) -> Any:
+def read_key(recipe: "Config | RoutingSections", name: str) -> Any:
     """Return the value of a recipe key, named as "section.key", or of a setting of a part, "section.key.setting"."""
     return reduce(getattr, name.split("."), recipe)
 

@@ -8,10 +8,10 @@ import pkgutil
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moefold.config.aliases import our_value
-from moefold.config.moved import missing_experiment
 from moefold.config.outside import (
     class_faults,
     entry_point_of,
@@ -58,6 +58,31 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
     """
     others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
     return ", ".join((*map(repr, words or built_in_kinds(group)), *others))
+
+
+EXPERIMENTS = MappingProxyType(
+    {
+        "optimizer": ("delayed_adamw", "delayed_muon", "spsa"),
+        "site_method": ("co2", "noloco", "sparseloco", "spes"),
+    }
+)
+"""Kinds of the distribution `moefold-experiments`, by group."""
+
+
+def missing_experiment(name: str, group: str, kind: str) -> str:
+    """Return the refusal of a kind of `moefold-experiments`, which is not installed; empty for another kind.
+
+    Args:
+        name: recipe key, as "section.key".
+        group: the group of the part.
+        kind: its value.
+    """
+    if kind not in EXPERIMENTS.get(group, ()):
+        return ""
+    return (
+        f"{name}={kind!r} is a part of moefold-experiments, which is not installed; pip install moefold-experiments, "
+        "or in a checkout pip install ./experiments"
+    )
 
 
 def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) -> str:

@@ -19,7 +19,6 @@ from moefold.config.find import find_part, kinds_in_words, unknown_kind
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
-from moefold.config.moved import without_moved_keys
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part
 from moefold.config.part_table import build_part, is_part_value, settings_of_other_kind, shown_value
@@ -88,7 +87,7 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
-    tree, parts, wrong_parts = _take_parts(without_moved_keys(tree))
+    tree, parts, wrong_parts = _take_parts(tree)
     problems = wrong_parts | _structure_problems(tree)
     filled = _fill_preset(tree, problems, parts.get(SiteMethodPart.key))
     try:

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import SHARE, Bound, Judged, Most, ReadIf, at_least
-from moefold.config.part import KindOf, Part
+from moefold.config.field import Bound, Judged, ReadIf, at_least
+from moefold.config.part import KindOf, Part, Section
 
 TRACE_FOLDER = "routing"
 """Name of the trace in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoEConfig:
+class MoEConfig(Section):
     """Routing of tokens, load balancing and token dropping."""
 
     capacity_factor: Annotated[float, at_least(0, "0: dropless")] = 0.0
@@ -26,10 +26,10 @@ class MoEConfig:
         ReadIf("train.eval_every"),
     ] = -1.0
     """Capacity factor of evaluation; -1: as in training. 0: dropless."""
-    drop_policy: Annotated[str | Part, KindOf("drop", is_flat=True)] = "probs"
+    drop_policy: Annotated[str | Part, KindOf("drop")] = "probs"
     """Routed tokens that an expert over capacity keeps: the most probable ones (a later token may then displace an
     earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
-    drop_scope: Annotated[str | Part, KindOf("drop_scope", is_flat=True)] = "full_sequence"
+    drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
     """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
     pad_to_capacity: Annotated[bool, Judged.MAPPING] = False
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
@@ -37,17 +37,10 @@ class MoEConfig:
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
     """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does any choice other than
     topk."""
-    aux_kind: Annotated[str | Part, KindOf("balance_scope", is_flat=True), ReadIf("moe.aux_loss!=0.0")] = "micro_batch"
+    aux_kind: Annotated[str | Part, KindOf("balance_scope"), ReadIf("moe.aux_loss!=0.0")] = "micro_batch"
     """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
     for every dp)."""
-    llep_threshold: Annotated[float, at_least(1), Judged.MAPPING] = 1.3
-    """Dispatcher leastloaded: move routed tokens where the busiest ep rank has more than this times the mean load."""
-    llep_capacity: Annotated[float, at_least(1), Judged.MAPPING] = 1.1
-    """Dispatcher leastloaded: target load of a rank after the move, as a multiple of the mean load."""
-    llep_min_tokens: Annotated[int, at_least(1), Judged.MAPPING] = 64
-    """Dispatcher leastloaded: minimum number of routed tokens for which an expert's weights are sent; about 1024 on a
-    GPU."""
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the mean squared log-sum-exp of the router logits (arXiv:2202.08906); 0 turns it off."""
     bias_update_rate: Annotated[
@@ -55,13 +48,9 @@ class MoEConfig:
     ] = 1e-3
     """Step size of model.expert_bias: up for an expert with fewer routed tokens than the mean of the step, down for
     more; 0: the bias stays fixed, as in the last part of DeepSeek-V3's training (arXiv:2412.19437 sec. 4.2)."""
-    choice: Annotated[str | Part, KindOf("choice", is_flat=True)] = "topk"
+    choice: Annotated[str | Part, KindOf("choice")] = "topk"
     """Choice of experts. topk: best scores. sinkhorn, quantile: balanced in training, where a token's experts then also
     depend on later tokens (not causal). round_robin, skewed: forced, for benchmarks."""
-    sinkhorn_iterations: Annotated[int, at_least(1), Most(10_000)] = 20
-    """Sinkhorn iterations (row and column scaling) on the logits of a micro-batch (choice "sinkhorn")."""
-    skew: Annotated[float, SHARE] = 0.8
-    """Fraction of the tokens that have expert 0 among their experts (choice "skewed")."""
     input_jitter: Annotated[
         float, Bound("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1)
     ] = 0.0
@@ -74,7 +63,7 @@ class MoEConfig:
     weight_in_expert: Annotated[bool, ReadIf("model.router_probs_on_input=false"), Judged.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
-    dispatch_precision: Annotated[str | Part, KindOf("wire", is_flat=True)] = "dtype"
+    dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
     """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
     with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and
     gradients are sent in run.dtype."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Bound, Most, ReadIf, at_least
-from moefold.config.limits import MAX_RANKS, MAX_SAMPLE_TOKENS
-from moefold.config.part import KindOf, Part
+from moefold.config.field import Most, ReadIf, at_least
+from moefold.config.limits import MAX_RANKS
+from moefold.config.part import KindOf, Part, Section
 from moefold.config.patterns import MAX_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Degrees of both views of the ranks (attention and MoE). dp and edp follow from world_size."""
 
     mapping: Literal["given", "auto"] = "given"
@@ -32,26 +32,21 @@ class ParallelConfig:
     """Rank order of the attention view, slowest to fastest axis."""
     moe_order: str = "pp-edp-ep-etp"
     """Rank order of the MoE view, slowest to fastest axis."""
-    schedule: Annotated[str | Part, KindOf("schedule", is_flat=True)] = "1f1b"
+    schedule: Annotated[str | Part, KindOf("schedule")] = "1f1b"
     """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
-    need 2; csv reads schedule_csv."""
+    need 2; csv reads a file."""
     virtual_stages: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 1
     """Model chunks on each pipeline rank (virtual pipeline stages)."""
-    schedule_csv: str = ""
-    """File with the actions of each pipeline rank, in order (schedule "csv")."""
     pipeline_layout: str = ""
     """Stage of each part of the model, as "Ett|(ttt|)*2tL": E embedding, t layer, m MTP (multi-token prediction) layer,
     L loss, | next stage. auto: the estimated fastest layout that fits into memory. Empty: layers split evenly."""
     zero: Literal[0, 1, 2, 3] = 1
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
-    dispatcher: Annotated[str | Part, KindOf("dispatcher", is_flat=True)] = "alltoall"
+    dispatcher: Annotated[str | Part, KindOf("dispatcher")] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
     dedup_alltoall: alltoall that sends a token once to each rank, whatever the number of its experts there.
     deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
     waits for the host, for GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
-    receive_factor: Annotated[float, at_least(1)] = 2.0
-    """Dispatcher symm_mem: rows that an ep rank has room to receive in a micro-batch, over the rows of balanced
-    routing. A step that needs more stops the run."""
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
@@ -59,31 +54,9 @@ class ParallelConfig:
     """Overlap tensor-parallel communication with the GEMMs of attention and dense layers: the tp ranks pass one shard
     of the tokens at a time round a ring, instead of one all-gather before and one reduce-scatter after the GEMM
     ([kernels.md](kernels.md)). For GPUs; each GEMM is smaller by a factor of tp."""
-    context: Annotated[str | Part, KindOf("context", is_flat=True)] = "ring"
+    context: Annotated[str | Part, KindOf("context")] = "ring"
     """Context-parallel attention under cp: how each rank attends to the whole sequence. planned: with documents, only
     visible pairs are computed and only the rows that they need are sent ([documents.md](documents.md))."""
-    placement: Literal["samples", "documents", "balanced"] = "samples"
-    """Tokens of a rank (context "planned"). samples: two chunks of each sample. documents: two chunks of each document
-    of its samples. balanced: documents of all dp x cp ranks, whole where they fit, so that few keys are sent."""
-    attention_hosts: Literal["home", "balanced"] = "home"
-    """Ranks that compute the attention of a token (context "planned"). home: the rank that holds it. balanced: rows of
-    queries leave ranks with too much attention work, and their outputs return (arXiv:2510.18121)."""
-    attention_tolerance: Annotated[
-        float,
-        Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1),
-        ReadIf("parallel.attention_hosts=balanced"),
-    ] = 0.1
-    """Attention work above the mean that a rank keeps, over the mean (attention_hosts "balanced")."""
-    attention_pool: Annotated[int, at_least(0, "0: all ranks"), ReadIf("parallel.attention_hosts=balanced")] = 0
-    """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (attention_hosts "balanced")."""
-    attention_block: Annotated[
-        int,
-        at_least(1),
-        Most(MAX_SAMPLE_TOKENS),
-        ReadIf("parallel.attention_hosts=balanced parallel.placement=documents"),
-    ] = 128
-    """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
-    attention_hosts "balanced")."""
     elastic: bool = False
     """Under torchrun or srun, take world_size from the launcher: dp and edp follow from the available ranks, also after
     a restart with fewer nodes; the global batch stays. Without a launcher, moefold starts world_size ranks."""

@@ -183,6 +183,11 @@ def words_of(section: Any) -> dict[str, Any]:
     return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
+def word_of(value: str | Part) -> str | Part:
+    """Return the kind of a built-in part, without its settings; a part from outside, and a kind, stay."""
+    return value.kind if isinstance(value, Part) and is_built_in(type(value)) else value
+
+
 def without_source(value: Any, *names: str) -> Any:
     """Return the value of a key as plain data, without facts on where its part comes from, for comparisons.
 

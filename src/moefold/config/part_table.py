@@ -24,9 +24,9 @@ from moefold.config.find import (
     is_built_in,
     kinds,
     kinds_in_words,
+    missing_experiment,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
-from moefold.config.moved import missing_experiment
 from moefold.config.outside import (
     ENTRY_POINTS,
     MissingPartError,

@@ -58,7 +58,7 @@ PATH_KEYS = (
     ("data", "path"),
     ("data", "tokenizer"),
     ("data", "chat_template"),
-    ("parallel", "schedule_csv"),
+    ("parallel", "schedule"),
     ("checkpoint", "init_from"),
     ("lora", "init_from"),
     ("model", "upcycle_from"),
@@ -66,7 +66,7 @@ PATH_KEYS = (
     ("rl", "reference"),
     ("sites", "secret"),
 )
-"""Recipe keys that name a file or folder to read."""
+"""Recipe keys that name a file or folder to read, or choose a part whose `path` does."""
 
 
 def shipped_folder() -> Path:
@@ -103,11 +103,12 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
         keys = tree.get(section)
         if isinstance(keys, dict) and key in keys:
             value = keys[key]
-            keys[key] = (
-                [_resolve_path(path, folder) for path in value]
-                if isinstance(value, list)
-                else _resolve_path(value, folder)
-            )
+            if isinstance(value, list):
+                keys[key] = [_resolve_path(path, folder) for path in value]
+            elif isinstance(value, dict):
+                keys[key] = {name: _resolve_path(one, folder) if name == "path" else one for name, one in value.items()}
+            else:
+                keys[key] = _resolve_path(value, folder)
 
 
 def _resolve_path(path: object, folder: Path) -> object:

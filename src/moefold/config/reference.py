@@ -63,8 +63,18 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
             part = find_part(part_keys()[key], owners[0])
             hint = get_type_hints(part)[setting]
             default = next(field.default for field in fields(part) if field.name == setting)
-            help_text = _help_of_setting(part, setting)
-            yield RecipeKey(path, describe_type(hint), json.dumps(default), help_text, owners)
+            yield RecipeKey(path, describe_type(hint), json.dumps(default), _help_of_kinds(path, owners), owners)
+
+
+def _help_of_kinds(path: str, kinds: tuple[str, ...]) -> str:
+    """Return the help of a setting: of each of the kinds where it differs between them."""
+    key, _, setting = path.rpartition(".")
+    owners: dict[str, list[str]] = {}
+    for kind in kinds:
+        owners.setdefault(_help_of_setting(find_part(part_keys()[key], kind), setting), []).append(kind)
+    if len(owners) == 1:
+        return next(iter(owners))
+    return " ".join(f"{', '.join(found)}: {text[0].lower()}{text[1:]}" for text, found in owners.items())
 
 
 def _help_of_setting(part: type, setting: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
 from moefold.config.find import built_in_kinds, find_part
-from moefold.config.moved import moved_key
 from moefold.config.part import KindOf, marks_of, settings_of
 from moefold.config.schema import Config
 
@@ -187,8 +186,6 @@ def explain_unknown_key(section: str, key: str) -> str:
     name = f"{section}.{key}"
     if name in DERIVED:
         return DERIVED[name]
-    if moved := moved_key(name):
-        return moved
     paths = paths_with(key)
     if paths and not is_known_path(name):
         return f"unknown key {name}; did you mean {' or '.join(paths)}?"

@@ -13,6 +13,7 @@ FORMAT = 2
 """Format of recipes and checkpoints that this version writes; it reads older ones."""
 FORMAT_KEY = "format"
 """Key above the sections of a recipe with its format."""
+KIND = "kind"
 
 
 class Moved(NamedTuple):
@@ -21,6 +22,9 @@ class Moved(NamedTuple):
     key: str
     """As "section.key"."""
     setting: str
+    """`KIND`: where the value is on, another kind stands for it, which has the old one in its name."""
+    kinds: tuple[str, ...] = ()
+    """Kinds that read it; empty: the built-in ones that have the setting."""
 
     def __str__(self) -> str:
         """Return the path, as an override has it."""
@@ -30,7 +34,7 @@ class Moved(NamedTuple):
 MOVED = {
     "train.min_lr": Moved("train.lr_schedule", "min_lr"),
     "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
-    "train.weight_decay": Moved("train.optimizer", "weight_decay"),
+    "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
     "train.beta1": Moved("train.optimizer", "beta1"),
     "train.beta2": Moved("train.optimizer", "beta2"),
     "train.eps": Moved("train.optimizer", "eps"),
@@ -38,6 +42,31 @@ MOVED = {
     "train.muon_groups": Moved("train.optimizer", "groups"),
     "train.muon_momentum": Moved("train.optimizer", "momentum"),
     "train.muon_ns_steps": Moved("train.optimizer", "ns_steps"),
+    "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
+    "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient", ("spsa",)),
+    "train.gradient_delay": Moved("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
+    "train.delay_correction": Moved("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
+    "align.reward": Moved("align.method", "reward"),
+    "align.threshold": Moved("align.method", "threshold"),
+    "align.beta": Moved("align.method", "beta"),
+    "align.weight_cap": Moved("align.method", "weight_cap"),
+    "align.template": Moved("align.method", "template"),
+    "align.want": Moved("align.method", "want"),
+    "align.gamma": Moved("align.method", "gamma"),
+    "align.desirable_weight": Moved("align.method", "desirable_weight"),
+    "align.undesirable_weight": Moved("align.method", "undesirable_weight"),
+    "moe.sinkhorn_iterations": Moved("moe.choice", "iterations"),
+    "moe.skew": Moved("moe.choice", "share"),
+    "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
+    "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
+    "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
+    "parallel.receive_factor": Moved("parallel.dispatcher", "receive_factor"),
+    "parallel.schedule_csv": Moved("parallel.schedule", "path"),
+    "parallel.placement": Moved("parallel.context", "placement"),
+    "parallel.attention_hosts": Moved("parallel.context", "hosts"),
+    "parallel.attention_tolerance": Moved("parallel.context", "tolerance"),
+    "parallel.attention_pool": Moved("parallel.context", "pool"),
+    "parallel.attention_block": Moved("parallel.context", "block"),
     "rl.clip_low": Moved("rl.objective", "clip_low"),
     "rl.clip_high": Moved("rl.objective", "clip_high"),
     "rl.correction_low": Moved("rl.correction", "low"),
@@ -80,7 +109,10 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys = found.setdefault(owner, {})
         table = keys.get(chooser, kind_by_default(place.key)) if isinstance(keys, dict) else None
         table = {"kind": table} if isinstance(table, str) else table
-        if not isinstance(table, dict) or table.get("kind") not in _kinds_of(place):
+        if place.setting == KIND and value and isinstance(table, dict):
+            kind = table.get(KIND)
+            keys[chooser] = {**table, KIND: next((one for one in place.kinds if one.endswith(f"_{kind}")), kind)}
+        elif place.setting == KIND or not isinstance(table, dict) or table.get(KIND) not in _kinds_of(place):
             unread.append(name)
         else:
             keys[chooser] = {**table, place.setting: value}
@@ -137,7 +169,9 @@ def moved_override_refusal(name: str, text: str) -> str:
         name: a key of MOVED.
         text: its value, as the command line has it.
     """
-    return f"{name} is {MOVED[name]} now: write {MOVED[name]}={text}"
+    place = MOVED[name]
+    word = f"{place.key}={join_with_or(list(place.kinds))}" if place.setting == KIND else f"{place}={text}"
+    return f"{name} is {place} now: write {word}"
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
@@ -160,6 +194,8 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: text}}
     if name in upgraded(tree)[1]:
         raise ConfigError(moved_key_refusal(tree, name))
+    if MOVED[name].setting == KIND:
+        raise ConfigError(moved_override_refusal(name, text))
     return f"{MOVED[name]}={text}"
 
 
@@ -170,6 +206,8 @@ def kind_by_default(key: str) -> str:
 
 
 def _kinds_of(place: Moved) -> tuple[str, ...]:
-    """Return the built-in kinds that have a setting, and read it from its flat key; no others read flat keys."""
+    """Return the kinds that have a setting, and read it from its flat key; no others read flat keys."""
     group = part_keys()[place.key]
-    return tuple(kind for kind in built_in_kinds(group) if place.setting in settings_of(find_part(group, kind)))
+    return place.kinds or tuple(
+        kind for kind in built_in_kinds(group) if place.setting in settings_of(find_part(group, kind))
+    )

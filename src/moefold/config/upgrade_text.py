@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from moefold.bounded_read import parse_toml
 from moefold.config.part_table import toml_value
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, MOVED, check_format, upgraded
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded
 from moefold.errors import ConfigError
 
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
@@ -55,7 +55,8 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
     tables = dict.fromkeys(MOVED[key].key for key in old if key not in unread)
     statements = list(_statements(text))
-    lines = _with_tables(statements, set(old), {key: _entry(wanted, key, statements) for key in tables})
+    read = [statement for statement in statements if statement.name not in unread]
+    lines = _with_tables(statements, set(old), {key: _entry(wanted, key, read) for key in tables})
     found = "\n".join(_with_format(lines, tree)) + "\n"
     if _parsed(found) != {**wanted, FORMAT_KEY: FORMAT}:
         words = ", ".join(f"{key} ({MOVED[key]})" for key in old)
@@ -75,6 +76,7 @@ def _entry(tree: dict[str, Any], name: str, statements: list[_Statement]) -> str
         MOVED[found.name].setting: found.value
         for found in statements
         if found.name in MOVED and MOVED[found.name].key == name and len(found.lines) == 1
+        if MOVED[found.name].setting != KIND
     }
     table = tree[section][key]
     settings = (f"{setting} = {spelled.get(setting) or toml_value(value)}" for setting, value in table.items())

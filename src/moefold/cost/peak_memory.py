@@ -8,6 +8,7 @@ import numpy as np
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
+from moefold.config.part import word_of
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import ActivationMemory
@@ -121,7 +122,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
     p = cfg.parallel
     chunks, stages_by_rank = recipe_stages(cfg)
     whole = StepSchedule(
-        p.schedule,
+        word_of(p.schedule),
         p.pp,
         p.virtual_stages,
         cfg.num_micro_batches,
@@ -133,7 +134,7 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
         runtime_slots(cfg.model, cfg.parallel, cfg.train)
         if shortest == whole
         else schedule_rows(
-            p.schedule,
+            word_of(p.schedule),
             p.pp,
             p.virtual_stages,
             shortest.num_micro_batches,

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
 _VALIDATION_ORDER = hash_ints(0)
 _VALIDATION = "validation"
-NO_ALIGNMENT = AlignConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def open_dataset(
     seed: int,
     cache_dir: Path | None = None,
     token_file_set: TokenFileSet | None = None,
-    align: AlignConfig = NO_ALIGNMENT,
+    align: AlignConfig | None = None,
 ) -> Dataset:
     """Open the data of a recipe; every process that passes the same arguments gets the same samples.
 
@@ -129,12 +128,14 @@ def open_dataset(
         cache_dir: folder of tokenised text; None means the default cache folder.
         token_file_set: the token files recorded when the run began, for data of kind "tokens"; None: list the files
             now.
-        align: the recipe's [align] section.
+        align: the recipe's [align] section; None: its defaults.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
-    return _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, token_file_set=token_file_set).open()
+    return _DatasetBuilder(
+        data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), token_file_set=token_file_set
+    ).open()
 
 
 def prepare(
@@ -144,7 +145,7 @@ def prepare(
     vocab_size: int,
     seed: int,
     cache_dir: Path | None = None,
-    align: AlignConfig = NO_ALIGNMENT,
+    align: AlignConfig | None = None,
 ) -> Path | None:
     """Tokenise text into the cache and check token ids, once before ranks start.
 
@@ -160,7 +161,7 @@ def prepare(
 
         if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
             logger.warning("%s", note)
-    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align, is_first=True)
+    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), is_first=True)
     dataset = opener.open()
     report_notes(dataset.tokenizer)
     train = dataset.train

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.align import AlignConfig
+from moefold.config.groups.alignment import fill_template, template_problems
 from moefold.errors import ConfigError
-from moefold.validate.align import fill_template, validate_template
 
 LEFT_OUT = "none"
 """Value of --want that leaves prompts unchanged."""
@@ -18,7 +17,7 @@ class RewardPrompt:
     """The template of a run with align.method="condition", and the reward to ask for."""
 
     template: str
-    """As align.template."""
+    """As align.method.template."""
     reward: float
 
     def fill(self, prompt: str) -> str:
@@ -37,26 +36,24 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     """Return the prompt that the metadata of a checkpoint asks for; None if its run had another method.
 
     Args:
-        order: `CheckpointMeta.order`. Checkpoints of older versions have no align.want.
+        order: `CheckpointMeta.order`. Checkpoints of older versions have no reward to ask for.
         location: of the checkpoint, for messages.
 
     Raises:
         ConfigError: the values are damaged.
     """
     method = order.get("align.method")
-    if isinstance(method, dict):
-        # The settings of a part from outside are in its table; a part that asks for no reward may have one of them.
-        settings = method if {"template", "want"} <= method.keys() else {}
-    else:
-        settings = {key: order[f"align.{key}"] for key in ("template", "want") if f"align.{key}" in order}
-    if "want" not in settings or isinstance(method, str) and method != "condition":
+    # A part that asks for no reward may have one of the two.
+    if not isinstance(method, dict) or not {"template", "want"} <= method.keys():
         return None
-    template = settings.get("template")
-    want = settings["want"]
+    template = method["template"]
+    want = method["want"]
     is_number = isinstance(want, int | float) and not isinstance(want, bool) and math.isfinite(want)
     if not isinstance(template, str) or not is_number:
-        raise ConfigError(f"{location}: align.template={template!r} and align.want={want!r} are damaged; copy it again")
-    if faults := list(validate_template(AlignConfig(template=template))):
+        raise ConfigError(
+            f"{location}: align.method.template={template!r} and align.method.want={want!r} are damaged; copy it again"
+        )
+    if faults := list(template_problems(template)):
         raise ConfigError(f"{location}: {faults[0]}")
     return RewardPrompt(template, float(want))
 

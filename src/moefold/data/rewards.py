@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
-from moefold.config.groups.alignment import RewardPromptPart
+from moefold.config.groups.alignment import RewardPromptPart, fill_template, parse_threshold
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
@@ -34,7 +34,6 @@ from moefold.data.sft import (
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
 from moefold.errors import ConfigError
-from moefold.validate.align import fill_template, parse_threshold
 
 FORMAT_VERSION = 1
 _WORDS = 4
@@ -56,7 +55,7 @@ class Rewards:
         self._column = column
 
     def filter(self, members: NDArray[np.int64], threshold: float | str) -> ScaledMembers:
-        """Keep the conversations whose reward reaches a threshold, see align.threshold.
+        """Keep the conversations whose reward reaches a threshold, see align.method.threshold.
 
         Raises:
             ConfigError: all rewards are equal, or none reaches it.
@@ -74,7 +73,7 @@ class Rewards:
             kept = members[reward >= least]
             if not len(kept):
                 raise ConfigError(
-                    f"align.threshold={threshold!r} keeps none of {len(members)} conversations, whose "
+                    f"align.method.threshold={threshold!r} keeps none of {len(members)} conversations, whose "
                     f"rewards lie in [{reward.min():g}, {reward.max():g}]; lower it"
                 )
         return ScaledMembers(
@@ -215,7 +214,7 @@ def reward_of(record: JsonlRecord, column: str) -> float:
     """
     if column not in record.fields:
         raise ConfigError(
-            f"{record.location}: {unknown_column_message(column, record.fields)}; align.reward names the column"
+            f"{record.location}: {unknown_column_message(column, record.fields)}; align.method.reward names the column"
         )
     reward = record.fields[column]
     # A larger integer is no float.

@@ -47,7 +47,7 @@ class LmSettings:
     part: str = ""
     """Files of parts with which the model was trained, FILE.py:CLASS, with + between them; they are imported."""
     want: str = ""
-    """Reward that --apply_chat_template asks for instead of align.want, or "none"."""
+    """Reward that --apply_chat_template asks for instead of align.method.want, or "none"."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any, Literal, Self
 
-from moefold.config.chosen import DispatchSections, chosen, chosen_in, part_of_kind
-from moefold.config.find import built_in_kinds
+from moefold.config.chosen import chosen, chosen_in
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.load import Tree, apply_overrides, config_from_dict
@@ -35,7 +35,6 @@ Purpose = Literal["evaluate", "generate"]
 UNUSED_AXIS_KEYS = {
     "schedule": "stages work without gradients, in order",
     "virtual_stages": "stages work without gradients, in order",
-    "schedule_csv": "stages work without gradients, in order",
     "zero": "there are no gradients and no optimizer",
 }
 _MODEL_SIZE_HINT = re.compile(r"; choose model\.\w+=\d+(?: or \d+)?, or (?=parallel\.)")
@@ -73,7 +72,7 @@ class SamplingOptions(ModelOptions):
     chat_template: str = ""
     """File of a chat template instead of the model's."""
     want: str = ""
-    """Reward to ask for instead of align.want, or "none"."""
+    """Reward to ask for instead of align.method.want, or "none"."""
     experts: Literal["exchange", "fetch"] = "exchange"
     """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
@@ -215,7 +214,7 @@ def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose
     dispatcher = chosen(cfg, DispatcherPart)
     if not dispatcher.for_inference:
         names = built_in_kinds(dispatcher.group)
-        legal = [name for name in names if part_of_kind(cfg, DispatcherPart, name).for_inference]
+        legal = [name for name in names if find_part(dispatcher.group, name).for_inference]
         raise ConfigError(f"parallel.dispatcher={dispatcher.kind!r} is for training; choose one of {', '.join(legal)}")
     unused = [key for key in drops if key != "eval_capacity_factor"]
     if unused and cfg.moe.eval_capacity_factor <= 0:
@@ -236,7 +235,7 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
             f"parallel.cp={p.cp} cannot generate: decoding one token at a time has no context to shard; choose cp=1, "
             "with tp for memory, or dp for speed"
         )
-    dispatcher = chosen(DispatchSections(p, moe), DispatcherPart)
+    dispatcher = chosen_in(p, DispatcherPart)
     if dispatcher.needs_equal_token_counts and p.world_size > p.pp:
         raise ConfigError(
             f"parallel.dispatcher={dispatcher.kind!r} needs equally many tokens on each rank, which generation does "
@@ -244,7 +243,7 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
         )
     if chosen_in(moe, ChoicePart).is_forced:
         raise ConfigError(
-            f"the run of this checkpoint forced its routing (moe.choice={moe.choice!r}, a benchmark) by positions "
+            f"the run of this checkpoint forced its routing (moe.choice='{moe.choice}', a benchmark) by positions "
             "in a micro-batch, which generation does not have; `moefold eval` supports it"
         )
 

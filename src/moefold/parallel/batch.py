@@ -31,7 +31,7 @@ class Batch:
     * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
       [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
 
-    Where `parallel.placement` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are no
+    Where `parallel.context` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are no
     samples. "document_starts" is a column per token then, and two more columns say which tokens they are:
 
     * "token_samples": index of each token's sample in the global batch, int64 [N, S/cp]. "sample_ids" are those that

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
-from moefold.config.chosen import DispatchSections, chosen, part_of_kind
+from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import names_failure
+from moefold.config.part import make_part, names_failure
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
@@ -42,9 +41,9 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     part = chosen(cfg, DispatcherPart)
     name = f"parallel.dispatcher={part.kind!r}"
     if part.prefers and groups.moe.experts.size == 1:
-        local = part_of_kind(cfg, DispatcherPart, "local")
+        local = make_part(part.group, "local")
         return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
-    wanted = part_of_kind(cfg, DispatcherPart, part.prefers) if part.prefers else part
+    wanted = make_part(part.group, part.prefers) if part.prefers else part
     reason = next(chain(wanted.unsupported(cfg), wanted.unsupported_here(groups.device)), "")
     if not part.prefers:
         if reason:
@@ -53,7 +52,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     num_unable = int(all_reduce_max(torch.tensor([bool(reason)], device=groups.device).long(), groups.world))
     if not num_unable:
         return DispatcherChoice(wanted, f"{name} took {wanted.kind}")
-    other = part_of_kind(cfg, DispatcherPart, part.falls_back_to)
+    other = make_part(part.group, part.falls_back_to)
     reason = reason or f"another rank cannot run {wanted.kind}"
     return DispatcherChoice(other, f"{name} took {other.kind}: {reason}")
 
@@ -101,13 +100,13 @@ def apply_expert_parallel(
         layer.experts.bias_slice = bias_slice
 
 
-def local_receive_load(model: ParallelModel, parallel: ParallelConfig, moe: MoEConfig) -> Tensor:
+def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor:
     """Return this rank's largest receive load since the last call in its slot, zeros in the other slots, [ranks].
 
     [0] if the dispatcher always has room.
     """
     world = model.groups.world
-    has_buffer = chosen(DispatchSections(parallel, moe), DispatcherPart).room(1) is not None
+    has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
     load = largest_receive_load(layer.dispatcher for layer in model.moe_layers().values())
     if load is not None:
@@ -115,7 +114,7 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig, moe: MoEC
     return loads
 
 
-def check_receive_loads(loads: Tensor, parallel: ParallelConfig, moe: MoEConfig, step: str) -> None:
+def check_receive_loads(loads: Tensor, parallel: ParallelConfig, step: str) -> None:
     """Stop the run if a rank was to receive more than it has room for: the results of this pass are void.
 
     Args:
@@ -127,5 +126,5 @@ def check_receive_loads(loads: Tensor, parallel: ParallelConfig, moe: MoEConfig,
     """
     if not loads.numel() or float(loads.max()) <= 1:
         return
-    overflow = chosen(DispatchSections(parallel, moe), DispatcherPart).overflow(float(loads.max()))
+    overflow = chosen_in(parallel, DispatcherPart).overflow(float(loads.max()))
     raise RunError(f"{step} is void: rank {int(loads.argmax())} {overflow}")

@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.part import word_of
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
 from moefold.cost.recompute_parts import AUTO
@@ -67,7 +68,8 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
         ConfigError: nothing is legal, or nothing fits.
     """
     p = cfg.parallel
-    fixed = {axis: getattr(getattr(cfg, s), key) for axis, (s, key) in AXIS_KEYS.items() if f"{s}.{key}" in given}
+    keys = {axis: key for axis, key in AXIS_KEYS.items() if ".".join(key) in given}
+    fixed: dict[str, object] = {axis: word_of(getattr(getattr(cfg, s), key)) for axis, (s, key) in keys.items()}
     if "dispatcher" in fixed and chosen(cfg, DispatcherPart).prefers:
         del fixed["dispatcher"]
     if AUTO in cfg.train.recompute:

@@ -1,9 +1,11 @@
 """Export of a planned mapping as a recipe for training. Torch-free."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
@@ -21,7 +23,7 @@ from moefold.planner.stages import RecipeStageSplitter, placed_ranks
 from moefold.recipe import load_config
 from moefold.topology.pipeline_layout import even_stages, format_layout
 from moefold.validate.config import check_config
-from moefold.validate.unused_planned import without_idle_attention_keys
+from moefold.validate.unused import idle_keys
 
 ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe contains even where they are the default."""
@@ -78,9 +80,21 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
         # The memory model assumes that every offload copy has finished.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
     # Another mapping may leave nothing to share, and such keys are refused.
-    cfg = without_idle_attention_keys(cfg)
+    cfg = _without_idle_attention(cfg)
     check_config(cfg)
     return cfg
+
+
+def _without_idle_attention(cfg: Config) -> Config:
+    """Return a recipe whose settings of planned attention without effect have their defaults."""
+    part = chosen_in(cfg.parallel, ContextPart)
+    changed = {field.name: field.default for field in fields(part) if getattr(part, field.name) != field.default}
+    unread = idle_keys(cfg) if changed else {}
+    idle = {name: default for name, default in changed.items() if f"{part.key}.{name}" in unread}
+    if not idle:
+        return cfg
+    # Without a placement there may be nothing to split.
+    return _without_idle_attention(replace(cfg, parallel=replace(cfg.parallel, context=replace(part, **idle))))
 
 
 def with_run_defaults(cfg: Config, name: str) -> Config:

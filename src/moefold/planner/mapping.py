@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from moefold.config.chosen import DispatchSections, chosen, default_part, part_of_kind
+from moefold.config.chosen import chosen_in, default_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, words_of
+from moefold.config.part import Part, make_part, word_of, words_of
 from moefold.config.train import TrainConfig
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
@@ -72,13 +71,12 @@ class ParallelMapping:
         return words_of(self)
 
 
-def mapping_from_config(parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig) -> ParallelMapping:
+def mapping_from_config(parallel: ParallelConfig, train: TrainConfig) -> ParallelMapping:
     """Return the mapping of a recipe."""
     p = parallel
-    sections = DispatchSections(parallel, moe)
-    dispatcher = chosen(sections, DispatcherPart)
+    dispatcher = chosen_in(p, DispatcherPart)
     if dispatcher.falls_back_to:
-        dispatcher = part_of_kind(sections, DispatcherPart, dispatcher.falls_back_to)
+        dispatcher = make_part(dispatcher.group, dispatcher.falls_back_to)
     return ParallelMapping(
         tp=p.tp,
         cp=p.cp,
@@ -94,7 +92,7 @@ def mapping_from_config(parallel: ParallelConfig, moe: MoEConfig, train: TrainCo
         offload=(*train.offload, *((OFFLOADED_OPTIMIZER,) if train.offload_optimizer == "host" else ())),
         overlap=p.overlap_experts,
         dispatcher=dispatcher,
-        schedule=p.schedule,
+        schedule=word_of(p.schedule),
     )
 
 

@@ -21,7 +21,6 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
@@ -110,7 +109,7 @@ class Planner:
         loads = self.request.workload.attention
         if not isinstance(loads, DocumentLoads):
             return self._own_search()
-        searches: dict[AttentionStrategy | None, Search] = {}
+        searches: dict[ContextPart | None, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
             try:
                 planner = Planner(self._request_with(loads, strategy))
@@ -129,11 +128,11 @@ class Planner:
         memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
         return Search(self.space, CostModel(q.model_spec, q.device, workload, memory.activation_memory, split), memory)
 
-    def _request_with(self, loads: DocumentLoads, strategy: AttentionStrategy) -> PlanRequest:
+    def _request_with(self, loads: DocumentLoads, strategy: ContextPart) -> PlanRequest:
         q = self.request
         return replace(
             q,
-            base_config=replace(q.base_config, parallel=strategy.apply(q.base_config.parallel)),
+            base_config=replace(q.base_config, parallel=replace(q.base_config.parallel, context=strategy)),
             workload=replace(q.workload, attention=loads.with_strategy(strategy)),
         )
 

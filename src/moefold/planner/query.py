@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.config.bounds import max_integer
+from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
+from moefold.config.groups.context import ContextPart
 from moefold.config.limits import check_at_most
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -23,7 +25,7 @@ from moefold.planner.cost_model.workload import RecordedRouting, workload_from_c
 from moefold.planner.families import FamilyBest, best_of_families
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
-from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.planner.lengths.strategy import strategy_as_dict
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
 from moefold.planner.priced_stage import check_priced_stage
@@ -173,7 +175,7 @@ def document_loads(
         return None
     check_documents(data, rl, lengths)
     samples = open_document_samples(lengths, train.seq_len)
-    return DocumentLoads(samples, train.seq_len, AttentionStrategy.from_config(parallel))
+    return DocumentLoads(samples, train.seq_len, chosen_in(parallel, ContextPart))
 
 
 def result_as_dict(
@@ -256,7 +258,7 @@ def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
         "time_parts_s": time_of.parts,
         "binding": plan.bottleneck,
         "fits": plan.memory.fits,
-        **({} if plan.attention is None else {"attention": plan.attention.as_dict()}),
+        **({} if plan.attention is None else {"attention": strategy_as_dict(plan.attention)}),
     }
 
 

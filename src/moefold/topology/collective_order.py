@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from moefold.config.chosen import DispatchSections, chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action, SlotRow
 from moefold.config.train import TrainConfig
@@ -46,7 +45,6 @@ CollectiveSequence = tuple[CollectiveStart, ...]
 def stage_collectives(
     model: ModelConfig,
     parallel: ParallelConfig,
-    moe: MoEConfig,
     train: TrainConfig,
     stage: Stage,
     kind: str,
@@ -56,7 +54,7 @@ def stage_collectives(
     first = model.num_layers
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if model.all_layers[number].ffn.is_routed]
-    ops = chosen(DispatchSections(parallel, moe), DispatcherPart).collectives(parallel.ep, parallel.etp)
+    ops = chosen_in(parallel, DispatcherPart).collectives(parallel.ep, parallel.etp)
     recomputes = any(part in train.recompute for part in RECOMPUTED_WITH_COMM)
     for layer in layers if kind == "F" else reversed(layers):
         for phase in ("F",) if kind == "F" else ("R", "B") if recomputes else ("B",):
@@ -67,7 +65,6 @@ def stage_collectives(
 def collective_sequence(
     model: ModelConfig,
     parallel: ParallelConfig,
-    moe: MoEConfig,
     train: TrainConfig,
     stages: Mapping[int, Stage],
     row: SlotRow,
@@ -83,7 +80,7 @@ def collective_sequence(
         # A W action (weight gradients) starts no expert collective.
         if action.kind == "W":
             return iter(())
-        return stage_collectives(model, parallel, moe, train, stages[action.stage], action.kind, action.micro_batch)
+        return stage_collectives(model, parallel, train, stages[action.stage], action.kind, action.micro_batch)
 
     started: list[CollectiveStart] = []
     for slot in row:

@@ -1,5 +1,6 @@
 """Rows of the pipeline schedule of a recipe or of a mapping. Torch-free."""
 
+from dataclasses import fields
 from functools import cache, lru_cache
 
 from moefold.config.chosen import chosen_in
@@ -12,7 +13,7 @@ from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared,
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
-DEFAULT_SCHEDULE = ParallelConfig().schedule
+DEFAULT_SCHEDULE: str = next(str(key.default) for key in fields(ParallelConfig) if key.name == "schedule")
 """The schedule of recipes that name none."""
 
 

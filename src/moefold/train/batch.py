@@ -83,7 +83,6 @@ class BatchSharder:
             from moefold.train import round_placement
 
             self._placer = round_placement.RoundPlacer(parallel, train, groups)
-        self._placement = parallel.placement
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device
@@ -219,7 +218,7 @@ class BatchSharder:
     ) -> Batch:
         """Build a batch of this rank's samples, whose weights are final.
 
-        Collective over dp if `parallel.placement` moves tokens.
+        Collective over dp if `parallel.context` moves tokens.
 
         Args:
             samples: the samples of this rank, a multiple of the micro-batch size.
@@ -228,7 +227,7 @@ class BatchSharder:
             count: inputs of the global batch, or of all batches of an evaluation.
 
         Raises:
-            ConfigError: `parallel.placement` moves tokens of documents, and the samples have none.
+            ConfigError: `parallel.context` moves tokens of documents, and the samples have none.
         """
         per_token = {"tokens": samples.inputs, "labels": samples.labels, "weights": weights[:, 0]}
         per_token |= samples.token_columns
@@ -243,10 +242,10 @@ class BatchSharder:
             bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
         if self._placer is not None and self._placer.moves_tokens:
             if starts is None:
-                # Of a recipe, `validate/unused_planned.py` refuses the key; a Config made in Python has no given keys.
+                # Of a recipe, `validate/unused.py` refuses the key; a Config made in Python has no given keys.
                 raise ConfigError(
-                    f"parallel.placement={self._placement!r} places documents, and the samples have none; set "
-                    "data.document_end or data.document_index, or choose parallel.placement='samples'"
+                    f"{ContextPart.key}.placement={self._placer.kind!r} places documents, and the samples have none; "
+                    "set data.document_end or data.document_index, or choose placement='samples'"
                 )
             assert not samples.sample_columns, "a placement is refused for data with columns of samples"
             columns, bounds = self._placer.move_tokens(per_token | {"document_starts": starts}, bounds)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.ops.documents import DocumentBounds
@@ -32,8 +32,9 @@ class RoundPlacer:
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
         context = chosen_in(parallel, ContextPart)
         self._shares_work = context.balances_hosts and parallel.dp * parallel.cp > 1
-        self._kind = parallel.placement
-        self._block = parallel.attention_block
+        assert isinstance(context, PlannedPart), "others share no work and move no token"
+        self.kind = context.placement
+        self._block = context.block
         self._groups = groups
         self._shape = RoundShape(
             dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
@@ -93,7 +94,7 @@ class RoundPlacer:
 
     def _place(self, of_samples: Sequence[tuple[int, ...]]) -> Placement:
         """Place the tokens of a round, given the bounds of the documents of all its samples."""
-        return place(self._kind, self._shape, document_bounds(self._shape, of_samples), self._block)
+        return place(self.kind, self._shape, document_bounds(self._shape, of_samples), self._block)
 
 
 class SlotExchange:

@@ -14,7 +14,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import keys_of, without_source
+from moefold.config.part import Part, keys_of, without_source, word_of
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
@@ -47,7 +47,8 @@ def equal_settings(
 ) -> dict[str, Any]:
     """Return the settings that all sites must share, by name."""
     model = {f"model.{key}": value for key, value in model_sizes(sizes).items() if key not in _FREE_MODEL_KEYS}
-    parallel = keys_of(mapping)
+    schedule = word_of(mapping.schedule)
+    parallel = keys_of(mapping) | {"schedule": schedule.as_table() if isinstance(schedule, Part) else schedule}
     # Experts are merged at a share that falls with the steps.
     own_keys = _OWN_SITES_KEYS - ({"every", "first"} if sites_config.merge_experts else set())
     sites = {f"sites.{key}": value for key, value in keys_of(sites_config).items() if key not in own_keys}

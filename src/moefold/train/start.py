@@ -59,7 +59,7 @@ def check_writable(run: RunConfig, checkpoint: CheckpointConfig) -> None:
         probe_folder("checkpoint.dir", checkpoint.dir)
 
 
-def check_packages(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, metrics: MetricsConfig) -> None:
+def check_packages(model: ModelConfig, parallel: ParallelConfig, metrics: MetricsConfig) -> None:
     """Check that the packages of the chosen trackers and dispatcher are installed.
 
     Raises:
@@ -69,7 +69,7 @@ def check_packages(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig,
         from moefold.metrics.tracker import check_trackers
 
         check_trackers(metrics)
-    check_dispatch_package(model, parallel, moe)
+    check_dispatch_package(model, parallel)
 
 
 def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) -> None:
@@ -231,7 +231,7 @@ def check_machine(cfg: Config) -> None:
     check_schedule_file(cfg.parallel, cfg.train)
     check_resume(cfg.checkpoint)
     check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
-    check_packages(cfg.model, cfg.parallel, cfg.moe, cfg.metrics)
+    check_packages(cfg.model, cfg.parallel, cfg.metrics)
     check_replay(cfg)
     check_data_source(cfg.model, cfg.train, cfg.data)
     check_meeting_point(cfg.sites)
@@ -529,7 +529,7 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
     """Reject settings that the device does not support, and a step that does not fit into its memory."""
-    check_dispatch_device(cfg.model, cfg.parallel, cfg.moe, device_type)
+    check_dispatch_device(cfg.model, cfg.parallel, device_type)
     check_kernel_device(cfg.run, device_type)
     check_cuda_graphs_device(cfg.run, device_type)
     check_offload_device(cfg.train, device_type)

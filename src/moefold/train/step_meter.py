@@ -12,7 +12,6 @@ from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import Group
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.metrics.memory_breakdown import MemoryByPart, peak_memory_gib
@@ -98,13 +97,11 @@ class StepMeter:
         model: ParallelModel,
         clipped: dict[str, nn.Parameter],
         parallel: ParallelConfig,
-        moe: MoEConfig,
         train: TrainConfig,
     ) -> None:
         self.clipped = clipped
         self._model = model
         self._parallel = parallel
-        self._moe = moe
         self._routed = model.stages[0].cfg.model.routed
         self._moe_numbers = model.stages[0].cfg.model.moe_layer_numbers
         self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
@@ -177,7 +174,7 @@ class StepMeter:
             packer.add(name, stats)
         packer.add_row("rank times", self._times(data_s, device), world)
         packer.add("offload", self._offload_metrics(device))
-        packer.add("receive loads", local_receive_load(self._model, self._parallel, self._moe))
+        packer.add("receive loads", local_receive_load(self._model, self._parallel))
         by_part = torch.zeros(0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part

@@ -82,7 +82,7 @@ class TrainingStep:
         if cfg.moe.trace_every or cfg.moe.replay:
             from moefold.parallel import router_replay_io
 
-            self.router_replay = router_replay_io.RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.moe, cfg.train)
+            self.router_replay = router_replay_io.RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.train)
         self._fsdp_hooks: FSDPCommHooks | None = None
         self._replica_checker: ReplicaCheck | None = None
         if cfg.parallel.world_size > 1:
@@ -98,7 +98,7 @@ class TrainingStep:
                     self._fsdp_hooks,
                     replica_check.samples_by_replica(cfg.parallel, cfg.train),
                 )
-        self.meter = StepMeter(model, self.parameters | self.optimized, cfg.parallel, cfg.moe, cfg.train)
+        self.meter = StepMeter(model, self.parameters | self.optimized, cfg.parallel, cfg.train)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -162,7 +162,7 @@ class TrainingStep:
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         totals = self.meter.reduce(loss, step, flags(), data_s, memory_tracker, self._passes, rate)
         result = totals.result
-        check_receive_loads(totals.receive_loads, self._cfg.parallel, self._cfg.moe, f"step {step}")
+        check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
         metrics = None if replica_check is None else replica_check.metrics(self.meter.own_loss(loss.detach())[0])
         decision = self.guard.decide(result.guarded_metrics(), result.mismatch(mismatch_limit))
         recorder.set_phase("optimizer")
@@ -325,10 +325,10 @@ class TrainingStep:
         self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._cfg.parallel, self._cfg.moe)
+        loads = local_receive_load(self.model, self._cfg.parallel)
         if loads.numel():
             loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._cfg.parallel, self._cfg.moe, "the validation")
+        check_receive_loads(loads.cpu(), self._cfg.parallel, "the validation")
         total = torch.stack([self.meter.own_loss(loss) for loss in losses]).sum(0)
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 

@@ -18,7 +18,6 @@ from moefold.config.suggestions import choices_of, part_keys
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
-from moefold.validate.align import ALIGN_RULES
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.forward_only import FORWARD_ONLY_RULES
 from moefold.validate.lora import LORA_RULES
@@ -83,7 +82,6 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *TRAINING_ONLY_RULES,
         *SPARSE_TRAINING_RULES,
         *LORA_RULES,
-        *ALIGN_RULES,
         *RL_RULES,
         *ROLLOUT_RULES,
         *SITES_RULES,

@@ -6,7 +6,7 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.groups.router import ChoicePart, RouterScorePart
@@ -86,14 +86,14 @@ def _mapping(p: ParallelConfig, moe: MoEConfig, rl: RLConfig, rollout: RolloutCo
             yield f"rollout.{axis}={sampling}: sums are split otherwise than by parallel.{axis}={degree}; set {degree}"
     if p.cp > 1:
         yield f"parallel.cp={p.cp}: attention is merged over blocks of keys of several ranks; set 1"
-    dispatcher = chosen(DispatchSections(p, moe), DispatcherPart)
+    dispatcher = chosen_in(p, DispatcherPart)
     if p.ep * p.etp > 1 and not dispatcher.keeps_sum_order:
         yield (
             f"parallel.dispatcher={dispatcher.kind!r}: sums the outputs of a token's experts otherwise than the "
             "all-to-all, with which sampling runs; choose 'alltoall'"
         )
     if chosen_in(moe, WirePart).rounds:
-        yield f"moe.dispatch_precision={moe.dispatch_precision!r}: rounds the input of the experts; set 'dtype'"
+        yield f"moe.dispatch_precision='{moe.dispatch_precision}': rounds the input of the experts; set 'dtype'"
 
 
 def caches_latents(layer: Layer) -> bool:
@@ -139,7 +139,7 @@ def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str
     if moe.capacity_factor > 0:
         yield f"moe.capacity_factor={moe.capacity_factor}: tokens are dropped in training; set 0.0"
     if not chosen_in(moe, ChoicePart).scores_decide:
-        yield f"moe.choice={moe.choice!r}: a token's experts depend on other tokens, or on its place; choose 'topk'"
+        yield f"moe.choice='{moe.choice}': a token's experts depend on other tokens, or on its place; choose 'topk'"
     if moe.input_jitter > 0:
         yield f"moe.input_jitter={moe.input_jitter}: training adds noise to the router's input; set 0.0"
     if chosen(RoutingSections(model, moe), RouterScorePart).noise_width(1, 1):

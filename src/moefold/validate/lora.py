@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from moefold.config.aliases import MATRIX_OF
-from moefold.config.chosen import DispatchSections, chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
@@ -56,11 +55,9 @@ def _adapts_experts(model: ModelConfig, lora: LoraConfig) -> bool:
 OTHER_TARGETS = "choose lora.targets without experts"
 
 
-def validate_adapted_dispatch(
-    model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, lora: LoraConfig
-) -> Iterator[str]:
+def validate_adapted_dispatch(model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig) -> Iterator[str]:
     """Refuse dispatchers that send the weights of experts."""
-    dispatcher = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    dispatcher = chosen_in(parallel, DispatcherPart)
     if dispatcher.moves_experts and _adapts_experts(model, lora):
         yield (
             f"parallel.dispatcher={dispatcher.kind!r} moves the weights of experts between ranks, and not "

@@ -5,7 +5,7 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 from collections.abc import Iterator
 
-from moefold.config.chosen import DispatchSections, RoutingSections, chosen, chosen_in
+from moefold.config.chosen import RoutingSections, chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.groups.router import ChoicePart, RouterScorePart
@@ -37,7 +37,7 @@ def _validate_replay(moe: MoEConfig) -> Iterator[str]:
     """Check that a replayed trace is not combined with a balancing choice."""
     if moe.replay and not chosen_in(moe, ChoicePart).scores_decide:
         yield (
-            f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice={moe.choice!r} would choose "
+            f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice='{moe.choice}' would choose "
             "others; choose moe.choice='topk', or leave replay out"
         )
 
@@ -113,38 +113,38 @@ TRAINING_ONLY_RULES = (validate_router_gradient,)
 """Rules for training only."""
 
 
-def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> None:
+def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the kernels of the dispatcher are installed if the recipe names it.
 
     Raises:
         ConfigError: it is not installed.
     """
-    part = chosen(DispatchSections(parallel, moe), DispatcherPart)
-    if requests_dispatch_kernels(model, parallel, moe) and not part.has_package():
+    part = chosen_in(parallel, DispatcherPart)
+    if requests_dispatch_kernels(model, parallel) and not part.has_package():
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs the package {part.kernel_package}, which is not installed: get "
             f"it from {part.package_source}, or choose 'alltoall', or 'auto'"
         )
 
 
-def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, device_type: str) -> None:
+def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> None:
     """Check that the ranks run on GPUs if the recipe names a dispatcher that needs them.
 
     Raises:
         ConfigError: they do not.
     """
-    part = chosen(DispatchSections(parallel, moe), DispatcherPart)
-    if requests_dispatch_kernels(model, parallel, moe) and device_type != "cuda":
+    part = chosen_in(parallel, DispatcherPart)
+    if requests_dispatch_kernels(model, parallel) and device_type != "cuda":
         raise ConfigError(
             f"parallel.dispatcher={part.kind!r} needs CUDA GPUs, and the ranks would run on the CPU; "
             "choose 'alltoall', or 'auto'"
         )
 
 
-def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> bool:
+def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig) -> bool:
     """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
     return (
-        bool(chosen(DispatchSections(parallel, moe), DispatcherPart).kernel_package)
+        bool(chosen_in(parallel, DispatcherPart).kernel_package)
         and parallel.ep * parallel.etp > 1
         and has_moe_layers(model)
     )

@@ -342,14 +342,14 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
             enough = step * -(-(taps - 1) * seq_len // segment // step)
             yield (
                 f"train.seq_len={seq_len} gives segments of {segment} tokens with parallel.cp={cp} and "
-                f"parallel.context={cfg.parallel.context!r}, which must hold the {taps - 1} tokens before one of "
+                f"parallel.context='{cfg.parallel.context}', which must hold the {taps - 1} tokens before one of "
                 f"model.linear_conv_kernel={taps}; choose train.seq_len={enough}"
             )
         return
     if seq_len % (cp * tp):
         rule = f"divisible by cp*tp={cp}*{tp}={cp * tp}"
     else:
-        rule = f"divisible by 2*cp={2 * cp}, the chunks that balance parallel.context={cfg.parallel.context!r}"
+        rule = f"divisible by 2*cp={2 * cp}, the chunks that balance parallel.context='{cfg.parallel.context}'"
     yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
 
 
@@ -488,9 +488,7 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
     layout = fold_mapping(p)
     plan = plan_stages(cfg)
     by_pp_rank = [
-        collective_sequence(
-            cfg.model, cfg.parallel, cfg.moe, cfg.train, {stage.number: stage for stage in plan.of_rank(i)}, row
-        )
+        collective_sequence(cfg.model, cfg.parallel, cfg.train, {stage.number: stage for stage in plan.of_rank(i)}, row)
         for i, row in enumerate(rows)
     ]
     by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]

@@ -1,10 +1,10 @@
-"""Rules on `parallel.placement` "documents" and "balanced", which give ranks tokens of any samples of a round."""
+"""Rules on planned attention that gives ranks tokens of any samples of a round."""
 
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import BALANCED, ContextPart, PlannedPart
 from moefold.config.groups.drop import DropScopePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
@@ -12,14 +12,15 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 
-WAY_OUT = "choose parallel.placement='samples'"
+WAY_OUT = "choose placement='samples'"
 
 
 def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLConfig) -> Iterator[str]:
     """Check that what reads whole samples is off."""
-    if not chosen_in(parallel, ContextPart).moves_tokens:
+    context = chosen_in(parallel, ContextPart)
+    if not isinstance(context, PlannedPart) or not context.moves_tokens:
         return
-    name, way_out = f"parallel.placement={parallel.placement!r}", WAY_OUT
+    name, way_out = f"{context.key}.placement={context.placement!r}", WAY_OUT
     if rl.is_on:
         yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
     elif data.kind in ("preference", "program"):
@@ -31,20 +32,20 @@ def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLCo
 
 def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check that what needs contiguous tokens, or the tokens of one micro-batch on one group of ranks, is off."""
-    if not chosen_in(parallel, ContextPart).moves_tokens:
+    context = chosen_in(parallel, ContextPart)
+    if not isinstance(context, PlannedPart) or not context.moves_tokens:
         return
-    name, way_out = f"parallel.placement={parallel.placement!r}", WAY_OUT
+    name, way_out = f"{context.key}.placement={context.placement!r}", WAY_OUT
     if model.has_linear_attention:
         yield (
             f"{name} splits samples into parts of documents, and linear attention (model.attention_pattern) needs "
             f"contiguous segments of samples; {way_out}"
         )
     if has_moe_layers(model):
-        yield from _validate_routing(parallel, moe, name, way_out)
+        yield from _validate_routing(moe, name, way_out, is_balanced=context.placement == BALANCED)
 
 
-def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_out: str) -> Iterator[str]:
-    is_balanced = parallel.placement == "balanced"
+def _validate_routing(moe: MoEConfig, name: str, way_out: str, *, is_balanced: bool) -> Iterator[str]:
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and (is_balanced or not chosen_in(moe, DropScopePart).is_shared):
@@ -55,7 +56,7 @@ def _validate_routing(parallel: ParallelConfig, moe: MoEConfig, name: str, way_o
             )
     if is_balanced and chosen_in(moe, ChoicePart).reads_micro_batch:
         yield (
-            f"{name} with moe.choice={moe.choice!r} would balance other tokens than placement='samples': it reads the "
+            f"{name} with moe.choice='{moe.choice}' would balance other tokens than placement='samples': it reads the "
             f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"
         )
 

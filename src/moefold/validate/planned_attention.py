@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.parallel import ParallelConfig
 from moefold.topology.layout import divisors
 
@@ -11,19 +11,20 @@ from moefold.topology.layout import divisors
 def validate_attention_pool(parallel: ParallelConfig) -> Iterator[str]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = parallel
-    pool = p.attention_pool
-    if not pool or not chosen_in(p, ContextPart).balances_hosts:
+    context = chosen_in(p, ContextPart)
+    if not isinstance(context, PlannedPart) or not context.pool or not context.balances_hosts:
         return
+    pool = context.pool
     ranks = p.dp * p.cp
     if pool == 1 < ranks and p.cp == 1:
         legal = ", ".join(map(str, divisors(ranks)[1:]))
         yield (
-            "parallel.attention_pool=1 leaves all work on its rank, as parallel.attention_hosts='home' does; choose "
-            f"one of {legal}, 0 for all ranks, or attention_hosts='home'"
+            "parallel.context.pool=1 leaves all work on its rank, as hosts='home' does; choose "
+            f"one of {legal}, 0 for all ranks, or hosts='home'"
         )
     elif pool % p.cp or ranks % pool:
         legal = ", ".join(str(p.cp * count) for count in divisors(p.dp) if p.cp * count > 1)
         yield (
-            f"parallel.attention_pool={pool} must be a multiple of parallel.cp={p.cp} that divides dp*cp={ranks}; "
+            f"parallel.context.pool={pool} must be a multiple of parallel.cp={p.cp} that divides dp*cp={ranks}; "
             f"choose one of {legal}, or 0 for all ranks"
         )

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.chosen import DispatchSections, chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.faults import FaultsConfig
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
@@ -31,7 +30,7 @@ def validate_regrouped_job(
         )
 
 
-def validate_regrouped_ranks(parallel: ParallelConfig, moe: MoEConfig, faults: FaultsConfig) -> Iterator[str]:
+def validate_regrouped_ranks(parallel: ParallelConfig, faults: FaultsConfig) -> Iterator[str]:
     """Check that ranks may be lost, and that the others can be grouped again."""
     p = parallel
     if not faults.regroups:
@@ -41,7 +40,7 @@ def validate_regrouped_ranks(parallel: ParallelConfig, moe: MoEConfig, faults: F
             f"faults.on_loss='regroup' needs a second data-parallel replica, and parallel.world_size={p.world_size} "
             f"with tp={p.tp}, cp={p.cp}, pp={p.pp} is one; raise parallel.world_size, or set faults.on_loss='stop'"
         )
-    dispatcher = chosen(DispatchSections(parallel, moe), DispatcherPart)
+    dispatcher = chosen_in(parallel, DispatcherPart)
     if dispatcher.has_shared_buffers:
         yield (
             f"faults.on_loss='regroup' cannot rebuild the shared buffers of parallel.dispatcher={dispatcher.kind!r}; "

@@ -149,7 +149,7 @@ def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl
         return
     depends = "a token's experts would then depend on other tokens, and sampling sees other tokens"
     obstacles = {
-        f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, depends, "choose 'topk'"),
+        f"moe.choice='{moe.choice}'": (not chosen_in(moe, ChoicePart).scores_decide, depends, "choose 'topk'"),
         f"moe.capacity_factor={moe.capacity_factor}": (moe.capacity_factor > 0, depends, "set 0.0"),
         f"moe.eval_capacity_factor={moe.eval_capacity_factor}": (
             moe.eval_capacity_factor > 0,

@@ -147,10 +147,9 @@ def validate_local_paths(run: RunConfig, train: TrainConfig, checkpoint: Checkpo
             )
 
 
-def validate_local_files(parallel: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig) -> Iterator[str]:
+def validate_local_files(moe: MoEConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Check that what a run maps into memory is on this machine or a mounted disk."""
     yield from _remote_path("moe.replay", moe.replay, "copy the run there and name the folder")
-    yield from _remote_path("parallel.schedule_csv", parallel.schedule_csv, "copy the file here")
     yield from _remote_path("rollout.folder", rollout.folder, "name a local folder")
 
 

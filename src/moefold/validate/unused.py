@@ -9,8 +9,10 @@ from typing import Any
 
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen, chosen_parts, layer_readers, read_key, readers
+from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.part import Part
+from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
@@ -25,8 +27,14 @@ from moefold.validate.sites import UNUSED_SITES_KEYS
 from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
-from moefold.validate.unused_planned import PLANNED_ATTENTION_RULES
 from moefold.validate.unused_rule import UnusedKeyRule, why_unread
+
+_PLANNED_KEYS = " ".join(f"{ContextPart.key}.{setting}" for setting in settings_of(PlannedPart))
+
+
+def _is_planned(parallel: ParallelConfig) -> bool:
+    return isinstance(parallel.context, PlannedPart)
+
 
 UNUSED_KEY_RULES = (
     *LAYER_RULES,
@@ -36,11 +44,10 @@ UNUSED_KEY_RULES = (
         "model.num_experts model.top_k model.moe_ffn_hidden_size model.moe_hidden_size model.router_softmax "
         "model.shared_expert_ffn_hidden_size model.shared_expert_gate moe.capacity_factor moe.drop_policy "
         "moe.drop_scope moe.pad_to_capacity moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts "
-        "moe.llep_threshold moe.llep_capacity moe.llep_min_tokens parallel.receive_factor "
         "model.router_score model.router_normalize model.router_scaling_factor model.num_groups model.top_groups "
         "model.moe_bias model.moe_activation model.swiglu_alpha model.swiglu_limit model.router_bias "
         "model.router_probs_on_input model.expert_bias model.upcycle_from moe.eval_capacity_factor moe.aux_kind "
-        "moe.bias_update_rate moe.choice moe.sinkhorn_iterations moe.skew moe.input_jitter moe.router_dtype "
+        "moe.bias_update_rate moe.choice moe.input_jitter moe.router_dtype "
         "moe.trace_every moe.replay moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every "
         "rollout.experts "
         "model.zero_experts model.active_experts model.moe_shortcut metrics.per_layer faults.check_dispatch "
@@ -79,7 +86,32 @@ UNUSED_KEY_RULES = (
         "the run ends earlier, after run.steps",
         "choose at most run.steps",
     ),
-    *PLANNED_ATTENTION_RULES,
+    UnusedKeyRule(
+        _PLANNED_KEYS,
+        lambda cfg: _is_planned(cfg.parallel) and not cfg.data.may_have_documents,
+        "every sample is one document, so the ranks have equal attention work",
+        "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
+    ),
+    UnusedKeyRule(
+        _PLANNED_KEYS,
+        lambda cfg: (
+            _is_planned(cfg.parallel)
+            and cfg.parallel.cp == 1
+            and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp
+        ),
+        "dp*cp=1 rank has all tokens of a round",
+        "give the run more ranks in dp or cp",
+    ),
+    UnusedKeyRule(
+        "parallel.context.placement",
+        lambda cfg: (
+            isinstance(cfg.parallel.context, PlannedPart)
+            and cfg.parallel.context.placement == "documents"
+            and cfg.parallel.cp == 1
+        ),
+        "parallel.cp=1 leaves every sample whole on its rank",
+        "set parallel.cp above 1, or parallel.context.placement='balanced'",
+    ),
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
         lambda cfg: cfg.is_rl and not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout),

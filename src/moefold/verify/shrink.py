@@ -10,7 +10,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import LAYER_GROUPS, chosen_in, chosen_parts, with_part
 from moefold.config.data import DataConfig
 from moefold.config.groups.attention import AttentionPart, SpanPart
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer, built_in_parts, with_layers_of
 from moefold.config.lora import LoraConfig
@@ -212,12 +212,12 @@ def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
 
 def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
     """Make documents of few tokens divisible, and pools legal for lowered degrees, so that work still moves."""
-    is_legal_pool = p.attention_pool % p.cp == 0 and p.attention_pool and p.dp * p.cp % p.attention_pool == 0
-    return replace(
-        p,
-        attention_block=min(p.attention_block, MAX_ATTENTION_BLOCK),
-        attention_pool=p.attention_pool if is_legal_pool else 0,
-    )
+    context = p.context
+    if not isinstance(context, PlannedPart):
+        return p
+    is_legal_pool = context.pool % p.cp == 0 and context.pool and p.dp * p.cp % context.pool == 0
+    block = min(context.block, MAX_ATTENTION_BLOCK)
+    return replace(p, context=replace(context, block=block, pool=context.pool if is_legal_pool else 0))
 
 
 def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:

@@ -78,7 +78,7 @@ def _drops(
         return []
     length, batch, top_k = ids.shape
     dropped = []
-    for positions in [range(length)] if moe.drop_scope == "full_sequence" else chunks:
+    for positions in [range(length)] if moe.drop_scope.kind == "full_sequence" else chunks:
         capacity = max(1, math.ceil(len(positions) * batch * top_k / model.num_experts * moe.capacity_factor))
         for expert in range(model.num_experts):
             queue = [
@@ -88,7 +88,7 @@ def _drops(
                 for k in range(top_k)
                 if ids[s, b, k] == expert
             ]
-            if moe.drop_policy == "probs":
+            if moe.drop_policy.kind == "probs":
                 queue.sort(key=lambda index: -probs[index].item())
             dropped += queue[capacity:]
     return dropped

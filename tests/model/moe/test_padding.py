@@ -7,6 +7,7 @@ import torch
 
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.part import make_part
 from moefold.model.moe import layer as layer_module
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.losses import RouterStats
@@ -24,7 +25,7 @@ KINDS = {
     "sequence": (SIGMOID, {"aux_kind": "sequence"}),
     "global batch": (MODEL, {"aux_kind": "global_batch"}),
     "last global batch": (SIGMOID, {"aux_kind": "last_global_batch"}),
-    "sinkhorn": (replace(MODEL, router_score="sigmoid"), {"choice": "sinkhorn", "sinkhorn_iterations": 5}),
+    "sinkhorn": (replace(MODEL, router_score="sigmoid"), {"choice": make_part("choice", "sinkhorn", iterations=5)}),
     "quantile": (SIGMOID, {"choice": "quantile"}),
     "drop by probability": (MODEL, {"capacity_factor": 0.75}),
     "drop by position": (MODEL, {"capacity_factor": 0.75, "drop_policy": "position", "aux_kind": "sequence"}),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.part import make_part
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.attention_load import attention_peers
 from moefold.planner.cost_model.collective import RankGroup, exchange_s
@@ -12,7 +13,6 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.planner.lengths.samples import StreamedSamples
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.simulator.simulate import simulate_mapping
@@ -26,7 +26,7 @@ MAPPINGS = {
     "pipeline": ParallelMapping(tp=2, cp=2, dp=4, pp=4, ep=8, edp=2),
     "no context parallelism": ParallelMapping(tp=4, dp=16, ep=8, edp=8),
 }
-PLANNED = AttentionStrategy(context="planned")
+PLANNED = make_part("context", "planned")
 BALANCED = replace(PLANNED, hosts="balanced", tolerance=0.02)
 
 
@@ -34,7 +34,7 @@ def pricer(loads=None, model="mixtral-8x7b", **options):
     return CostModel(load_model_spec(model), load_device("h100"), replace(WORK, attention=loads, **options))
 
 
-def wlb(strategy=AttentionStrategy()):  # noqa: B008 - immutable
+def wlb(strategy=make_part("context", "ring")):  # noqa: B008 - immutable
     return DocumentLoads(StreamedSamples(load_distribution("wlb")), SEQ_LEN, strategy)
 
 

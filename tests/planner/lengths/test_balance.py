@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moefold.config.part import make_part
 from moefold.planner.cost_model.attention_load import AttentionPeers
 from moefold.planner.lengths.balance import DocumentLoads, plan_loads
 from moefold.planner.lengths.distribution import ListedLengths, load_distribution
 from moefold.planner.lengths.samples import RecordedSamples, StreamedSamples
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.topology.token_placement import RoundShape
 from tests.planner.lengths.equal_documents import equal_documents
 
-PLANNED = AttentionStrategy(context="planned")
+PLANNED = make_part("context", "planned")
 LAST = replace(PLANNED, hosts="balanced", tolerance=0.02)
 
 
@@ -24,21 +24,23 @@ def loads_of(name: str, seq_len: int = 131072) -> DocumentLoads:
 def test_the_pairs_of_a_round_by_hand():
     # Two samples on two dp ranks with two cp ranks each: of the chunks of 2 tokens, a rank has 0 and 3, or 1 and 2.
     shape = RoundShape(dp=2, cp=2, seq_len=8)
-    found = plan_loads([[(8,), (3, 5)]], shape, 0, AttentionStrategy())
+    found = plan_loads([[(8,), (3, 5)]], shape, 0, make_part("context", "ring"))
     # One document: 1+2+7+8 and 3+4+5+6 pairs. Documents of 3 and 5 tokens: 1+2+4+5, and 3+1+2+3.
     assert found.pairs.tolist() == [[18.0, 18.0, 12.0, 9.0]]
     assert found.max_over_mean == pytest.approx(18 / (57 / 4))
-    windowed = plan_loads([[(8,), (3, 5)]], shape, 2, AttentionStrategy())
+    windowed = plan_loads([[(8,), (3, 5)]], shape, 2, make_part("context", "ring"))
     assert windowed.pairs.tolist() == [[7.0, 8.0, 7.0, 7.0]]
 
 
 def test_ulysses_computes_whole_samples_with_a_part_of_the_heads():
     samples = RecordedSamples("", "", ((3, 5),))
-    found = DocumentLoads(samples, 8, AttentionStrategy(context="ulysses")).rounds(2, 1, 1)
+    found = DocumentLoads(samples, 8, make_part("context", "ulysses")).rounds(2, 1, 1)
     assert found.pairs[0].tolist() == [10.5, 10.5]
 
 
-@pytest.mark.parametrize("strategy", [AttentionStrategy(), PLANNED, LAST], ids=["ring", "planned", "balanced hosts"])
+@pytest.mark.parametrize(
+    "strategy", [make_part("context", "ring"), PLANNED, LAST], ids=["ring", "planned", "balanced hosts"]
+)
 def test_samples_of_one_document_are_even(strategy):
     loads = DocumentLoads(equal_documents(1024, 1024), 1024, strategy)
     load = loads.load(AttentionPeers(4, 2, 1, 8, 3), 0)
@@ -53,7 +55,7 @@ def test_samples_of_one_document_are_even(strategy):
 
 def test_only_ranks_that_wait_for_each_other_count():
     samples = RecordedSamples("", "", ((8,), (1,) * 8))
-    loads = DocumentLoads(samples, 8, AttentionStrategy())
+    loads = DocumentLoads(samples, 8, make_part("context", "ring"))
     pairs = loads.rounds(1, 2, 1).pairs
     assert set(pairs.ravel().tolist()) == {36.0, 8.0}
     together = loads.load(AttentionPeers(1, 2, 1, group=2, num_rounds=len(pairs)), 0)
@@ -75,7 +77,9 @@ def test_rounds_one_by_one_have_the_mean_of_all():
     assert loads.of_round(count).load(peers, 0) == loads.of_round(0).load(peers, 0)
 
 
-@pytest.mark.parametrize("strategy", [AttentionStrategy(), PLANNED, LAST], ids=["ring", "planned", "balanced hosts"])
+@pytest.mark.parametrize(
+    "strategy", [make_part("context", "ring"), PLANNED, LAST], ids=["ring", "planned", "balanced hosts"]
+)
 @pytest.mark.parametrize("num_rounds", [1, 3, 100])
 def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
     loads = loads_of("wlb", 8192).with_strategy(strategy)
@@ -100,7 +104,7 @@ def test_nodes_that_hold_whole_samples_need_no_plan_of_their_own(placement):
 
 def test_all_strategies_see_the_same_documents():
     loads = loads_of("wikipedia", 8192)
-    means = [loads.with_strategy(s).rounds(2, 4, 1).pairs.mean() for s in (AttentionStrategy(), PLANNED, LAST)]
+    means = [loads.with_strategy(s).rounds(2, 4, 1).pairs.mean() for s in (make_part("context", "ring"), PLANNED, LAST)]
     assert means[0] == means[1] == means[2]
 
 

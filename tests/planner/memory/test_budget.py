@@ -64,7 +64,7 @@ def estimated(cfg: Config, mapping: ParallelMapping | None = None) -> tuple[Conf
         capacity_factor=cfg.moe.capacity_factor,
     )
     memory = MemoryModel(shape, workload, device, cfg, RecipeStageSplitter(cfg, shape))
-    mapping = mapping or mapping_from_config(cfg.parallel, cfg.moe, cfg.train)
+    mapping = mapping or mapping_from_config(cfg.parallel, cfg.train)
     return config_with_mapping(MappingConstraints(cfg), mapping), memory.estimate(mapping)
 
 
@@ -86,7 +86,7 @@ def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
 
 def test_symmetric_memory_is_counted_as_the_runtime_does():
     cfg = recipe("mixtral-8x7b", {"world_size": 8, "ep": 4, "tp": 2}, 8, "1f1b", 1)
-    parallel = replace(cfg.parallel, dispatcher="symm_mem", receive_factor=1.5)
+    parallel = replace(cfg.parallel, dispatcher=make_part("dispatcher", "symm_mem", receive_factor=1.5))
     symmetric = replace(cfg, parallel=parallel, run=replace(cfg.run, device="cuda"))
     check_config(symmetric)
     check_formula(symmetric)
@@ -189,7 +189,7 @@ def test_uneven_experts_need_larger_buffers():
     plain = TrainingWorkload(seq_len=4096, global_batch_size=256)
     even, uneven = (
         MemoryModel(shape, replace(plain, imbalance=load), device, cfg).estimate(
-            mapping_from_config(cfg.parallel, cfg.moe, cfg.train)
+            mapping_from_config(cfg.parallel, cfg.train)
         )
         for load in (1.0, 1.5)
     )
@@ -270,7 +270,7 @@ def test_an_update_brings_moments_back(case):
 def test_what_is_offloaded_is_not_there():
     cfg = recipe(*BIG[0])
     _, plain = estimated(cfg)
-    mapping = mapping_from_config(cfg.parallel, cfg.moe, cfg.train)
+    mapping = mapping_from_config(cfg.parallel, cfg.train)
     _, away = estimated(cfg, replace(mapping, offload=("core_attention", "optimizer")))
     assert away.optimizer < 0.01 * plain.optimizer
     assert away.activations < plain.activations

@@ -216,7 +216,7 @@ def noting(cfg: Config, notes: set[str]) -> Config:
 def test_the_rule_that_reads_more_than_it_says_is_found():
     notes: set[str] = set()
     cfg = noting(on_ranks(RECIPES["plain"], 2), notes)
-    assert (cfg.num_micro_batches, cfg.parallel.schedule) == (2, "1f1b")
+    assert (cfg.num_micro_batches, cfg.parallel.schedule.kind) == (2, "1f1b")
     assert notes == {"mbs", "tp", "cp", "pp", "schedule"}
 
 

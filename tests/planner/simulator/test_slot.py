@@ -3,6 +3,7 @@
 import pytest
 
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part, make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
@@ -15,9 +16,9 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), 
 SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 
 
-def config(schedule: str, pp: int, chunks: int, count: int, csv: str = "") -> Config:
+def config(schedule: str | Part, pp: int, chunks: int, count: int) -> Config:
     return Config(
-        parallel=ParallelConfig(world_size=pp, pp=pp, schedule=schedule, virtual_stages=chunks, schedule_csv=csv),
+        parallel=ParallelConfig(world_size=pp, pp=pp, virtual_stages=chunks, schedule=schedule),
         train=TrainConfig(global_batch_size=count),
     )
 
@@ -42,7 +43,7 @@ def test_the_slots_of_a_file_equal_the_runtime(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     mine = slot_rows(CsvSchedule(path=str(path)), 2, 1, 2)
-    cfg = config("csv", 2, 1, 2, str(path))
+    cfg = config(make_part("schedule", "csv", path=str(path)), 2, 1, 2)
     assert mine == runtime_slots(cfg.model, cfg.parallel, cfg.train)
 
 

@@ -1,10 +1,14 @@
 """Methods of offline alignment: losses on pairs of completions, and uses of rewards of conversations."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-from moefold.config.part import FlatKey, Part, UnusedKeys
+from moefold.config.field import Bound
+from moefold.config.find import built_in_kinds, find_part
+from moefold.config.part import Part, UnusedKeys
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -57,6 +61,7 @@ class AlignmentPart(Part):
 
     group: ClassVar[str] = "alignment"
     key: ClassVar[str] = "align.method"
+    is_for_training: ClassVar[bool] = True
     data_kind: ClassVar[str] = ""
     """`data.kind` that it needs; empty: any but preferences."""
     changes_training: ClassVar[bool] = True
@@ -67,6 +72,11 @@ class AlignmentPart(Part):
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield that the data are of another kind, or from several sources with weights."""
         kind = recipe.data.kind
+        if kind == "preference" and not isinstance(self, PreferencePart):
+            losses = (find_part(self.group, kind) for kind in built_in_kinds(self.group))
+            way_out = f"choose {', '.join(loss().kind for loss in losses if issubclass(loss, PreferencePart))}"
+            rule = f"needs a loss for pairs, and {self.key}={self.kind!r} is none"
+            yield Problem(f"data.kind={_quoted(kind)}", None, rule, way_out)
         if self.data_kind and kind != self.data_kind:
             what = " with a reward in each row" if not isinstance(self, PreferencePart) else ""
             rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
@@ -82,7 +92,7 @@ class RewardPart(AlignmentPart):
 
     changes_maths: ClassVar[bool] = False
     data_kind: ClassVar[str] = "sft"
-    reward: Annotated[str, FlatKey("align.reward")]
+    reward: Annotated[str, Bound("must name a column", bool)] = "reward"
     """Column with the reward of a row."""
 
 
@@ -90,10 +100,16 @@ class RewardPart(AlignmentPart):
 class RewardPromptPart(RewardPart):
     """Prompts that are given the reward of their answers, in training and when the model is asked."""
 
-    template: Annotated[str, FlatKey("align.template")]
+    template: str = "{prompt} <reward>{reward:.2f}</reward>"
     """Text that replaces the last message before the answer."""
-    want: Annotated[float, FlatKey("align.want")]
-    """Reward that is asked for after training."""
+    want: Annotated[float, Bound("must be a finite number", math.isfinite)] = 1.0
+    """Reward that prompts ask for after training: generate --chat, serve, rollout and lm_eval write it into the prompt
+    by the template; their option --want takes another one."""
+
+    def check(self, recipe: Any) -> Iterator[Problem]:
+        """Yield what `AlignmentPart.check` does, and what is wrong with the template."""
+        yield from super().check(recipe)
+        yield from template_problems(self.template)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +162,57 @@ class PreferencePart(AlignmentPart):
     def formula(self) -> PreferenceFormula | None:
         """Return the loss of one pair; None: it has no formula."""
         return None
+
+
+def parse_threshold(threshold: float | str) -> tuple[str, float]:
+    """Return the kind of a threshold, "value", "quantile" or "best", and its number.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if threshold == "best":
+        return "best", 0.0
+    if isinstance(threshold, str) and threshold.startswith("q"):
+        quantile = float(threshold[1:])
+        if not 0 <= quantile <= 1:
+            raise ValueError(threshold)
+        return "quantile", quantile
+    # A number in quotes counts.
+    number = float(threshold)
+    if not math.isfinite(number):
+        raise ValueError(threshold)
+    return "value", number
+
+
+def is_threshold(threshold: float | str) -> bool:
+    """Return whether `parse_threshold` reads a threshold."""
+    try:
+        parse_threshold(threshold)
+    except ValueError:
+        return False
+    return True
+
+
+def template_problems(template: str) -> Iterator[Problem]:
+    """Yield that a template lacks a field, or has one that cannot be filled in."""
+    key = f"{AlignmentPart.key}.template"
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        if missing := [name for name in ("prompt", "reward") if name not in fields]:
+            way_out = "write both {prompt} and {reward}, or {reward:.2f} for 2 digits"
+            yield Problem(key, template, f"lacks {{{missing[0]}}}", way_out)
+        elif others := sorted(fields - {"prompt", "reward"}):
+            yield Problem(key, template, f"has the field {{{others[0]}}}", "only {prompt} and {reward} are filled in")
+        else:
+            fill_template(template, "", 0.0)
+    except (ValueError, IndexError, KeyError, AttributeError) as error:
+        way_out = "write a brace of the text twice, as {{ or }}"
+        yield Problem(key, template, f"cannot be filled in ({error})", way_out)
+
+
+def fill_template(template: str, prompt: str, reward: float) -> str:
+    """Return a prompt with its reward."""
+    return template.format(prompt=prompt, reward=reward)
 
 
 def record_pair_rewards(scores: PairScores, beta: float) -> None:

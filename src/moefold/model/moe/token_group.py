@@ -84,7 +84,7 @@ class TokenColumns:
     token_weights: Tensor | None = None
     """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
     positions: Tensor | None = None
-    """Position of each token in its sample, int64 [B, S/cp], where `parallel.placement` moves tokens; else None."""
+    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; else None."""
     token_samples: Tensor | None = None
     """Index of each token's sample in the global batch, int64 [B, S/cp], together with `positions`."""
 
@@ -95,7 +95,7 @@ NO_COLUMNS = TokenColumns()
 
 @dataclass(frozen=True)
 class PlacedTokens:
-    """Tokens of this rank's rows where `parallel.placement` moves them: any tokens of the samples of a round.
+    """Tokens of this rank's rows where `parallel.context` moves them: any tokens of the samples of a round.
 
     The round is the micro-batches that the data-parallel ranks compute at the same time.
     """
@@ -128,7 +128,7 @@ class TokenPositions:
     weights_T: Tensor | None = None
     """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
     placed: PlacedTokens | None = None
-    """The tokens, where `parallel.placement` moves them; `sample_ids_B` are then those that rows would have as samples.
+    """The tokens, where `parallel.context` moves them; `sample_ids_B` are then those that rows would have as samples.
     """
 
     @staticmethod

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import POSITIVE
 from moefold.config.groups.alignment import (
     OraclePairs,
     PairScores,
@@ -10,7 +11,6 @@ from moefold.config.groups.alignment import (
     PreferencePart,
     record_pair_rewards,
 )
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,8 @@ class IdentityPreference(PreferencePart):
     """The squared distance of the difference of the scores from 1 / (2 beta)."""
 
     is_per_token: ClassVar[bool] = True
-    beta: Annotated[float, FlatKey("align.beta")]
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Scale of the implicit rewards; the higher, the closer to the reference."""
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return (chosen - rejected - 1 / (2 beta))**2."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import POSITIVE
 from moefold.config.groups.alignment import OraclePairs, PairScores, PreferenceFormula, PreferencePart
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,9 +19,12 @@ class KahnemanTversky(PreferencePart):
 
     labelled: ClassVar[bool] = True
     mean_metrics: ClassVar[tuple[str, ...]] = ("desirable_reward", "undesirable_reward", "kl")
-    beta: Annotated[float, FlatKey("align.beta")]
-    desirable_weight: Annotated[float, FlatKey("align.desirable_weight")]
-    undesirable_weight: Annotated[float, FlatKey("align.undesirable_weight")]
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Scale of the implicit rewards; the higher, the closer to the reference."""
+    desirable_weight: Annotated[float, POSITIVE] = 1.0
+    """Factor of the loss of desirable completions."""
+    undesirable_weight: Annotated[float, POSITIVE] = 1.0
+    """Factor of the loss of undesirable completions."""
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return the loss of each completion; z has no gradient."""

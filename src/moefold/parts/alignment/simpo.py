@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import POSITIVE, at_least
 from moefold.config.groups.alignment import (
     OraclePairs,
     PairScores,
@@ -10,7 +11,6 @@ from moefold.config.groups.alignment import (
     PreferencePart,
     record_pair_rewards,
 )
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,10 @@ class SimplePreference(PreferencePart):
 
     has_reference: ClassVar[bool] = False
     is_per_token: ClassVar[bool] = True
-    beta: Annotated[float, FlatKey("align.beta")]
-    gamma: Annotated[float, FlatKey("align.gamma")]
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Scale of the log-probabilities; 2.0 to 2.5 is usual."""
+    gamma: Annotated[float, at_least(0)] = 0.5
+    """Target margin between the scaled log-probabilities of a pair."""
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return -log sigmoid(beta * (chosen - rejected) - gamma)."""

@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from moefold.config.field import POSITIVE, Bound
 from moefold.config.groups.alignment import RewardSelectionPart
-from moefold.config.part import FlatKey
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardWeight(RewardSelectionPart):
     """The loss of each conversation times exp(reward / beta), up to a factor."""
 
-    beta: Annotated[float, FlatKey("align.beta")]
-    weight_cap: Annotated[float, FlatKey("align.weight_cap")]
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Temperature of the rewards."""
+    weight_cap: Annotated[float, Bound("must be at least 1, or 0 (none)", lambda cap: cap >= 1 or cap == 0)] = 20.0
+    """Maximum factor of a row's loss, whose mean over the data set is 1 before the cap; 0: none."""
 
     def select(self, rewards: Any, members: Any) -> Any:
         """Return all conversations with their weights."""

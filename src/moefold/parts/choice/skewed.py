@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from moefold.config.field import SHARE
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
 
@@ -21,7 +21,8 @@ class Skewed(ChoicePart):
     """Expert 0 for an evenly spread share of the tokens, and the other experts in turn, for benchmarks."""
 
     is_forced: ClassVar[bool] = True
-    share: Annotated[float, FlatKey("moe.skew")]
+    share: Annotated[float, SHARE] = 0.8
+    """Fraction of the tokens that have expert 0 among their experts."""
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
         """Return expert 0 or the next one first, and then the next ones."""

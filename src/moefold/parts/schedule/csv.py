@@ -12,15 +12,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.part import FlatKey
 from moefold.config.pipeline_action import Action, SlotRow, find_fault, one_per_slot
 from moefold.config.problem import Problem
 from moefold.config.schedule_rows import interleaved_bubble_s, interleaved_row
 from moefold.errors import ConfigError
+from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
     from moefold.config.parallel import ParallelConfig
@@ -36,7 +36,8 @@ Row = tuple[Action, ...]
 class CsvSchedule(SchedulePart):
     """Rows from a file. Where no file is named, as in a mapping of the planner, the rows of interleaved 1F1B."""
 
-    path: Annotated[str, FlatKey("parallel.schedule_csv")] = ""
+    path: str = ""
+    """File with the actions of each pipeline rank, in order."""
 
     is_for_one_mapping: ClassVar[bool] = True
     virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (1, None)
@@ -45,8 +46,11 @@ class CsvSchedule(SchedulePart):
     def check(self, parallel: "ParallelConfig") -> Iterator[Problem]:
         """Yield that no file is named, or that there are no ranks for its rows."""
         if not self.path:
-            rule = "needs parallel.schedule_csv, the path of its file"
+            rule = f"needs {self.key}.path, its file"
             yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")
+        if is_remote(self.path):
+            rule = "must be a path of this machine, not a URL"
+            yield Problem(f"{self.key}.path", self.path, rule, "copy the file here")
         if parallel.pp == 1:
             rule = "needs parallel.pp of 2 or more, and it is 1"
             yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
@@ -84,7 +88,7 @@ def _read_schedule(
     Raises:
         ConfigError: the file cannot be read, a cell is wrong, an action is missing or doubled, or ranks would deadlock.
     """
-    name = f"parallel.schedule_csv={path!r}"
+    name = f"{SchedulePart.key}.path={path!r}"
     rows = _read(name, path)
     if len(rows) != pp:
         raise ConfigError(f"{name} has {len(rows)} rows, and parallel.pp={pp}; write one row for each pipeline rank")

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.chosen import default_part
+from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
 from moefold.topology.token_placement import Integers, Placement, RoundShape, place
 
@@ -79,7 +80,7 @@ class DocumentLoads:
 
     samples: DocumentSamples
     seq_len: int
-    strategy: AttentionStrategy = AttentionStrategy()
+    strategy: ContextPart = field(default_factory=lambda: default_part(ContextPart))
     seed: int = 0
     only_round: int | None = None
     is_lower_bound: bool = False
@@ -88,7 +89,7 @@ class DocumentLoads:
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
 
-    def with_strategy(self, strategy: AttentionStrategy) -> "DocumentLoads":
+    def with_strategy(self, strategy: ContextPart) -> "DocumentLoads":
         """Return the loads of the same documents under another strategy."""
         return replace(self, strategy=strategy)
 
@@ -134,7 +135,7 @@ class DocumentLoads:
         """See `AttentionLoads`."""
         key = ("mean", window)
         if key not in self._rounds:
-            self._rounds[key] = self._load_rounds(RoundKey(1, 1, 1, window), AttentionStrategy())
+            self._rounds[key] = self._load_rounds(RoundKey(1, 1, 1, window), default_part(ContextPart))
         pairs = self._rounds[key].pairs
         keys = float(pairs.mean()) / self.seq_len
         return AttentionLoad(keys, keys, float(self.seq_len), is_planned=self.strategy.is_planned)
@@ -164,7 +165,7 @@ class DocumentLoads:
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that exchange rows."""
-        if not self.strategy.is_planned:
+        if not isinstance(self.strategy, PlannedPart):
             return 1
         if self.strategy.placement == "balanced":
             return peers.cp * peers.dp
@@ -176,7 +177,7 @@ class DocumentLoads:
 
     def _depends_on_nodes(self, key: RoundKey) -> bool:
         """Return whether the nodes of the ranks change the plan of a round or the rows that leave a node."""
-        if not self.strategy.is_planned or key.ranks_per_node >= key.cp * key.dp:
+        if not isinstance(self.strategy, PlannedPart) or key.ranks_per_node >= key.cp * key.dp:
             return False
         stays_in_sample = self.strategy.hosts == "home" and self.strategy.placement != "balanced"
         return not stays_in_sample or key.ranks_per_node % key.cp != 0
@@ -202,7 +203,7 @@ class DocumentLoads:
             is_planned=self.strategy.is_planned,
         )
 
-    def _load_rounds(self, key: RoundKey, strategy: AttentionStrategy) -> RoundLoads:
+    def _load_rounds(self, key: RoundKey, strategy: ContextPart) -> RoundLoads:
         shape = RoundShape(dp=key.dp, cp=key.cp, micro_batch_size=key.mbs, seq_len=self.seq_len)
         count = num_planned_rounds(shape.num_ranks)
         samples = self._first_samples(count * shape.num_samples)
@@ -244,7 +245,7 @@ def plan_loads(
     rounds: Sequence[Sequence[SampleLengths]],
     shape: RoundShape,
     window: int,
-    strategy: AttentionStrategy,
+    strategy: ContextPart,
     ranks_per_node: int = 0,
 ) -> RoundLoads:
     """Plan the attention of some rounds, as the runtime does."""
@@ -280,22 +281,23 @@ def plan_of(
     samples: Sequence[SampleLengths],
     shape: RoundShape,
     window: int,
-    strategy: AttentionStrategy,
+    strategy: ContextPart,
     nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Plan the attention of one round; `nodes` has the node of each rank."""
     lengths = np.fromiter(chain.from_iterable(samples), np.int64)
     bounds_N = np.concatenate(([0], np.cumsum(lengths)))
     assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
-    placement: Placement = place(strategy.placement, shape, bounds_N, strategy.block)
-    if strategy.hosts == "home":
+    planned = strategy if isinstance(strategy, PlannedPart) else PlannedPart()
+    placement: Placement = place(planned.placement, shape, bounds_N, planned.block)
+    if not planned.balances_hosts:
         return plan_attention(placement, window=window)
     return plan_attention(
         placement,
         window=window,
-        tolerance=strategy.tolerance,
-        block=strategy.block,
-        pool=strategy.pool,
+        tolerance=planned.tolerance,
+        block=planned.block,
+        pool=planned.pool,
         nodes=nodes,
     )
 

@@ -17,7 +17,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part
+from moefold.config.part import Part, word_of
 from moefold.config.rule import Rule, ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
@@ -244,7 +244,9 @@ class MappingConstraints:
         changes: dict[str, dict[str, Any]] = {"parallel": {}, "train": {}}
         for axis, value in values.items():
             section, key = AXIS_KEYS[axis]
-            changes[section][key] = value
+            own = getattr(getattr(self.base_config, section), key)
+            # A kind stands for the recipe's part of this kind, with its settings.
+            changes[section][key] = own if isinstance(own, Part) and own.kind == value else value
         return replace(
             self.base_config,
             parallel=replace(self.base_config.parallel, **changes["parallel"]),
@@ -375,8 +377,8 @@ class Restriction:
         return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
-        """Return the restriction with the recipe's part, and its settings, for a fixed kind that the recipe has."""
-        parts = {axis: getattr(parallel, axis) for axis in ("schedule", "dispatcher") if axis in self.fixed}
+        """Return the restriction with the recipe's part from outside for a fixed kind that the recipe has."""
+        parts = {axis: word_of(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed}
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})
 

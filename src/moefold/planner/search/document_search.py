@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from moefold.planner.lengths.strategy import AttentionStrategy
+from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.part import make_part
 from moefold.planner.search.constraints import Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 
 
-def candidate_strategies(own: AttentionStrategy) -> list[AttentionStrategy]:
+def candidate_strategies(own: ContextPart) -> list[ContextPart]:
     """Return the recipe's own strategy, and then planned attention with each placement and choice of hosts."""
+    base: PlannedPart = own if isinstance(own, PlannedPart) else make_part(own.group, "planned")
     planned = [
-        replace(own, context="planned", placement=placement, hosts=hosts)
+        replace(base, placement=placement, hosts=hosts)
         for placement in ("samples", "documents", "balanced")
         for hosts in ("home", "balanced")
     ]
@@ -26,7 +28,7 @@ class DocumentSearch:
             out.
     """
 
-    def __init__(self, searches: Mapping[AttentionStrategy | None, Search]) -> None:
+    def __init__(self, searches: Mapping[ContextPart | None, Search]) -> None:
         self.searches = searches
 
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:

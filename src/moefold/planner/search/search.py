@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
-from moefold.planner.lengths.strategy import AttentionStrategy
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
@@ -65,7 +65,7 @@ class PlannedMapping:
     mapping: ParallelMapping
     time: StepTime
     memory: MemoryEstimate
-    attention: AttentionStrategy | None = None
+    attention: ContextPart | None = None
     """How the ranks share the attention of documents; None: as the recipe says."""
 
     @property

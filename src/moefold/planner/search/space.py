@@ -18,7 +18,7 @@ from typing import Any
 from moefold.config.chosen import part_of_kind
 from moefold.config.find import built_in_kinds
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.part import Part
+from moefold.config.part import Part, word_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
 from moefold.config.train import RECOMPUTE_PARTS
@@ -200,7 +200,7 @@ class MappingSpace:
         Of other packages' kinds only one that the recipe or the restriction names is loaded.
         """
         names = [name for name in built_in_kinds(DispatcherPart.group) if self.restriction.allows("dispatcher", name)]
-        named = self.restriction.fixed.get("dispatcher", self._cfg.parallel.dispatcher)
+        named = self.restriction.fixed.get("dispatcher", word_of(self._cfg.parallel.dispatcher))
         values = names if named in names or not self.restriction.allows("dispatcher", named) else [*names, named]
         parts = {
             part_of_kind(self._cfg, DispatcherPart, value) if isinstance(value, str) else value: value
@@ -394,7 +394,7 @@ class MappingSpace:
 
     def _schedules(self) -> list[str | Part]:
         """Return the schedules to try, simplest first: built-in ones, and the recipe's, which may be of a package."""
-        asked = self.restriction.fixed.get("schedule", self._cfg.parallel.schedule)
+        asked = self.restriction.fixed.get("schedule", word_of(self._cfg.parallel.schedule))
         named = dict.fromkeys((*choices_of("parallel", "schedule"), asked))
         return sorted((value for value in named if self.restriction.allows("schedule", value)), key=_complexity)
 

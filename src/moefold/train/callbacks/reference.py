@@ -57,16 +57,30 @@ class ReferencePass(Callback):
             os.replace(draft, path)
 
 
+_KEYS_OF_FORMAT_1 = {
+    "align.reward": "reward",
+    "align.threshold": "best",
+    "align.beta": 0.1,
+    "align.weight_cap": 20.0,
+    "align.template": "{prompt} <reward>{reward:.2f}</reward>",
+    "align.gamma": 0.5,
+    "align.desirable_weight": 1.0,
+    "align.undesirable_weight": 1.0,
+}
+"""Keys of [align] that every recipe had: they are part of the names of files, which a resumed run looks for."""
+
+
 def _file_name(run: TrainingContext) -> str:
     """Return a file name that changes with anything that changes the pairs or their numbers."""
-    order = {key: value for key, value in sample_order(run.cfg).items() if key not in LOCATION_KEYS}
+    order = sample_order(run.cfg) | _KEYS_OF_FORMAT_1
+    order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
     return _hashed_name([order, list(run.data.fingerprints.values())])
 
 
 def _former_file_name(run: TrainingContext) -> str:
     """Return the file name of earlier versions, which changed with the paths of the data."""
     fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in run.data.fingerprints.items()}
-    return _hashed_name([sample_order(run.cfg), fingerprints])
+    return _hashed_name([sample_order(run.cfg) | _KEYS_OF_FORMAT_1, fingerprints])
 
 
 def _hashed_name(identity: object) -> str:

@@ -87,8 +87,8 @@ class Gathering(DispatcherPart):
         """Yield dropped tokens, and tokens in 8 bits."""
         if recipe.moe.capacity_factor > 0:
             yield f"it drops no token, and moe.capacity_factor={recipe.moe.capacity_factor:g} does"
-        if recipe.moe.dispatch_precision != "dtype":
-            yield f"it sends tokens in run.dtype, and moe.dispatch_precision={recipe.moe.dispatch_precision!r}"
+        if recipe.moe.dispatch_precision.rounds:
+            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{recipe.moe.dispatch_precision}'"
 
     def collectives(self, ep: int, etp: int) -> tuple[str, ...]:
         """Return one collective in each direction."""

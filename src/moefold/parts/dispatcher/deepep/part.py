@@ -52,7 +52,7 @@ class DeepEP(DispatcherPart):
         if chosen(recipe, WirePart).rounds and size % FP8_BLOCK:
             yield (
                 f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
-                f"{recipe.moe.dispatch_precision!r} {width} is no multiple of that"
+                f"'{recipe.moe.dispatch_precision}' {width} is no multiple of that"
             )
         if recipe.faults.check_dispatch:
             yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.part import FlatKey
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 class LeastLoaded(DispatcherPart):
     """Send routed tokens of a busy expert, with a copy of its weights, to a rank that has less to do."""
 
-    threshold: Annotated[float, FlatKey("moe.llep_threshold")]
-    capacity: Annotated[float, FlatKey("moe.llep_capacity")]
-    min_tokens: Annotated[int, FlatKey("moe.llep_min_tokens")]
+    threshold: Annotated[float, at_least(1)] = 1.3
+    """Move routed tokens where the busiest ep rank has more than this times the mean load."""
+    capacity: Annotated[float, at_least(1)] = 1.1
+    """Target load of a rank after the move, as a multiple of the mean load."""
+    min_tokens: Annotated[int, at_least(1)] = 64
+    """Minimum number of routed tokens for which an expert's weights are sent; about 1024 on a GPU."""
 
     moves_experts: ClassVar[bool] = True
 
@@ -46,24 +49,24 @@ class LeastLoaded(DispatcherPart):
             )
         if self.threshold >= p.ep:
             yield Problem(
-                "moe.llep_threshold",
+                f"{self.key}.threshold",
                 self.threshold,
                 f"must be below parallel.ep={p.ep}, the most mean loads that one rank can have",
                 "the published value is 1.3",
             )
         if self.capacity > self.threshold:
             yield Problem(
-                "moe.llep_capacity",
+                f"{self.key}.capacity",
                 self.capacity,
-                f"must be at most moe.llep_threshold={self.threshold}: what a rank may keep needs no relief",
-                f"choose llep_capacity of 1.0 to {self.threshold}",
+                f"must be at most threshold={self.threshold}: what a rank may keep needs no relief",
+                f"choose 1.0 to {self.threshold}",
             )
         ranks = p.ep * p.etp
         tokens = recipe.train.seq_len * recipe.train.micro_batch_size * ranks // (p.cp * p.tp)
         largest = min(tokens, ceil(self.capacity * tokens * recipe.model.experts.top_k / p.ep))
         if self.min_tokens > largest:
             yield Problem(
-                "moe.llep_min_tokens",
+                f"{self.key}.min_tokens",
                 self.min_tokens,
                 f"must be at most {largest}, the most routed tokens of one expert that a rank could take over of the "
                 f"{tokens} tokens of ep*etp={ranks} ranks",

@@ -1,6 +1,6 @@
 """Symmetric-memory dispatcher: an all-to-all whose split sizes stay on the device, so that the host never waits.
 
-The price is room for the busiest rank: a rank receives into a buffer of fixed size, `parallel.receive_factor` times
+The price is room for the busiest rank: a rank receives into a buffer of fixed size, `receive_factor` times
 the rows of balanced routing. A step in which a rank would receive more is stopped with an error, before its weights
 change.
 """

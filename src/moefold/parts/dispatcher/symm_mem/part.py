@@ -6,8 +6,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.config.chosen import chosen
+from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
-from moefold.config.part import FlatKey
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -25,7 +25,9 @@ ROW_ALIGNMENT = 16
 class SymmMem(DispatcherPart):
     """Receive tokens into symmetric memory, with room for `receive_factor` times the rows of balanced routing."""
 
-    receive_factor: Annotated[float, FlatKey("parallel.receive_factor")]
+    receive_factor: Annotated[float, at_least(1)] = 2.0
+    """Rows that an ep rank has room to receive in a micro-batch, over the rows of balanced routing. A step that needs
+    more stops the run."""
 
     needs_spread_experts: ClassVar[bool] = True
     has_shared_buffers: ClassVar[bool] = True
@@ -40,7 +42,7 @@ class SymmMem(DispatcherPart):
         if recipe.moe.pad_to_capacity:
             yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
         if chosen(recipe, WirePart).rounds:
-            yield f"it sends tokens in run.dtype, and moe.dispatch_precision={recipe.moe.dispatch_precision!r}"
+            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{recipe.moe.dispatch_precision}'"
         if recipe.model.routed and recipe.model.routed.has_bias:
             yield "it leaves rows without an expert, and model.moe_bias=true adds the bias of an expert to each row"
         if recipe.faults.check_dispatch:
@@ -68,8 +70,8 @@ class SymmMem(DispatcherPart):
         needed = ceil(load * factor * 10) / 10
         return (
             f"was to receive {load * factor:.2f} times the routed tokens of balanced routing, and "
-            f"parallel.receive_factor={factor:g} has room for {factor:g} times; train on (from the last checkpoint, if "
-            f"there is one) with parallel.receive_factor={needed:g} or more, or parallel.dispatcher='alltoall'"
+            f"{self.key}.receive_factor={factor:g} has room for {factor:g} times; train on (from the last checkpoint, "
+            f"if there is one) with {self.key}.receive_factor={needed:g} or more, or {self.key}='alltoall'"
         )
 
     def reserved_bytes(self, sizes: DispatchSizes) -> int:

@@ -61,7 +61,7 @@ class SparseMixer(RouterSoftmaxPart):
         if part is None or not chosen(RoutingSections(model, moe), RouterScorePart).chooses:
             return
         others = {
-            f"moe.choice={moe.choice!r}": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
+            f"moe.choice='{moe.choice}'": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
             "model.expert_bias=true": (part.expert_bias, "expert_bias=false"),
             f"model.num_groups={part.num_groups}": (part.num_groups > 1, "num_groups=1"),
             f"model.upcycle_from={model.upcycle_from!r}": (bool(model.upcycle_from), "upcycle_from=''"),
