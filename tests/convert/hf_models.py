@@ -1,11 +1,16 @@
 """Small random models of every family, made by transformers, as folders on disk."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from moefold.convert.declared_keys import declared_keys
+from moefold.convert.families import FILED_FAMILIES
+from moefold.convert.family import Family
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 
@@ -472,7 +477,120 @@ NEWER_MODELS |= {
         {**SPARSE, "norm_topk_prob": False, "tie_word_embeddings": True, "index_topk_freq": 2},
     ),
 }
+
+
+USUAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (2,),
+    "intermediate_size": (19, 20),
+    "moe_intermediate_size": (11, 12),
+    "shared_expert_intermediate_size": (9, 10),
+    "num_experts": (7, 6),
+    "moe_num_experts": (7, 6),
+    "n_routed_experts": (12,),
+    "num_experts_per_tok": (3,),
+    "moe_topk": (3, 2),
+    "moe_k": (3, 2),
+    "n_shared_experts": (2, 1),
+    "moe_num_shared_experts": (2, 1),
+    "n_group": (3, 2),
+    "topk_group": (2,),
+    "norm_topk_prob": (True, False),
+    "routed_scaling_factor": (2.5, 1.0),
+    "attention_bias": (True, False),
+    "use_qk_norm": (True, False),
+    "first_k_dense_replace": (1, 0),
+    "mlp_only_layers": ([], [0]),
+    "sliding_window": (5, 2),
+    "linear_num_key_heads": (3, 2),
+    "linear_num_value_heads": (6,),
+    "linear_key_head_dim": (5, 8),
+    "linear_value_head_dim": (7, 4),
+    "linear_conv_kernel_dim": (4, 2),
+}
+LATENT_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "num_attention_heads": (6,),
+    "num_key_value_heads": (6,),
+    "head_dim": (6,),
+    "qk_rope_head_dim": (6,),
+    "kv_lora_rank": (11, 8),
+    "q_lora_rank": (None, 7),
+    "qk_nope_head_dim": (3, 4),
+    "v_head_dim": (5, 8),
+    "rope_interleave": (True, False),
+    "attention_bias": (False,),
+    "rope_parameters": (ROPE, YARN | MSCALE),
+}
+SMALL = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "encoder_layers": 1,
+    "hidden_size": 16,
+    "d_model": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "num_mel_bins": 16,
+    "output_channels": 8,
+    "downsample_channels": [8, 16],
+    "global_attn_indexes": [0],
+    "downsample_hidden_size": 8,
+    "vocab_size": 10,
+    "image_size": 56,
+    "patch_size": 14,
+    "projection_hidden_size": 16,
+    "enable_audio_output": False,
+}
+"""Sizes of vision and audio models, by the keys that their configuration classes declare."""
+
+
+def options_of(family: Family) -> dict[str, tuple[Any, ...]]:
+    """The values of each key, of which the example of a family's file takes one."""
+    declared = declared_keys().families[family.name]
+    usual = {key: values for key, values in USUAL_OPTIONS.items() if key in declared}
+    usual |= LATENT_OPTIONS if "kv_lora_rank" in declared else {}
+    return {key: (value,) for key, value in NO_TOKENS.items()} | usual | dict(family.example.options)
+
+
+def first_sizes(family: Family) -> dict[str, Any]:
+    """The first value of each option."""
+    return {key: values[0] for key, values in options_of(family).items()}
+
+
+def multimodal_config(family: Family, sizes: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    """The configuration of a whole multimodal model with small other models, given the text model's sizes."""
+    kind = getattr(transformers, family.example.config)
+    return kind(**_small(kind, family.multimodal.config_path, dict(sizes)), **how)
+
+
+def _small(kind: Any, path: tuple[str, ...], text: dict[str, Any]) -> dict[str, Any]:
+    """Small sizes of a configuration class and of those inside of it, with the text model's at the end of a path."""
+    found: dict[str, Any] = {key: value for key, value in SMALL.items() if key in kind.__dataclass_fields__}
+    for key, inner in kind.sub_configs.items():
+        if path == (key,):
+            found |= {key: text, "tie_word_embeddings": text.get("tie_word_embeddings", False)}
+        elif inner is transformers.AutoConfig:
+            model_type = kind.sub_configs_defaults[key].model_type
+            found[key] = _small(type(transformers.AutoConfig.for_model(model_type)), (), {}) | {
+                "model_type": model_type
+            }
+        else:
+            found[key] = _small(inner, path[1:] if path[:1] == (key,) else (), text)
+    return found
+
+
 MODEL_NAMES = tuple(MODELS)
+FILED = {name.replace("_", "-"): family for name, family in FILED_FAMILIES.items()}
+"""Families whose sizes are in the file of the family."""
+NEWER_MODELS |= {
+    name: (f"{example.config[:-6]} {example.model.removesuffix('ForCausalLM')}", first_sizes(family))
+    for name, family in FILED.items()
+    if (example := family.example) and not family.multimodal
+}
 MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
 """Not among those whose export transformers loads: it expects tensors of the experts without computation."""
@@ -482,14 +600,21 @@ ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slo
 
 
 def make_model(name: str, **sizes: Any) -> Any:
-    """A random model of transformers in float32; no norm is 1 and no bias 0."""
-    kind, more = MODELS[name]
-    config_kind, _, class_kind = kind.partition(" ")
-    config = getattr(transformers, f"{config_kind}Config")(
-        **{**SIZES, **more, **sizes}, attn_implementation="eager", experts_implementation="eager"
-    )
+    """A random model of transformers; no norm is 1 and no bias 0. A multimodal one of `FILED` is whole."""
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    if name in MODELS:
+        kind, more = MODELS[name]
+        config_kind, _, class_kind = kind.partition(" ")
+        config = getattr(transformers, f"{config_kind}Config")(**{**SIZES, **more, **sizes}, **how)
+        class_name = f"{class_kind or config_kind}ForCausalLM"
+    else:
+        example = FILED[name].example
+        config = multimodal_config(FILED[name], {**SIZES, **first_sizes(FILED[name]), **sizes}, how)
+        class_name = example.model
     torch.manual_seed(len(name))
-    model = getattr(transformers, f"{class_kind or config_kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, class_name)(config).eval()
+    if hasattr(model, "thinker"):
+        model.forward = model.thinker.forward
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1 or parameter_name.endswith("_bias"):

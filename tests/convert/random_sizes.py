@@ -4,9 +4,11 @@ What an axis cuts is even where a model has to run under mappings; everything el
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
-from tests.convert.hf_models import EVEN, LATENT, LLAMA3, LONGROPE, QWEN_EXPERTS, YARN
+from moefold.convert.family import Family
+from tests.convert.hf_models import EVEN, FILED, LATENT, LLAMA3, LONGROPE, QWEN_EXPERTS, YARN, options_of
 
 Sizes = dict[str, Any]
 _ONE_CHOICE = {"norm_topk_prob": False, "num_experts_per_tok": 1}
@@ -458,7 +460,27 @@ def _phi_moe(rng: random.Random, is_cut: bool) -> Sizes:
     return sizes
 
 
+def _filed(family: Family) -> Callable[[random.Random, bool], Sizes]:
+    """How a family draws the options of its file: what an axis cuts is even where there is an even value."""
+
+    def draw(rng: random.Random, is_cut: bool) -> Sizes:
+        sizes = {}
+        for key, values in options_of(family).items():
+            even = [value for value in values if _is_even(value)]
+            sizes[key] = rng.choice(even if is_cut and even else values)
+        return sizes
+
+    return draw
+
+
+def _is_even(value: Any) -> bool:
+    """Whether two ranks divide a width; a list has one for each model."""
+    counts = value if isinstance(value, list) else [value]
+    return all(isinstance(one, int) and not isinstance(one, bool) and one % 2 == 0 for one in counts)
+
+
 NEWER_FAMILIES = {
+    **{name: _filed(family) for name, family in FILED.items()},
     "phi-moe": _phi_moe,
     "qwen3-5-moe": _qwen3_5_moe,
     "lfm2-moe": _lfm2_moe,

@@ -83,6 +83,7 @@ def test_what_a_family_writes_reads_back(tmp_path, family):
 # Sizes that go with those that the configuration classes have by default.
 _DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
 _DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
+_DEFAULTS |= {"linear_num_value_heads": 32}
 _SPECIAL = {"llama": {"mlp_bias": False}, "mixtral": {"sliding_window": None}}
 _SPECIAL |= {
     family.name: {"num_key_value_heads": 128}

@@ -157,9 +157,15 @@ class HeadSize:
     """head_dim; absent, `default`, where 0 means hidden_size / num_attention_heads."""
 
     default: int = 0
+    is_derived: bool = False
+    """transformers divides hidden_size whatever the key says; another value is rejected."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read head_dim."""
+        hidden = hf_config.get("hidden_size")
+        heads = hf_config.get("num_attention_heads")
+        if self.is_derived and is_int(hidden) and is_int(heads) and heads > 0:
+            AllowedValues("head_dim", (hidden // heads, None)).read(hf_config)
         return Renamed("head_dim", "head_dim", self.default).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -175,13 +181,14 @@ class SharedExperts:
     allows_none: bool = False
     """0 means no shared expert; else transformers creates tensors of width 0, which moefold does not read."""
     default: int | None = None
+    width_key: str = "moe_intermediate_size"
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the total width."""
         count = hf_config.get(self.hf_key, self.default)
-        width = hf_config.get("moe_intermediate_size")
+        width = hf_config.get(self.width_key)
         if not is_int(count) or not is_int(width) or count < (0 if self.allows_none else 1):
-            raise ConfigError(f"config.json has {self.hf_key}={count!r} of moe_intermediate_size={width!r}")
+            raise ConfigError(f"config.json has {self.hf_key}={count!r} of {self.width_key}={width!r}")
         return {"shared_expert_ffn_hidden_size": count * width}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -337,7 +344,7 @@ class MultiHeadKeyValue:
 
 @dataclass(frozen=True)
 class LatentHeadSizes:
-    """Sizes of latent attention that follow from others: `qk_head_dim`, and `head_dim`, which has two meanings."""
+    """Sizes of latent attention that follow from others: `qk_head_dim`, and `head_dim`, which has three meanings."""
 
     has_head_dim: bool = True
     """Check head_dim; it means something else in hybrid models."""
@@ -349,9 +356,12 @@ class LatentHeadSizes:
         rotated = hf_config.get("qk_rope_head_dim")
         plain_size = hf_config.get("qk_nope_head_dim")
         if is_int(rotated) and is_int(plain_size):
-            AllowedValues("qk_head_dim", (rotated + plain_size, None)).read(hf_config)
+            for key in ("qk_head_dim", "q_head_dim"):
+                AllowedValues(key, (rotated + plain_size, None)).read(hf_config)
+            latent = hf_config.get("kv_lora_rank")
+            cached = rotated + latent if is_int(latent) else rotated
             if self.has_head_dim:
-                AllowedValues("head_dim", (rotated, rotated + plain_size, None)).read(hf_config)
+                AllowedValues("head_dim", (rotated, rotated + plain_size, cached, None)).read(hf_config)
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

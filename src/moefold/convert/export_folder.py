@@ -34,8 +34,10 @@ from moefold.convert.hf_config import (
     QUANTIZATION_KEY,
     families_for,
     family_unsupported_reason,
+    multimodal_folder,
     parse_model_config,
     read_hf_config,
+    text_config,
 )
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import (
@@ -146,7 +148,9 @@ def write_config(
     else:
         keys = family.write(model)
         keys |= {"max_position_embeddings": max_positions(model, meta), "moefold_version": __version__}
-        keys |= {key: original[key] for key in COPIED_KEYS if key in original} | {**more_keys}
+        before_family = MODEL_TYPES.get(original.get("model_type", ""))
+        text = original if before_family is None else {**original, **text_config(original, before_family)}
+        keys |= {key: text[key] for key in COPIED_KEYS if key in text} | {**more_keys}
     keys.pop("torch_dtype", None)
     keys["dtype"] = dtype
     (tmp_dir / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -213,8 +217,7 @@ def export_folder(
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
-    before = read_manifest(sidecar_dir) if sidecar_dir is not None else None
-    origin = WeightsOrigin(sidecar_dir, before if before is not None and before.family == family.name else None)
+    origin = _find_origin(sidecar_dir, family)
     number = 0 if origin.manifest is None else origin.manifest.layout
     duplicates = _duplicate_tensors(model, family, origin.manifest)
     mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
@@ -270,6 +273,15 @@ def export_folder(
     )
 
 
+def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
+    """Return the origin of the weights; its manifest only if the folder was of this family, not multimodal."""
+    origin = WeightsOrigin(sidecar_dir, None)
+    manifest = None if sidecar_dir is None else read_manifest(sidecar_dir)
+    if manifest is None or manifest.family != family.name or multimodal_folder(origin.read_config(), family):
+        return origin
+    return replace(origin, manifest=manifest)
+
+
 def _exported_model(
     model: ModelConfig, source: CheckpointWeights, options: ExportOptions
 ) -> tuple[ModelConfig, list[str]]:
@@ -313,7 +325,8 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
         return FAMILIES[options.family]
     supported = families_for(model)
     original_family = MODEL_TYPES.get(origin.read_config().get("model_type", ""))
-    supported.sort(key=lambda family: family != original_family)
+    name = "" if original_family is None else original_family.exported_as or original_family.name
+    supported.sort(key=lambda family: family.name != name)
     if supported:
         return supported[0]
     if model.mtp_layers and families_for(plain):

@@ -43,32 +43,69 @@ class MultimodalFolder:
     """Folders of a multimodal model, of which only the text model is read.
 
     Attributes:
-        model_type: of the folder; `text_config` of its config.json describes the text model.
-        text_prefix: first words of the names of the text model's tensors, for `text_root`.
+        model_type: of the folder.
         other_tensors: regular expression of the tensors of the other models.
-        text_root: first words of the same names in a folder of the text model alone.
+        prefixes: first words of names of the text model's tensors, each with the words in a folder of the text model
+            alone; the first ones that fit count.
+        config_path: keys of config.json that lead to the object which describes the text model.
+        pairs: keys of that object with a list of two values, of which the first is for the text model.
+        pair_tensors: regular expression of tensors whose first half of the rows is of the text model.
+        other_experts: regular expression of the tensors of an expert, whose number is the group; numbers from the text
+            model's number of experts on are of the other models. Empty: the text model has all experts.
     """
 
     model_type: str
-    text_prefix: str
     other_tensors: str
-    text_root: str = "model."
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    config_path: tuple[str, ...] = ("text_config",)
+    pairs: tuple[str, ...] = ()
+    pair_tensors: str = r"(?!)"
+    other_experts: str = ""
 
     def text_name(self, name: str) -> str:
-        """Return the name that a tensor has in a folder of the text model alone."""
-        return f"{self.text_root}{name.removeprefix(self.text_prefix)}" if name.startswith(self.text_prefix) else name
+        """Return the name that a tensor has in a folder of the text model alone; of other models' tensors, any name."""
+        words = next((words for words in self.prefixes if name.startswith(words)), "")
+        return self.prefixes.get(words, "") + name.removeprefix(words)
+
+    def is_other_tensor(self, name: str, model: ModelConfig) -> bool:
+        """Return whether a tensor, by its `text_name`, is not of the text model."""
+        match = re.fullmatch(self.other_experts, name) if self.other_experts else None
+        is_other_expert = match is not None and int(match[1]) >= model.num_experts
+        return is_other_expert or re.fullmatch(self.other_tensors, name) is not None
 
     def text_config(self, hf_config: Json) -> Json:
-        """Return the keys of the text model.
+        """Return the keys of the text model; the object around them decides whether the embeddings are tied.
 
         Raises:
             ConfigError: there are none.
         """
-        keys = hf_config.get("text_config")
-        if not isinstance(keys, Mapping):
-            raise ConfigError(f"config.json of model_type={self.model_type!r} has text_config={keys!r}, no object")
-        shared = {key: hf_config[key] for key in ("tie_word_embeddings",) if key in hf_config and key not in keys}
-        return overlay(keys, shared)
+        around = keys = hf_config
+        for key in self.config_path:
+            found = keys.get(key)
+            if not isinstance(found, Mapping):
+                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={found!r}, no object")
+            around, keys = keys, found
+        values = {key: around[key] for key in ("tie_word_embeddings",) if key in around}
+        for key in self.pairs:
+            if isinstance(pair := keys.get(key), list):
+                values[key] = pair[0] if len(pair) == 2 else pair
+        return overlay(keys, values)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A small model of transformers, by which tests compare a family.
+
+    Attributes:
+        config: name of its configuration class.
+        model: name of its class.
+        options: values of keys of the text model, of which tests draw one each, besides the usual small sizes of keys
+            that the configuration class declares.
+    """
+
+    config: str
+    model: str
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,6 +130,8 @@ class Family:
             not read them; its group is the number of the expert. Empty: none.
         renamed_modules: parts of the names of modules in a folder that transformers' model calls otherwise.
         multimodal: folders of a multimodal model whose text model is of this family; None: there are none.
+        exported_as: name of the family that an export writes instead; empty: this one.
+        example: by which tests compare the family; None: tests/convert/hf_models.py has it.
     """
 
     name: str
@@ -109,6 +148,13 @@ class Family:
     renamed_modules: Mapping[str, str] = field(default_factory=dict)
     multimodal: MultimodalFolder | None = None
     zero_expert_tensors: str = ""
+    exported_as: str = ""
+    example: Example | None = None
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Every `model_type` that means the family."""
+        return (self.name, *self.aliases, *(() if self.multimodal is None else (self.multimodal.model_type,)))
 
     def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
         """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""
@@ -171,6 +217,12 @@ def stacked_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
     """Return the rules of experts in one tensor for gate and up, and one for down, each expert transposed."""
     halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=1, dims=(0, 2, 1))
     return halves | fused(("ffn.experts.w_down",), down, dims=(0, 2, 1))
+
+
+def untransposed_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
+    """Return the rules of experts in one tensor for gate and up, and one for down, as [E, in, out]."""
+    halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=-1)
+    return halves | layer_rules({"ffn.experts.w_down": down})
 
 
 def expert_layouts(

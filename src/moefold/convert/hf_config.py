@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.declared_keys import declared_keys
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.key_reader import KeyReader, overlay
+from moefold.convert.key_reader import KeyReader, overlay, plain
 from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
     KeyReport,
@@ -57,7 +58,8 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
     Raises:
         ConfigError: as in `read_model_config`.
     """
-    model, report = inspect_config(read_hf_config(folder), folder, ignored_keys)
+    keys = read_hf_config(folder)
+    model, report = inspect_config(keys, folder, ignored_keys)
     reports = [report]
     others = ((GENERATION_FILE, generation_known_keys), (TOKENIZER_CONFIG_FILE, tokenizer_known_keys))
     for file, known_keys in others:
@@ -66,7 +68,10 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
                 reports.append(file_report(file, _read_keys(folder / file), known_keys(), ignored_keys))
             except ConfigError as error:
                 raise ConfigError(f"{str(folder)!r}: {error}") from None
-    return count_mtp_layers(model, tensor_names(folder)), tuple(reports)
+    names = tensor_names(folder)
+    if names is not None and (multimodal := multimodal_folder(keys, find_family(keys, folder))):
+        names = [multimodal.text_name(name) for name in names]
+    return count_mtp_layers(model, names), tuple(reports)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -118,6 +123,16 @@ def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> Multimoda
     return found if found is not None and hf_config.get("model_type") == found.model_type else None
 
 
+def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal one.
+
+    Raises:
+        ConfigError: there is no such object.
+    """
+    multimodal = multimodal_folder(hf_config, family)
+    return hf_config if multimodal is None else multimodal.text_config(hf_config)
+
+
 def quantization_unsupported_reason(quantization: Any) -> str:
     """Return why the `quantization_config` of a config.json cannot be read; empty if it can, or is absent."""
     if quantization is None:
@@ -162,8 +177,9 @@ def inspect_config(
     try:
         spelled = _spell_both_ways(hf_config, family)
         whole = KeyReader(spelled)
-        multimodal = multimodal_folder(hf_config, family)
-        text = whole if multimodal is None else multimodal.text_config(whole)
+        text = text_config(whole, family)
+        if reason := quantization_unsupported_reason(plain(text.get(QUANTIZATION_KEY))):
+            raise ConfigError(reason)
         defaults = {key: value for key, value in family.default_keys.items() if key not in text}
         text = overlay(text, defaults)
         for entry in family.config_fields:
@@ -208,8 +224,10 @@ def _sort_config(
     text_keys = config_known_keys(family.name)
     if quantization := hf_config.get(QUANTIZATION_KEY):
         given.nested[QUANTIZATION_KEY] = KeyReader(quantization)
-    known = {QUANTIZATION_KEY: QUANTIZATION_KEYS, "text_config": text_keys}
     top = text_keys if multimodal is None else multimodal_known_keys(multimodal.model_type)
+    paths = () if multimodal is None else tuple(accumulate(multimodal.config_path, "{}.{}".format))
+    known = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
+    known |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
     found = [sort_keys(CONFIG_FILE, given, top, ignored_keys)]
     found += nested_reports(CONFIG_FILE, given, known, ignored_keys)
     report = join_reports(CONFIG_FILE, found)

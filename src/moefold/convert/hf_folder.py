@@ -4,20 +4,22 @@ Sidecar files are the tokenizer, templates and configs. Only safetensors files i
 tensor must occur once.
 """
 
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moefold.bounded_read import MAX_INDEX_BYTES, read_json
 from moefold.config.model import ModelConfig
-from moefold.convert.family import Family
+from moefold.convert.family import Family, MultimodalFolder
 from moefold.convert.hf_config import (
     QUANTIZATION_KEY,
     find_family,
     multimodal_folder,
     parse_model_config,
     read_hf_config,
+    text_config,
 )
 from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, count_mtp_layers
 from moefold.convert.quantized_tensors import dequantize_tensors
@@ -48,15 +50,28 @@ def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
     keys = read_hf_config(path)
     model = parse_model_config(keys, path, ignored_keys)
     family = find_family(keys, path)
-    quantization = keys.get(QUANTIZATION_KEY)
+    quantization = keys.get(QUANTIZATION_KEY) or text_config(keys, family).get(QUANTIZATION_KEY)
     tensors = _read_tensors(path, allows_quantized=quantization is not None)
     for file in sorted(path.glob(MTP_FILES)):
         _add_file(tensors, file)
     if multimodal := multimodal_folder(keys, family):
-        tensors = {multimodal.text_name(name): stored for name, stored in tensors.items()}
+        tensors = _text_tensors(tensors, multimodal)
     if quantization is not None:
         tensors = dequantize_tensors(tensors, quantization, path)
     return HfFolder(path, keys, family, count_mtp_layers(model, tensors), tensors)
+
+
+def _text_tensors(tensors: dict[str, TensorLocation], multimodal: MultimodalFolder) -> dict[str, TensorLocation]:
+    """Return the tensors under the names of a folder of the text model alone, with its share of rows of each."""
+    found: dict[str, TensorLocation] = {}
+    for name, stored in tensors.items():
+        alone = multimodal.text_name(name)
+        if alone in found:
+            raise ConfigError(f"tensor {name} of {str(stored.file)!r} is there under another name too")
+        if re.fullmatch(multimodal.pair_tensors, alone) and stored.shape:
+            stored = replace(stored, shape=(stored.shape[0] // 2, *stored.shape[1:]))
+        found[alone] = stored
+    return found
 
 
 def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:

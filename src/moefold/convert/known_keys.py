@@ -171,6 +171,8 @@ _FAMILY_NEUTRAL: dict[str, dict[str, Values]] = {
 _VISION = _any(
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("image_token_index", "boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "language_model_only"),
+    *("audio_config", "talker_config", "code2wav_config", "audio_token_id", "audio_start_token_id", "user_token_id"),
+    *("position_id_per_seconds", "initializer_range"),
 )
 """Keys of multimodal folders about the models that are not read."""
 MATHS = re.compile(r"(^|_)(act|activation|type|types|func|method|norm|mode|pattern)$|^(hidden|mlp|ff)_act")

@@ -1,7 +1,7 @@
 """Converters of the kinds of layers in config.json: dense or expert layers, attention windows. Torch-free."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -16,12 +16,16 @@ from moefold.errors import ConfigError
 class SparseLayers:
     """Layers with experts: `mlp_only_layers`, and every `decoder_sparse_step`-th of the other layers."""
 
+    default_dense: tuple[int, ...] = ()
+    """Dense layers of a config.json without the list."""
+
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the layer pattern."""
         count = num_layers_of(hf_config)
         given = hf_config.get("decoder_sparse_step") is not None
         step = interval_of(hf_config, "decoder_sparse_step", 1) if given else 1
-        dense = [] if hf_config.get("mlp_only_layers") is None else hf_config["mlp_only_layers"]
+        dense = hf_config.get("mlp_only_layers")
+        dense = list(self.default_dense) if dense is None else dense
         if not isinstance(dense, list) or not all(map(is_int, dense)):
             raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
         kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
@@ -197,24 +201,26 @@ class SlidingWindowLayers:
     default_types: DefaultTypes = alternating_types
     full_layers: Literal["rope", "nope", "nope with a window"] = "rope"
     """Position embedding of layers with full attention: RoPE, none, or none only if sliding_window is not null."""
+    letters: Mapping[str, str] = field(default_factory=lambda: _WINDOWS)
+    """Letter of `model.attention_pattern` of each type. Layers of kind L count as layers with RoPE."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the attention pattern, the window and the RoPE pattern."""
         mark_read(hf_config, "sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers")
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
-        letters = letters_of(overlay(hf_config, {"layer_types": types}), "layer_types", _WINDOWS)
+        letters = letters_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.letters)
         found: dict[str, Any] = {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS), "sliding_window": 0}
         if "W" in letters:
             found |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
         if self.full_layers == "nope" or (self.full_layers == "nope with a window" and window is not None):
-            kinds = letters.replace("F", "N").replace("W", "R")
+            kinds = "".join("N" if letter == "F" else "R" for letter in letters)
             found["rope_pattern"] = shorten_pattern(kinds, ROPE_KINDS)
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        return {"layer_types": attention_types(model, _WINDOWS), "sliding_window": model.sliding_window or None}
+        return {"layer_types": attention_types(model, self.letters), "sliding_window": model.sliding_window or None}
 
 
 @dataclass(frozen=True)

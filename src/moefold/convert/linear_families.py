@@ -61,7 +61,7 @@ def _queries_keys_values(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
 
 
 _WQKV = ("attention.wq", "attention.wk", "attention.wv")
-_DELTANET: dict[str, TensorRule] = {
+DELTANET: dict[str, TensorRule] = {
     **grouped(
         ("attention.conv_q", "attention.conv_k", "attention.conv_v"),
         "linear_attn.conv1d.weight",
@@ -78,12 +78,12 @@ _DELTANET: dict[str, TensorRule] = {
     ),
 }
 _QWEN3_NEXT_DELTANET: dict[str, TensorRule] = {
-    **_DELTANET,
+    **DELTANET,
     **grouped((*_WQKV, "attention.wg"), "linear_attn.in_proj_qkvz.weight", _key_heads),
     **grouped(("attention.wb", "attention.wa"), "linear_attn.in_proj_ba.weight", _value_heads),
 }
 _QWEN3_5_DELTANET: dict[str, TensorRule] = {
-    **_DELTANET,
+    **DELTANET,
     **grouped(_WQKV, "linear_attn.in_proj_qkv.weight", _queries_keys_values),
     **layer_rules(
         {
@@ -199,7 +199,7 @@ QWEN_HYBRID_FAMILIES = (
         mtp_unreported=None,
         mtp_key="mtp_num_hidden_layers",
         mtp_prefix=MTP_PREFIX,
-        multimodal=MultimodalFolder("qwen3_5_moe", "model.language_model.", r"model\.visual\..*"),
+        multimodal=MultimodalFolder("qwen3_5_moe", r"model\.visual\..*", {"model.language_model.": "model."}),
     ),
 )
 """Families in the order in which an export without --family tries them."""

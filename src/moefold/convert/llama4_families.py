@@ -20,9 +20,9 @@ from moefold.convert.family import (
     MultimodalFolder,
     attention_fields,
     ffn_rules,
-    fused,
     layer_rules,
     layouts,
+    untransposed_experts,
 )
 from moefold.convert.key_reader import Json, mark_read
 from moefold.convert.layer_fields import attention_types, letters_of, shorten_pattern
@@ -130,10 +130,8 @@ class InterleavedExperts:
 _TENSORS = {
     **ffn_rules("ffn", "feed_forward"),
     **ffn_rules("ffn.shared", "feed_forward.shared_expert"),
-    **layer_rules(
-        {"ffn.router.weight": "feed_forward.router.weight", "ffn.experts.w_down": "feed_forward.experts.down_proj"}
-    ),
-    **fused(("ffn.experts.w_gate", "ffn.experts.w_up"), "feed_forward.experts.gate_up_proj", axis=-1),
+    **layer_rules({"ffn.router.weight": "feed_forward.router.weight"}),
+    **untransposed_experts("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
 }
 
 LLAMA4_FAMILIES = (
@@ -153,9 +151,7 @@ LLAMA4_FAMILIES = (
             ),
         ),
         layouts(_TENSORS, experts=({},)),
-        multimodal=MultimodalFolder(
-            "llama4", "language_model.", r"(vision_model|multi_modal_projector)\..*", text_root=""
-        ),
+        multimodal=MultimodalFolder("llama4", r"(vision_model|multi_modal_projector)\..*", {"language_model.": ""}),
         default_keys={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "num_local_experts": 16},
     ),
 )

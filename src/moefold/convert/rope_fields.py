@@ -47,6 +47,10 @@ class RopeParameters:
         found |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
         found |= {"rope_type": given["type"]} if "type" in given else {}
         found |= {key: given[key] for key in _ROPE_KEYS if key in given}
+        if found["rope_type"] == "deepseek_yarn":
+            found["rope_type"] = "yarn"
+        if "mrope_section" in given:
+            mark_read(given, "interleaved")
         kind = found["rope_type"]
         keys = Renamed("rope_theta", "rope_theta").read(found) | self._read_fraction(found, hf_config)
         if kind == "default":
@@ -213,5 +217,6 @@ _ROPE_KEYS = (
     "mrope_section",
     "mrope_interleaved",
 )
-"""Keys of all scalings, of which each uses some; the keys of Qwen's multimodal RoPE are void for text."""
+"""Keys of all scalings, of which each uses some. The axes of multimodal RoPE (M-RoPE) have equal positions for text, so
+that its keys are void."""
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope_original_seq_len")

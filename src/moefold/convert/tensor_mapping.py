@@ -197,7 +197,7 @@ class GroupedRows:
         hf_name: its name.
         groups: of a model.
         part: our matrix.
-        num_dims: HF dims: 2 of a matrix, 3 of a convolution [.., 1, K].
+        num_dims: HF dims: 1 of a bias, 2 of a matrix, 3 of a convolution [.., 1, K].
     """
 
     hf_name: str
@@ -213,11 +213,12 @@ class GroupedRows:
         hf_name = fill_in_layer(self.hf_name, layer)
         rest = (0,) * (self.num_dims - 1)
         step = (1,) * self.num_dims
+        columns = shape[1:]
+        dims = (0, *(self.num_dims - 1 for _ in columns))
         for group in range(count):
             start = (group * sum(widths) + offset, *rest)
-            yield SliceMapping(
-                param_name, (group * size, 0), (size, shape[1]), hf_name, start, step, (0, self.num_dims - 1)
-            )
+            ours = (group * size, *(0 for _ in columns))
+            yield SliceMapping(param_name, ours, (size, *columns), hf_name, start, step, dims)
 
 
 @dataclass(frozen=True)

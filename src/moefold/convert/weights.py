@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -189,7 +188,7 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
             ignored[name] = "computed, not stored"
         elif folder.family.is_of_zero_expert(name, model):
             ignored[name] = "of an expert without computation"
-        elif multimodal is not None and re.fullmatch(multimodal.other_tensors, name):
+        elif multimodal is not None and multimodal.is_other_tensor(name, model):
             ignored[name] = "not of the text model"
         elif leaves_out_mtp and is_mtp_tensor(name, model.num_layers):
             ignored[name] = MTP_REASON
@@ -208,7 +207,7 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
         # torch rejects sizes whose product overflows.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
-    mapping = min(mappings, key=lambda mapping: len(mapping.hf_shapes.keys() ^ found.keys()))
+    mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, found))
     layout = mappings.index(mapping)
     reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - found.keys())]
     reasons += [_unmapped_reason(name, folder, model) for name in sorted(found.keys() - mapping.hf_shapes.keys())]
@@ -222,6 +221,12 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
     if reasons:
         raise ConfigError(f"{str(folder.path)!r}: {format_list(reasons)}")
     return mapping, layout
+
+
+def _distance(shapes: Mapping[str, Shape], found: Mapping[str, TensorLocation]) -> tuple[int, int]:
+    """Return how many names of tensors differ, and how many shapes of tensors of the same name."""
+    both = shapes.keys() & found.keys()
+    return len(shapes.keys() ^ found.keys()), sum(shapes[name] != found[name].shape for name in both)
 
 
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:

@@ -1,0 +1,34 @@
+"""Family aria_text, and the text model of Aria's folders: each expert as [in, out], gate before up. Torch-free."""
+
+from moefold.convert.config_fields import SharedExperts, allowed, attention_bias, constants, renamed
+from moefold.convert.family import (
+    Example,
+    Family,
+    MultimodalFolder,
+    attention_fields,
+    layer_rules,
+    layouts,
+    untransposed_experts,
+)
+
+FAMILY = Family(
+    "aria_text",
+    "AriaTextForCausalLM",
+    (
+        *attention_fields(1e-6, 1e4),
+        attention_bias(has_output=True),
+        *allowed(mlp_bias=(False,)),
+        *renamed(moe_num_experts=("num_experts", 8), moe_topk=("top_k", 2), intermediate_size="moe_ffn_hidden_size"),
+        SharedExperts("moe_num_shared_experts", default=2, width_key="intermediate_size"),
+        constants(layer_pattern="M", router_softmax="post"),
+    ),
+    layouts(
+        layer_rules({"ffn.router.weight": "mlp.router.weight"}),
+        experts=(
+            untransposed_experts("mlp.experts.fc1.weight", "mlp.experts.fc2.weight"),
+            untransposed_experts("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        ),
+    ),
+    multimodal=MultimodalFolder("aria", r"(vision_tower|multi_modal_projector)\..*", {"language_model.": ""}),
+    example=Example("AriaConfig", "AriaForConditionalGeneration", {"intermediate_size": (11, 12)}),
+)

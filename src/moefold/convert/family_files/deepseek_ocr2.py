@@ -1,0 +1,52 @@
+"""Family deepseek_ocr2_text, and the text model of DeepSeek-OCR 2: DeepSeek-V2 with plain attention. Torch-free."""
+
+from moefold.convert.config_fields import (
+    HeadSize,
+    RouterGroups,
+    SharedExperts,
+    allowed,
+    attention_bias,
+    constants,
+    renamed,
+)
+from moefold.convert.family import EXPERTS, KEY_VALUE_HEADS, Example, Family, MultimodalFolder, backbone_fields, layouts
+from moefold.convert.layer_fields import MlpLayerTypes
+
+FAMILY = Family(
+    "deepseek_ocr2_text",
+    # transformers has no class of the text model with a head.
+    "DeepseekOcr2TextModel",
+    (
+        *backbone_fields(1e-6, 1e4),
+        KEY_VALUE_HEADS,
+        HeadSize(is_derived=True),
+        attention_bias(has_output=True),
+        MlpLayerTypes(default=0),
+        *allowed(mlp_bias=(False,), norm_topk_prob=(False, None), scoring_func=("softmax", None)),
+        *renamed(
+            intermediate_size="ffn_hidden_size",
+            n_routed_experts="num_experts",
+            num_experts_per_tok="top_k",
+            moe_intermediate_size="moe_ffn_hidden_size",
+            routed_scaling_factor=("router_scaling_factor", 1.0),
+        ),
+        RouterGroups(has_method=True),
+        SharedExperts(default=2),
+        constants(router_softmax="pre"),
+    ),
+    # That class reads stacked experts alone.
+    layouts(experts=EXPERTS[::-1]),
+    multimodal=MultimodalFolder("deepseek_ocr2", r"model\.(qwen2_model|sam_model|projector)\..*|model\.view_seperator"),
+    example=Example(
+        "DeepseekOcr2Config",
+        "DeepseekOcr2ForConditionalGeneration",
+        {
+            "hidden_size": (36,),
+            "num_attention_heads": (6,),
+            "num_key_value_heads": (2,),
+            "head_dim": (None,),
+            "mlp_layer_types": (["dense", "sparse"], ["sparse", "sparse"]),
+            "topk_method": ("greedy", "group_limited_greedy"),
+        },
+    ),
+)

@@ -1,0 +1,48 @@
+"""Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router. Torch-free."""
+
+from moefold.convert.config_fields import Renamed, attention_bias, constants, num_experts, renamed
+from moefold.convert.family import Example, Family, attention_fields, ffn_rules, layer_rules, layouts
+from moefold.convert.key_reader import Json
+from moefold.convert.layer_fields import SlidingWindowLayers, SparseLayers
+
+
+def _layer_types(hf_config: Json, count: int) -> list[str]:
+    """Return full attention in the first two layers, in every fourth from the second on, and in the last one."""
+    full = {0, count - 1, *range(1, count, 4)}
+    return ["full_attention" if i in full else "sliding_attention" for i in range(count)]
+
+
+FAMILY = Family(
+    "flint",
+    "FlintForCausalLM",
+    (
+        *attention_fields(1e-6, 1e4, head_size=128),
+        attention_bias(has_output=True),
+        SlidingWindowLayers(513, _layer_types, "nope"),
+        SparseLayers(default_dense=(0, 1)),
+        num_experts("num_experts"),
+        *renamed(
+            intermediate_size="ffn_hidden_size",
+            moe_intermediate_size="moe_ffn_hidden_size",
+            num_experts_per_tok="top_k",
+            norm_topk_prob=("router_normalize", True),
+        ),
+        Renamed("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size", 1024, least=1),
+        constants(qk_norm=True, attention_sinks=True, router_score="sigmoid"),
+    ),
+    layouts(
+        layer_rules({"attention.sinks": "self_attn.softmax_offset"}),
+        ffn_rules("ffn.shared", "mlp.shared_expert"),
+    ),
+    default_keys={"num_key_value_heads": 4},
+    renamed_modules={"softmax_offset": "sinks"},
+    example=Example(
+        "FlintConfig",
+        "FlintForCausalLM",
+        {
+            "num_hidden_layers": (4,),
+            "layer_types": (None, ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]),
+            "mlp_only_layers": (None, [], [1]),
+        },
+    ),
+)

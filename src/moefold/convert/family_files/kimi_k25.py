@@ -1,0 +1,26 @@
+"""Family kimi_k25 (Kimi-K2.5): the text model of a multimodal folder is DeepSeek-V3. Torch-free."""
+
+from dataclasses import replace
+
+from moefold.convert.decoder_families import DECODER_FAMILIES
+from moefold.convert.family import Example, MultimodalFolder
+
+_DEEPSEEK_V3 = DECODER_FAMILIES["deepseek_v3"]
+
+FAMILY = replace(
+    _DEEPSEEK_V3,
+    aliases=(),
+    multimodal=MultimodalFolder(
+        "kimi_k25",
+        r"(model\.)?(vision_tower|mm_projector)\..*",
+        # transformers 5.24 writes the layers of the text model as blocks, too.
+        {"language_model.model.blocks.": "model.layers.", "language_model.": ""},
+    ),
+    exported_as="deepseek_v3",
+    example=Example(
+        "Kimi_K25Config",
+        "Kimi_K25ForConditionalGeneration",
+        # transformers 5.24 writes nothing that it reads again for other values.
+        {"model_type": ("deepseek_v3",), "q_lora_rank": (7, 8), "rope_interleave": (True,)},
+    ),
+)

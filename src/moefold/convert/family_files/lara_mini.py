@@ -1,0 +1,75 @@
+"""Family lara_mini (Lara 4 Mini): Gated DeltaNet, windows with RoPE and full attention without. Torch-free."""
+
+from moefold.config.model import ModelConfig
+from moefold.convert.config_fields import NormTopKProb, Renamed, attention_bias, constants, num_experts, renamed, same
+from moefold.convert.family import (
+    EXPERTS,
+    USUAL,
+    Example,
+    Family,
+    attention_fields,
+    by_attention,
+    ffn_rules,
+    grouped,
+    layer_rules,
+    layouts,
+)
+from moefold.convert.key_reader import Json
+from moefold.convert.layer_fields import SlidingWindowLayers
+from moefold.convert.linear_families import DELTANET
+
+_KINDS = {"linear_attention": "L", "sliding_attention": "W", "full_attention": "F"}
+_PARTS = [f"attention.w{x}" for x in "qkvgba"]
+
+
+def _layer_types(hf_config: Json, count: int) -> list[str]:
+    """Return the released pattern."""
+    linear, window, full = _KINDS
+    return [(linear, window, linear, full, window)[i % 5] for i in range(count)]
+
+
+def _rows(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
+    """Return all queries, keys, values, output gates, write strengths and decays."""
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    heads = model.linear_num_value_heads
+    values = heads * model.linear_value_head_dim
+    return 1, (keys, keys, values, values, heads, heads)
+
+
+FAMILY = Family(
+    "lara_mini",
+    "LaraMiniForCausalLM",
+    (
+        *attention_fields(1e-6, 1e4, head_size=128, tie_embeddings=True),
+        attention_bias(has_output=True),
+        SlidingWindowLayers(512, _layer_types, "nope", _KINDS),
+        *renamed(linear_conv_kernel_dim=("linear_conv_kernel", 4)),
+        *same(linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=8, linear_num_value_heads=16),
+        num_experts("num_experts"),
+        *renamed(num_experts_per_tok="top_k", moe_intermediate_size="moe_ffn_hidden_size"),
+        NormTopKProb(default=True),
+        Renamed("shared_expert_intermediate_size", "shared_expert_ffn_hidden_size", 512, least=1),
+        constants(qk_norm=True, layer_pattern="M"),
+    ),
+    layouts(
+        by_attention(
+            DELTANET
+            | grouped(_PARTS, "linear_attn.in_proj.weight", _rows)
+            | layer_rules({"attention.norm.weight": "linear_attn.out_norm.weight"}),
+            USUAL,
+        ),
+        ffn_rules("ffn.shared", "mlp.shared_expert"),
+        experts=(EXPERTS[1],),
+    ),
+    default_keys={"num_key_value_heads": 4},
+    renamed_modules={"out_norm": "norm"},
+    example=Example(
+        "LaraMiniConfig",
+        "LaraMiniForCausalLM",
+        {
+            "num_hidden_layers": (4,),
+            "initializer_range": (0.1,),
+            "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
+        },
+    ),
+)
