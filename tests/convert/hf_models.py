@@ -13,6 +13,7 @@ from moefold.convert.families import FILED_FAMILIES
 from moefold.convert.family import Family
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
+CONFIG_MAPPING = transformers.CONFIG_MAPPING
 
 SIZES = {
     "vocab_size": 66,
@@ -549,11 +550,11 @@ SMALL = {
 
 
 def options_of(family: Family) -> dict[str, tuple[Any, ...]]:
-    """The values of each key, of which the example of a family's file takes one."""
+    """The values of each key, of which a model of a family's file takes one."""
     declared = declared_keys().families[family.name]
     usual = {key: values for key, values in USUAL_OPTIONS.items() if key in declared}
     usual |= LATENT_OPTIONS if "kv_lora_rank" in declared else {}
-    return {key: (value,) for key, value in NO_TOKENS.items()} | usual | dict(family.example.options)
+    return {key: (value,) for key, value in NO_TOKENS.items()} | usual | dict(family.options)
 
 
 def first_sizes(family: Family) -> dict[str, Any]:
@@ -563,7 +564,7 @@ def first_sizes(family: Family) -> dict[str, Any]:
 
 def multimodal_config(family: Family, sizes: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
     """The configuration of a whole multimodal model with small other models, given the text model's sizes."""
-    kind = getattr(transformers, family.example.config)
+    kind = CONFIG_MAPPING[family.multimodal.model_type]
     return kind(**_small(kind, family.multimodal.config_path, dict(sizes)), **how)
 
 
@@ -587,9 +588,9 @@ MODEL_NAMES = tuple(MODELS)
 FILED = {name.replace("_", "-"): family for name, family in FILED_FAMILIES.items()}
 """Families whose sizes are in the file of the family."""
 NEWER_MODELS |= {
-    name: (f"{example.config[:-6]} {example.model.removesuffix('ForCausalLM')}", first_sizes(family))
+    name: (f"{CONFIG_MAPPING[family.name].__name__[:-6]} {family.architecture[:-11]}", first_sizes(family))
     for name, family in FILED.items()
-    if (example := family.example) and not family.multimodal
+    if not family.multimodal
 }
 MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
@@ -602,17 +603,15 @@ ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slo
 def make_model(name: str, **sizes: Any) -> Any:
     """A random model of transformers; no norm is 1 and no bias 0. A multimodal one of `FILED` is whole."""
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    torch.manual_seed(len(name))
     if name in MODELS:
         kind, more = MODELS[name]
         config_kind, _, class_kind = kind.partition(" ")
         config = getattr(transformers, f"{config_kind}Config")(**{**SIZES, **more, **sizes}, **how)
-        class_name = f"{class_kind or config_kind}ForCausalLM"
+        model = getattr(transformers, f"{class_kind or config_kind}ForCausalLM")(config).eval()
     else:
-        example = FILED[name].example
         config = multimodal_config(FILED[name], {**SIZES, **first_sizes(FILED[name]), **sizes}, how)
-        class_name = example.model
-    torch.manual_seed(len(name))
-    model = getattr(transformers, class_name)(config).eval()
+        model = transformers.AutoModelForMultimodalLM.from_config(config).eval()
     if hasattr(model, "thinker"):
         model.forward = model.thinker.forward
     with torch.no_grad():

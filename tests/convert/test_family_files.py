@@ -23,6 +23,7 @@ from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import (
+    CONFIG_MAPPING,
     FILED,
     SIZES,
     first_sizes,
@@ -153,13 +154,13 @@ def test_int4_files_of_kimi_k25_are_refused_by_name(is_inside):
 
 
 def _keys(name: str, **sizes: Any) -> dict[str, Any]:
-    """config.json of a family's example."""
+    """config.json of a family with the first value of each option."""
     family = FILED[name]
     text = {**SIZES, **first_sizes(family), **sizes}
     if family.multimodal:
         config = multimodal_config(family, text, {})
     else:
-        config = getattr(transformers, family.example.config)(**text)
+        config = CONFIG_MAPPING[family.name](**text)
     keys: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return keys
 
@@ -215,7 +216,7 @@ def test_a_key_that_the_text_model_lacks_means_what_transformers_takes_for_it(na
         if "config.json lacks " in str(found):
             continue
         understood.add(key)
-        config = getattr(transformers, family.example.config)(**json.loads(json.dumps(rest)))
+        config = CONFIG_MAPPING[family.multimodal.model_type](**json.loads(json.dumps(rest)))
         theirs = json.loads(config.to_json_string(use_diff=False))
         assert found == _outcome(theirs), key
     assert {"rms_norm_eps", "initializer_range", "hidden_act", "rope_parameters", "num_key_value_heads"} <= understood

@@ -30,10 +30,9 @@ from moefold.convert.family import (
 from moefold.convert.kda_families import KDA_FAMILIES
 from moefold.convert.layer_fields import (
     FirstKDense,
-    IndexedAttention,
     IndexerTypes,
     MlpLayerTypes,
-    NoSlidingWindow,
+    OneLayerType,
     SlidingWindowLayers,
     SparseLayers,
     UniformWindow,
@@ -59,7 +58,10 @@ _GPT_OSS = {
     **fused(("ffn.experts.w_gate", "ffn.experts.w_up"), "mlp.experts.gate_up_proj", axis=-1, step=2),
     **fused(("ffn.experts.b_gate", "ffn.experts.b_up"), "mlp.experts.gate_up_proj_bias", axis=-1, step=2),
 }
-_NO_WINDOW: tuple[ConfigField, ...] = (*allowed(use_sliding_window=(False, None)), NoSlidingWindow())
+_NO_WINDOW: tuple[ConfigField, ...] = (
+    *allowed(use_sliding_window=(False, None)),
+    OneLayerType(void=("sliding_window", "max_window_layers")),
+)
 _QWEN_DENSE: tuple[ConfigField, ...] = (
     *_NO_WINDOW,
     constants(layer_pattern="D"),
@@ -127,7 +129,7 @@ def _sparse_attention(index_heads: int, *, is_interleaved: bool) -> tuple[Config
         *renamed(routed_scaling_factor=("router_scaling_factor", 2.5)),
         constants(rope_interleaved=True, index_rope_interleaved=is_interleaved),
         *_DEEPSEEK_V3_ROUTER,
-        IndexedAttention(),
+        OneLayerType("indexed_attention"),
         Renamed("index_topk", "index_topk", 2048, least=1),
         Renamed("index_n_heads", "index_heads", index_heads, least=1),
         Renamed("index_head_dim", "index_head_dim", 128, least=1),

@@ -93,22 +93,6 @@ class MultimodalFolder:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A small model of transformers, by which tests compare a family.
-
-    Attributes:
-        config: name of its configuration class.
-        model: name of its class.
-        options: values of keys of the text model, of which tests draw one each, besides the usual small sizes of keys
-            that the configuration class declares.
-    """
-
-    config: str
-    model: str
-    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Family:
     """One Hugging Face model family.
 
@@ -131,7 +115,8 @@ class Family:
         renamed_modules: parts of the names of modules in a folder that transformers' model calls otherwise.
         multimodal: folders of a multimodal model whose text model is of this family; None: there are none.
         exported_as: name of the family that an export writes instead; empty: this one.
-        example: by which tests compare the family; None: tests/convert/hf_models.py has it.
+        options: values of keys of config.json, of which tests draw one each for small models of transformers, besides
+            their usual values of keys that its configuration class declares.
     """
 
     name: str
@@ -149,7 +134,7 @@ class Family:
     multimodal: MultimodalFolder | None = None
     zero_expert_tensors: str = ""
     exported_as: str = ""
-    example: Example | None = None
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def model_types(self) -> tuple[str, ...]:

@@ -241,32 +241,21 @@ class UniformWindow:
 
 
 @dataclass(frozen=True)
-class NoSlidingWindow:
-    """`layer_types` without sliding windows, if the key is present."""
+class OneLayerType:
+    """`layer_types` of families whose layers are all of one type, if the key is present."""
+
+    name: str = "full_attention"
+    void: tuple[str, ...] = ()
+    """Keys of layers of other types."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject sliding windows."""
-        mark_read(hf_config, "sliding_window", "max_window_layers")
-        kinds = hf_config.get("layer_types") or ["full_attention"]
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        """Reject layers of another type."""
+        mark_read(hf_config, *self.void)
+        kinds = hf_config.get("layer_types") or [self.name]
+        if not isinstance(kinds, list) or any(kind != self.name for kind in kinds):
             raise ConfigError(
-                f"config.json has layer_types={kinds!r}, which moefold does not compute; only 'full_attention'"
+                f"config.json has layer_types={kinds!r}, which moefold does not compute; only {self.name!r}"
             )
-        return {}
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys."""
-        return {}
-
-
-@dataclass(frozen=True)
-class IndexedAttention:
-    """`layer_types` of families whose layers all have an indexer, if the key is present."""
-
-    def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject layers of another kind."""
-        if hf_config.get("layer_types") is not None:
-            letters_of(hf_config, "layer_types", {"indexed_attention": "F"})
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

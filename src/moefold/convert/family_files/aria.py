@@ -2,7 +2,6 @@
 
 from moefold.convert.config_fields import SharedExperts, allowed, attention_bias, constants, renamed
 from moefold.convert.family import (
-    Example,
     Family,
     MultimodalFolder,
     attention_fields,
@@ -30,5 +29,5 @@ FAMILY = Family(
         ),
     ),
     multimodal=MultimodalFolder("aria", r"(vision_tower|multi_modal_projector)\..*", {"language_model.": ""}),
-    example=Example("AriaConfig", "AriaForConditionalGeneration", {"intermediate_size": (11, 12)}),
+    options={"intermediate_size": (11, 12)},
 )

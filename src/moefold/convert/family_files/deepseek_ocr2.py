@@ -9,7 +9,7 @@ from moefold.convert.config_fields import (
     constants,
     renamed,
 )
-from moefold.convert.family import EXPERTS, KEY_VALUE_HEADS, Example, Family, MultimodalFolder, backbone_fields, layouts
+from moefold.convert.family import EXPERTS, KEY_VALUE_HEADS, Family, MultimodalFolder, backbone_fields, layouts
 from moefold.convert.layer_fields import MlpLayerTypes
 
 FAMILY = Family(
@@ -37,16 +37,12 @@ FAMILY = Family(
     # That class reads stacked experts alone.
     layouts(experts=EXPERTS[::-1]),
     multimodal=MultimodalFolder("deepseek_ocr2", r"model\.(qwen2_model|sam_model|projector)\..*|model\.view_seperator"),
-    example=Example(
-        "DeepseekOcr2Config",
-        "DeepseekOcr2ForConditionalGeneration",
-        {
-            "hidden_size": (36,),
-            "num_attention_heads": (6,),
-            "num_key_value_heads": (2,),
-            "head_dim": (None,),
-            "mlp_layer_types": (["dense", "sparse"], ["sparse", "sparse"]),
-            "topk_method": ("greedy", "group_limited_greedy"),
-        },
-    ),
+    options={
+        "hidden_size": (36,),
+        "num_attention_heads": (6,),
+        "num_key_value_heads": (2,),
+        "head_dim": (None,),
+        "mlp_layer_types": (["dense", "sparse"], ["sparse", "sparse"]),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    },
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import Example, MultimodalFolder, merge_rules
+from moefold.convert.family import MultimodalFolder, merge_rules
 from moefold.convert.family_files.qwen3_vl_moe import MROPE
 from moefold.convert.layer_fields import ExpertLayerRange, MlpLayerTypes
 from moefold.convert.tensor_mapping import TensorBlock
@@ -27,14 +27,10 @@ FAMILY = replace(
         other_experts=r"model\.layers\.\d+\.mlp\.experts\.(\d+)\..*",
     ),
     exported_as="ernie4_5_moe",
-    example=Example(
-        "Ernie4_5_VLMoeConfig",
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        {
-            "head_dim": (10,),
-            "rope_parameters": (MROPE,),
-            "moe_intermediate_size": ([11, 7], [12, 8]),
-            "mlp_layer_types": (None, ["sparse", "dense"], ["sparse", "sparse"]),
-        },
-    ),
+    options={
+        "head_dim": (10,),
+        "rope_parameters": (MROPE,),
+        "moe_intermediate_size": ([11, 7], [12, 8]),
+        "mlp_layer_types": (None, ["sparse", "dense"], ["sparse", "sparse"]),
+    },
 )

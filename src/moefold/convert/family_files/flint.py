@@ -1,7 +1,7 @@
 """Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router. Torch-free."""
 
 from moefold.convert.config_fields import Renamed, attention_bias, constants, num_experts, renamed
-from moefold.convert.family import Example, Family, attention_fields, ffn_rules, layer_rules, layouts
+from moefold.convert.family import Family, attention_fields, ffn_rules, layer_rules, layouts
 from moefold.convert.key_reader import Json
 from moefold.convert.layer_fields import SlidingWindowLayers, SparseLayers
 
@@ -36,13 +36,9 @@ FAMILY = Family(
     ),
     default_keys={"num_key_value_heads": 4},
     renamed_modules={"softmax_offset": "sinks"},
-    example=Example(
-        "FlintConfig",
-        "FlintForCausalLM",
-        {
-            "num_hidden_layers": (4,),
-            "layer_types": (None, ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]),
-            "mlp_only_layers": (None, [], [1]),
-        },
-    ),
+    options={
+        "num_hidden_layers": (4,),
+        "layer_types": (None, ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]),
+        "mlp_only_layers": (None, [], [1]),
+    },
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.convert.config_fields import allowed
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import Example, MultimodalFolder
+from moefold.convert.family import MultimodalFolder
 from moefold.convert.family_files.qwen3_vl_moe import MROPE
 
 _GLM = DECODER_FAMILIES["glm4_moe"]
@@ -18,9 +18,5 @@ FAMILY = replace(
     mtp_unreported=(),
     multimodal=MultimodalFolder("glm4v_moe", r"model\.visual\..*", {"model.language_model.": "model."}),
     exported_as="glm4_moe",
-    example=Example(
-        "Glm4vMoeConfig",
-        "Glm4vMoeForConditionalGeneration",
-        {"head_dim": (20,), "rope_parameters": (MROPE | {"partial_rotary_factor": 0.5},)},
-    ),
+    options={"head_dim": (20,), "rope_parameters": (MROPE | {"partial_rotary_factor": 0.5},)},
 )

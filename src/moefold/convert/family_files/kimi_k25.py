@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import Example, MultimodalFolder
+from moefold.convert.family import MultimodalFolder
 
 _DEEPSEEK_V3 = DECODER_FAMILIES["deepseek_v3"]
 
@@ -17,10 +17,6 @@ FAMILY = replace(
         {"language_model.model.blocks.": "model.layers.", "language_model.": ""},
     ),
     exported_as="deepseek_v3",
-    example=Example(
-        "Kimi_K25Config",
-        "Kimi_K25ForConditionalGeneration",
-        # transformers 5.24 writes nothing that it reads again for other values.
-        {"model_type": ("deepseek_v3",), "q_lora_rank": (7, 8), "rope_interleave": (True,)},
-    ),
+    # transformers 5.24 writes nothing that it reads again for other values.
+    options={"model_type": ("deepseek_v3",), "q_lora_rank": (7, 8), "rope_interleave": (True,)},
 )

@@ -5,7 +5,6 @@ from moefold.convert.config_fields import NormTopKProb, Renamed, attention_bias,
 from moefold.convert.family import (
     EXPERTS,
     USUAL,
-    Example,
     Family,
     attention_fields,
     by_attention,
@@ -63,13 +62,9 @@ FAMILY = Family(
     ),
     default_keys={"num_key_value_heads": 4},
     renamed_modules={"out_norm": "norm"},
-    example=Example(
-        "LaraMiniConfig",
-        "LaraMiniForCausalLM",
-        {
-            "num_hidden_layers": (4,),
-            "initializer_range": (0.1,),
-            "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
-        },
-    ),
+    options={
+        "num_hidden_layers": (4,),
+        "initializer_range": (0.1,),
+        "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
+    },
 )

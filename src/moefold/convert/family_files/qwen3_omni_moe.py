@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import Example, MultimodalFolder
+from moefold.convert.family import MultimodalFolder
 from moefold.convert.family_files.qwen3_vl_moe import MROPE
 
 FAMILY = replace(
@@ -17,7 +17,5 @@ FAMILY = replace(
         ("thinker_config", "text_config"),
     ),
     exported_as="qwen3_moe",
-    example=Example(
-        "Qwen3OmniMoeConfig", "Qwen3OmniMoeForConditionalGeneration", {"head_dim": (10,), "rope_parameters": (MROPE,)}
-    ),
+    options={"head_dim": (10,), "rope_parameters": (MROPE,)},
 )

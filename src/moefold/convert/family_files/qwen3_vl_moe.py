@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.convert.config_fields import allowed, constants
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import EXPERTS, Example, MultimodalFolder, layouts, untransposed_experts
+from moefold.convert.family import EXPERTS, MultimodalFolder, layouts, untransposed_experts
 
 _QWEN3_MOE = DECODER_FAMILIES["qwen3_moe"]
 MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 1]}
@@ -21,7 +21,5 @@ FAMILY = replace(
     default_keys={"rope_theta": 5e5, "num_key_value_heads": 16},
     multimodal=MultimodalFolder("qwen3_vl_moe", r"model\.visual\..*", {"model.language_model.": "model."}),
     exported_as="qwen3_moe",
-    example=Example(
-        "Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", {"head_dim": (10,), "rope_parameters": (MROPE,)}
-    ),
+    options={"head_dim": (10,), "rope_parameters": (MROPE,)},
 )

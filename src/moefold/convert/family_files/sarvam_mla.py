@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import Example
 
 FAMILY = replace(
     DECODER_FAMILIES["deepseek_v3"],
@@ -19,5 +18,4 @@ FAMILY = replace(
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
-    example=Example("SarvamMLAConfig", "DeepseekV3ForCausalLM"),
 )

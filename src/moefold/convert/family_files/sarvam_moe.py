@@ -5,7 +5,7 @@ from dataclasses import replace
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import allowed
 from moefold.convert.decoder_families import DECODER_FAMILIES
-from moefold.convert.family import Example, grouped, layer_rules, layouts
+from moefold.convert.family import grouped, layer_rules, layouts
 from moefold.convert.tensor_mapping import TensorBlock
 
 _GLM = DECODER_FAMILIES["glm4_moe"]
@@ -48,5 +48,5 @@ FAMILY = replace(
     has_mtp=False,
     mtp_unreported=(),
     renamed_modules={"attention": "self_attn", "dense": "o_proj"},
-    example=Example("SarvamMoEConfig", "Glm4MoeForCausalLM", {"tie_word_embeddings": (False,)}),
+    options={"tie_word_embeddings": (False,)},
 )
