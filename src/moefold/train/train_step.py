@@ -82,7 +82,7 @@ class TrainingStep:
         if cfg.moe.trace_every or cfg.moe.replay:
             from moefold.parallel import router_replay_io
 
-            self.router_replay = router_replay_io.RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.train)
+            self.router_replay = router_replay_io.RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.moe, cfg.train)
         self._fsdp_hooks: FSDPCommHooks | None = None
         self._replica_checker: ReplicaCheck | None = None
         if cfg.parallel.world_size > 1:
