@@ -15,7 +15,7 @@ READY ?= $(STAMP)
 PY ?= $(BIN)/python
 UNIT := not parity and not e2e and not slow and not gpu
 FAST := not slow and not gpu
-CORE := mapping-of-8-ranks or rank-order or pipeline-layout
+CORE := mapping-of-8-ranks or rank-order or pipeline-layout or model- or dropping-dispatcher
 # Number of test files that run at the same time: make test JOBS=1
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 # One thread per process: the tests start many ranks on few cores.
@@ -84,7 +84,7 @@ e2e: $(PLUGIN) ## run the command line from start to end
 parity: $(PLUGIN) ## run every parity test, the wide sweep and the long runs included
 	$(PYTEST) $(ABREAST) -m "(parity or slow) and not gpu"
 
-parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages
+parity-core: $(STAMP) ## run a fixed part of the wide sweep: mappings and rank orders of 8 ranks, layouts of stages, kinds of models, dropping
 	$(PYTEST) -n $(JOBS) -q -m slow -k "$(CORE)" tests/verify/test_parity.py
 
 # Each ends within 10 minutes and goes on with the next call where it stopped, see docs/gpu.md.

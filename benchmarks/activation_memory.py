@@ -20,7 +20,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.linear import linear
-from moefold.model.loss import ChunkOptions, chunked_token_losses, cross_entropy
+from moefold.model.loss import ChunkOptions, chunked_token_losses, token_losses
 from moefold.model.transformer import build_model
 from moefold.optim.build import build_optimizer
 from moefold.parallel.recompute import apply_recompute
@@ -59,7 +59,7 @@ def loss() -> None:
     labels = torch.randint(32768, (2048,))
 
     def full() -> Tensor:
-        return cross_entropy(linear(x, weight), labels).sum()
+        return token_losses(linear(x, weight), labels).loss.sum()
 
     def chunked(chunk: int) -> Callable[[], Tensor]:
         return lambda: chunked_token_losses(x, weight, labels, ChunkOptions(chunk)).loss.sum()

@@ -18,7 +18,8 @@ from moefold.launch.watchdog import Watchdog
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
 from moefold.train.batch import BatchSharder
-from moefold.train.train_step import StepResult, TrainingStep
+from moefold.train.step_meter import StepResult
+from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.toml"

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,22 @@ def pool() -> object:
     from moefold.verify.ranks.pool import WorkerPool
 
     return WorkerPool(preload=["tests.preload"])
+
+
+@pytest.fixture
+def forks_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `moefold memory --dry` builds in a child is forked from the fork server, not from this process.
+
+    This process has threads (of xdist, of libraries), and a lock that one of them holds stays held in a fork.
+    """
+    from multiprocessing import get_context
+
+    from moefold.train import memory_profile
+    from tests.e2e.forked import PRELOAD
+
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    monkeypatch.setattr(memory_profile, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
 @pytest.fixture(autouse=True)

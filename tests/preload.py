@@ -17,6 +17,8 @@ MODULES = (
     *("pytest", "hypothesis.strategies", "numpy.ma", "pydantic.dataclasses", "multiprocessing.popen_fork"),
     *("moefold.verify.compare", "moefold.train.callbacks.run_log", "moefold.cli.train", "moefold.train.worker"),
     *("moefold.parts.optimizer.adamw.module", "moefold.parts.dispatcher.alltoall.module"),
+    *("moefold.parts.attention.gqa.module", "moefold.parallel.pipeline", "moefold.parallel.pipeline_stage"),
+    *("torch.utils.serialization.config", "encodings.utf_8_sig"),
     *("moefold.convert.init_from", "moefold.convert.families", "moefold.cost.peak_memory"),
     *("moefold.cli.inference_options", "moefold.inference.worker", "moefold.inference.rollouts"),
     *("moefold.ops.cpu.attention", "moefold.ops.cpu.decode", "moefold.ops.cpu.gemm", "moefold.ops.cpu.swiglu"),

@@ -10,6 +10,8 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_recipe
 from moefold.validate.config import check_config
 
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
+
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:

@@ -11,7 +11,7 @@ _MODULES = {
     "Callback": "train.callbacks.callback",
     "LossFunction": "model.loss_function",
     "ModelOutput": "model.head",
-    "NextTokenLoss": "model.loss_function",
+    "NextTokenLoss": "parts.loss.next_token",
     "ProgramData": "data.dataset",
     "Sample": "data.sample",
     "Sampler": "data.sampler",

@@ -350,13 +350,13 @@ def _check_loss(loaded: LoadedRecipe, loss: "LossFunction | None") -> None:
     Raises:
         ConfigError: it cannot, or the recipe sets a key of the loss that it replaces.
     """
-    if loss is None or not loaded.cfg.is_rl:
+    if loss is None:
         return
-    from moefold.objectives.recipe_loss import policy_loss_keys, rollout_loss_problem
+    from moefold.objectives.recipe_loss import loss_keys, rollout_loss_problem
 
-    if replaced := sorted(loaded.explicit_keys & policy_loss_keys()):
+    if replaced := sorted(loaded.explicit_keys & loss_keys()):
         raise ConfigError(f"loss= replaces the loss of the recipe, which sets {', '.join(replaced)}; leave one out")
-    if problem := rollout_loss_problem(loss, loaded.cfg.rl):
+    if loaded.cfg.is_rl and (problem := rollout_loss_problem(loss, loaded.cfg.rl)):
         raise ConfigError(f"loss={type(loss).__name__} {problem}")
 
 

@@ -169,7 +169,7 @@ def test_commands_import_torch_and_each_other_only_when_they_work(name):
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
-@pytest.mark.parametrize("name", ["train", "verify"])
+@pytest.mark.parametrize("name", ["train", pytest.param("verify", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("words", "message"),
     [

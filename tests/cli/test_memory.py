@@ -15,6 +15,8 @@ from moefold.recipe import load_config
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory
 
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
+
 SMALL = ["model.num_layers=2", "train.seq_len=64", "train.micro_batch_size=1", "train.global_batch_size=8"]
 RECIPE = "recipes/quickstart.toml"
 SSD = ["train.offload_to=ssd", "train.offload_min_kib=0"]

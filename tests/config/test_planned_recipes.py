@@ -25,6 +25,8 @@ from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import HostCapacity, check_training_fits
 
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("pretrain", "finetune")
 PLANNED = planned_recipes()

@@ -25,8 +25,8 @@ from tests.train.test_trainer import _train, losses, recipe
 pytestmark = pytest.mark.parity
 
 MAPPINGS = {
-    "math": {"world_size": 4, "tp": 2, "pp": 2, "ep": 2, "zero": 2},
-    "code": {"world_size": 4, "etp": 2, "ep": 2, "zero": 3},
+    "math": {"world_size": 2, "pp": 2, "zero": 2},
+    "code": {"world_size": 2, "ep": 2, "zero": 3},
 }
 
 
@@ -47,8 +47,8 @@ def runs(pool, tmp_path_factory) -> Path:
     """Two runs from one start under different mappings, and one from another seed."""
     root = tmp_path_factory.mktemp("runs")
     pool.run(1, _train, _branch(root, "start", 2, seed=3, start=""))
-    pool.run(4, _train, _branch(root, "math", 2, seed=4, **MAPPINGS["math"]))
-    pool.run(4, _train, _branch(root, "code", 3, seed=5, **MAPPINGS["code"]))
+    pool.run(2, _train, _branch(root, "math", 2, seed=4, **MAPPINGS["math"]))
+    pool.run(2, _train, _branch(root, "code", 3, seed=5, **MAPPINGS["code"]))
     pool.run(1, _train, _branch(root, "other", 2, seed=6, start=""))
     return root
 

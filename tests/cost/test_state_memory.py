@@ -20,6 +20,9 @@ from moefold.topology.layout import fold
 from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
 from tests.models import model_of
+from tests.slow import slow
+
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
 
@@ -80,7 +83,7 @@ def random_config(seed: int) -> Config:
         return cfg
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(10), *slow((seed,) for seed in range(10, 24))])
 def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
     cfg = random_config(seed)
     p = cfg.parallel
@@ -161,7 +164,7 @@ def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     assert StateMemory(cfg).max_by_pp_rank[0].gathered == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *slow((seed,) for seed in range(6, 12))])
 def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
     cfg = random_config(seed)
     one = replace(cfg, train=replace(cfg.train, offload_optimizer="ssd", offload_dir="/nowhere", offload_min_kib=1))

@@ -70,15 +70,17 @@ def interrupt_forked(
     interrupt: Callable[[int], None],
     cwd: Path,
     environment: Mapping[str, str],
+    program: str = "",
 ) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Start the command line, interrupt it once it is up, and wait for its end.
+    """Start the command line or a program, interrupt it once it is up, and wait for its end.
 
     Args:
-        words: after `moefold`.
+        words: after `moefold`, or after the program.
         is_up: given its process id, says whether it is time.
         interrupt: given its process id, interrupts it.
         cwd: where it runs.
         environment: of it.
+        program: run as by `python -c`; "": the command line.
 
     Returns:
         How it ended, and its session, which is the process id too.
@@ -87,7 +89,8 @@ def interrupt_forked(
     context.set_forkserver_preload(PRELOAD)
     with TemporaryDirectory() as folder:
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = context.Process(target=_command, args=(words, printed, cwd, dict(environment)))
+        run, given = (_program, (program, *words)) if program else (_command, words)
+        process = context.Process(target=run, args=(given, printed, cwd, dict(environment)))
         process.start()
         deadline = time.monotonic() + 200
         try:

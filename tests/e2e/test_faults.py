@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.agents import Agent, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts, wait_for
 from tests.e2e.command import ROOT, checkpoints, child_ids, environment, interrupted, losses, small, train
+from tests.e2e.forked import interrupt_forked, run_program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
@@ -120,10 +121,18 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 
+TORCHRUN = "from torch.distributed.run import main; main()"
+"""Program of an agent that is forked: its ranks are processes of their own."""
+
+
+def _after_torchrun(run_dir: Path, *words: str) -> list[str]:
+    agent = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "moefold"]
+    return [*agent, *small(run_dir, *words)]
+
+
 def _torchrun(run_dir: Path, *words: str) -> subprocess.Popen[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     return subprocess.Popen(
-        [*torchrun, "-m", "moefold", *small(run_dir, *words)],
+        [sys.executable, "-m", "torch.distributed.run", *_after_torchrun(run_dir, *words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -138,7 +147,11 @@ def test_killed_rank_under_torchrun_restarts_with_the_others(uninterrupted, tmp_
     run_dir = tmp_path / "run"
     process = _torchrun(run_dir, *ELASTIC, "faults.timeout_s=20")
     try:
-        _wait_for_steps(process, run_dir, 9)
+        deadline = time.monotonic() + 120
+        while not _trains_on(2, run_dir, 9):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         os.kill(child_ids(process.pid)[1], signal.SIGKILL)
         killed_s = time.time()
         assert process.stdout is not None
@@ -155,39 +168,29 @@ def test_killed_rank_under_torchrun_restarts_with_the_others(uninterrupted, tmp_
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
 
 
-def _wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
-    deadline = time.monotonic() + 120
-    while not _trains_on(2, run_dir, steps):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_sigterm_to_torchrun_saves_and_exits_in_time(tmp_path):
-    run_dir = tmp_path / "run"
-    process = _torchrun(run_dir, "parallel.elastic=true", "checkpoint.every=100000", "run.steps=100000")
-    try:
-        _wait_for_steps(process, run_dir, 3)
-        sent_s = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    took_s = time.monotonic() - sent_s
+    run_dir, sent_s = tmp_path / "run", []
+
+    def stop(agent: int) -> None:
+        sent_s.append(time.monotonic())
+        os.kill(agent, signal.SIGTERM)
+
+    words = _after_torchrun(run_dir, "parallel.elastic=true", "checkpoint.every=100000", "run.steps=100000")
+    done, _ = interrupt_forked(words, lambda _: _trains_on(2, run_dir, 3), stop, ROOT, environment(), TORCHRUN)
+    took_s = time.monotonic() - sent_s[0]
     print(f"saved and gone after {took_s:.1f} s")
-    assert f"stopped by SIGTERM after step {len(losses(run_dir))} of 100000" in output
+    assert f"stopped by SIGTERM after step {len(losses(run_dir))} of 100000" in done.stdout
     assert checkpoints(run_dir) == [f"step-{len(losses(run_dir)):06d}"]
     assert took_s < 15
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused_and_not_tried_for_ever(tmp_path):
-    process = _torchrun(tmp_path / "run", "parallel.elastic=true", "train.global_batch_size=1")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    words = _after_torchrun(tmp_path / "run", "parallel.elastic=true", "train.global_batch_size=1")
+    done = run_program(TORCHRUN, *words, timeout_s=120, environment=environment())
+    assert done.returncode == 1
     # Once for the first try, and once for the restart that --max-restarts=1 allows.
-    assert errors.count("moefold: error: parallel.elastic=true: the launcher started 2 processes") == 2
-    assert "fits 1: " in errors
+    assert done.stderr.count("moefold: error: parallel.elastic=true: the launcher started 2 processes") == 2
+    assert "fits 1: " in done.stderr
 
 
 @pytest.fixture

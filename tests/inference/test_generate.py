@@ -86,7 +86,7 @@ def run_without_cache(path: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=name)
+@pytest.mark.parametrize("mapping", [*MAPPINGS[:5], *slow((mapping,) for mapping in MAPPINGS[5:])], ids=name)
 def test_logits_with_a_cache_equal_the_logits_of_the_whole_text(pool, mixtral, mapping):
     pieces = [5, 1, 3, 1, 1]
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
@@ -134,7 +134,7 @@ def test_every_kind_of_attention_decodes_with_a_cache(pool, tmp_path, kind):
     pieces = [5, 1, 3, 1, 1]
     whole = pool.run(1, run_whole, tmp_path, sum(pieces))[0]
     ends = torch.tensor(pieces).cumsum(0) - 1
-    for mapping in ({}, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2}):
+    for mapping in ({}, {"world_size": 2, "tp": 2, "ep": 2}):
         for found in pool.run(mapping.get("world_size", 1), run_in_pieces, tmp_path, mapping, pieces):
             torch.testing.assert_close(found, whole[ends], rtol=1e-9, atol=1e-9)
 

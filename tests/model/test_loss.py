@@ -17,7 +17,6 @@ from moefold.model.loss import (
     ChunkOptions,
     SoftmaxOptions,
     chunked_token_losses,
-    cross_entropy,
     token_losses,
 )
 from moefold.model.transformer import build_model
@@ -40,7 +39,7 @@ def test_it_equals_the_loss_of_whole_logits(chunk, dtype, keeps):
     x, weight, labels, share = _case(dtype)
     losses = chunked_token_losses(x, weight, labels, ChunkOptions(chunk, saves_exponentials=keeps)).loss
     found = torch.autograd.grad((losses * share).sum(), (x, weight))
-    expected_losses = cross_entropy(x @ weight.t(), labels)
+    expected_losses = token_losses(x @ weight.t(), labels).loss
     expected = torch.autograd.grad((expected_losses * share).sum(), (x, weight))
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
     assert losses.dtype == expected_losses.dtype
@@ -74,8 +73,9 @@ def _on_shards(chunk: int, keeps: bool, softmax: SoftmaxOptions) -> list[Tensor]
     x, weight, labels, share = _case()
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
     options = ChunkOptions(chunk, TPVocabParallel(tp, V).vocab_range, keeps, softmax=softmax)
-    losses, entropy = chunked_token_losses(x, mine, labels, options)
-    by_x, by_weight = torch.autograd.grad((losses * share).sum(), (x, mine))
+    losses, normalizers, entropy = chunked_token_losses(x, mine, labels, options)
+    loss = (losses * share).sum() if entropy is None else (losses * share + normalizers.square()).sum()
+    by_x, by_weight = torch.autograd.grad(loss, (x, mine))
     assert torch.equal(all_reduce_max(losses, tp), losses)
     found = [losses.detach(), all_reduce_sum(by_x, tp), all_gather_uneven(by_weight, tp, (12, 11))]
     return found if entropy is None else [*found, entropy]
@@ -86,7 +86,7 @@ def _on_shards(chunk: int, keeps: bool, softmax: SoftmaxOptions) -> list[Tensor]
 @pytest.mark.parametrize("chunk", [4, 15])
 def test_a_vocabulary_in_two_parts(pool, chunk, keeps):
     x, weight, labels, share = _case()
-    losses = cross_entropy(x @ weight.t(), labels)
+    losses = token_losses(x @ weight.t(), labels).loss
     expected = [losses.detach(), *torch.autograd.grad((losses * share).sum(), (x, weight))]
     for found in pool.run(2, _on_shards, chunk, keeps, PLAIN_SOFTMAX):
         for mine, theirs in zip(found, expected, strict=True):
@@ -102,11 +102,13 @@ def test_temperature_and_entropy_of_a_vocabulary_in_two_parts(pool, keeps):
 
 
 def _by_definition(temperature: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Losses, both gradients and entropies, from the whole law of each token in float64."""
+    """Losses, gradients of them and of squared normalizers, and entropies, from the law of each token in float64."""
     x, weight, labels, share = _case(dtype)
-    log_law = (x.double() @ weight.double().t() / temperature).log_softmax(-1)
+    logits = x.double() @ weight.double().t() / temperature
+    log_law = logits.log_softmax(-1)
     losses = -log_law.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    gradients = torch.autograd.grad((losses * share.double()).sum(), (x, weight), retain_graph=True)
+    loss = (losses * share.double() + logits.logsumexp(-1).square()).sum()
+    gradients = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     return [losses.detach(), *gradients, -(log_law.exp() * log_law).sum(-1).detach()]
 
 
@@ -117,13 +119,14 @@ def test_temperature_and_entropy(path, dtype, temperature):
     x, weight, labels, share = _case(dtype)
     softmax = SoftmaxOptions(temperature, has_entropy=True)
     if path == "whole":
-        losses, entropy = token_losses(x @ weight.t(), labels, softmax=softmax)
+        losses, normalizers, entropy = token_losses(x @ weight.t(), labels, softmax=softmax)
     else:
-        losses, entropy = chunked_token_losses(
+        losses, normalizers, entropy = chunked_token_losses(
             x, weight, labels, ChunkOptions(4, saves_exponentials=path == "kept", softmax=softmax)
         )
     assert not entropy.requires_grad
-    found = [losses.detach(), *torch.autograd.grad((losses * share).sum(), (x, weight)), entropy]
+    loss = (losses * share + normalizers.square()).sum()
+    found = [losses.detach(), *torch.autograd.grad(loss, (x, weight)), entropy]
     tolerance = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-2}[dtype]
     for mine, theirs in zip(found, _by_definition(temperature, dtype), strict=True):
         scale = float(theirs.abs().max())
@@ -132,7 +135,7 @@ def test_temperature_and_entropy(path, dtype, temperature):
 
 def test_entropy_of_a_law_of_one_token():
     logits = torch.tensor([[0.0, -1e4, -1e4], [0.0, 0.0, 0.0]])
-    losses, entropy = token_losses(logits, torch.tensor([0, 1]), softmax=SoftmaxOptions(has_entropy=True))
+    losses, _, entropy = token_losses(logits, torch.tensor([0, 1]), softmax=SoftmaxOptions(has_entropy=True))
     torch.testing.assert_close(entropy, torch.tensor([3.0]).log() * torch.tensor([0.0, 1.0]))
     torch.testing.assert_close(losses, entropy)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moefold.config.model import ModelConfig
 from moefold.model.head import Head, ModelOutput
-from moefold.model.loss_function import MeasuredLossFunction
+from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.loss_metrics import LossMetricRecorder
 
 B, S, H, V = 2, 10, 6, 11
@@ -32,9 +32,9 @@ class Example:
         """Return what a loss function gets."""
         return ModelOutput(self.hidden, self.head, None, 0, metrics or LossMetricRecorder())
 
-    def run(self, loss: MeasuredLossFunction) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def run(self, loss: LossFunction) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Return the terms, the gradient of the hidden states and the metrics."""
-        recorder = LossMetricRecorder(loss.metrics)
+        recorder = LossMetricRecorder(metrics_of(loss))
         terms = loss(self.output(recorder), self.columns)
         (gradient,) = torch.autograd.grad(terms.sum(), self.hidden)
         device = self.hidden.device

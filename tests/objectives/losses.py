@@ -5,6 +5,7 @@ from typing import Any
 from moefold.config.align import AlignConfig
 from moefold.config.part import make_part
 from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
 from moefold.objectives.recipe_loss import policy_loss, recipe_loss
@@ -17,6 +18,6 @@ def policy(*, temperature: float = 1.0, **keys: Any) -> PolicyGradientLoss:
 
 def preference(method: str, **settings: Any) -> PreferenceLoss:
     """Return the loss of a method of [align] with these settings."""
-    loss = recipe_loss(AlignConfig(method=make_part("alignment", method, **settings)))
+    loss = recipe_loss(AlignConfig(method=make_part("alignment", method, **settings)), TrainConfig())
     assert isinstance(loss, PreferenceLoss)
     return loss

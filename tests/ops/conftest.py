@@ -1,5 +1,6 @@
 """Kernels in C on the CPU: machines without a compiler, and other compiler flags."""
 
+import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,12 +22,17 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def built_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Builds a kernel whose compiler is told more flags; skips where they are another processor's."""
+    """Builds a kernel whose compiler is told more flags; skips where they are another processor's.
+
+    A library is compiled once for all files and workers of the session; its name is a hash of the flags too.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "libraries"
 
     def build(kernel: Callable[[], Any], flags: tuple[str, ...]) -> Any:
         if flags and platform.machine() != "x86_64":
             pytest.skip("flags of another processor")
-        command, folder = [*c_library._compile_command(), *flags], tmp_path_factory.mktemp("library")
+        command = [*c_library._compile_command(), *flags]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(c_library, "_compile_command", lambda: command)
             patch.setattr(c_library, "cache_folders", lambda named: (folder,))

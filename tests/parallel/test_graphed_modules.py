@@ -64,7 +64,7 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
     [
         # Two layers. Micro-batch after micro-batch: one pair of graphs a layer.
         (LATENT | {"mtp_layers": 1}, {"recompute": ("moe",)}, {}, [3]),
-        ({"attention.qk_norm": {}}, {"micro_batch_size": 2}, {}, [2]),
+        pytest.param({"attention.qk_norm": {}}, {"micro_batch_size": 2}, {}, [2], marks=pytest.mark.slow),
         pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
         ({"attention.qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
         # One layer on each rank, of which the first has two micro-batches between their passes.
@@ -83,7 +83,7 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
     ("model", "moe", "mapping", "captures"),
     [
         # The noise of each step differs, and only the gradients of the chosen probabilities arrive.
-        ({}, {"input_jitter": 0.3, "aux_loss": 0.0, "z_loss": 0.0}, {}, [4]),
+        pytest.param({}, {"input_jitter": 0.3, "aux_loss": 0.0, "z_loss": 0.0}, {}, [4], marks=pytest.mark.slow),
         (
             {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "ffn.moe.router.bias": True},
             {"input_jitter": 0.3},

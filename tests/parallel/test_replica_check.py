@@ -27,6 +27,7 @@ from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
+from tests.verify.covering import few_else_slow
 from tests.verify.recipes import tiny, without_mapping
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -249,7 +250,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("parallel", HEALTHY)
+@pytest.mark.parametrize("parallel", few_else_slow(HEALTHY, HEALTHY[1:]))
 def test_healthy_replicas_stay_alike(pool, parallel):
     cfg = tiny(model=MODEL, faults={"replica_check_every": 1}, **parallel)
     cfg = replace(cfg, run=RunConfig(seed=3, steps=3, device="cpu", dtype="bfloat16"))

@@ -22,6 +22,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed
+from tests.slow import slow
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -171,9 +172,9 @@ def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
 @pytest.mark.parametrize(
     "mapping",
     [
-        ("world_size=4", "tp=2", "cp=2"),
+        ("world_size=2", "cp=2"),
         ("world_size=2", "pp=2", "zero=2"),
-        pytest.param(("world_size=2", "ep=2", "zero=3"), marks=pytest.mark.slow),
+        *slow((words,) for words in (("world_size=4", "tp=2", "cp=2"), ("world_size=2", "ep=2", "zero=3"))),
     ],
     ids=str,
 )

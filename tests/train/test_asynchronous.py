@@ -198,7 +198,7 @@ ROUNDS = {"updates": 2, "mixed_only": True}
 @pytest.mark.parametrize(
     ("steps", "staleness", "sampling", "parallel", "rl"),
     [
-        (6, 1, {"ranks": 1, "ep": 1}, {"world_size": 2, "ep": 2}, {}),
+        (4, 1, {"ranks": 1, "ep": 1}, {"world_size": 2, "ep": 2}, {}),
         *slow(
             [
                 (12, 1, {"ranks": 2}, {"world_size": 2}, {}),

@@ -128,7 +128,7 @@ def train_broken(cfg: Config, broken: str) -> int:
 
     def count_all(self: TrainingStep, *args: Any) -> None:
         init(self, *args)
-        self._clipped = dict(self.parameters)
+        self.meter.clipped = dict(self.parameters)
 
     with pytest.MonkeyPatch.context() as patch:
         if broken == "weight decay of other experts":

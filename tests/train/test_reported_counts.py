@@ -104,7 +104,12 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "parallel"), CASES, ids=[f"{make.__name__}-{name}" for make, name, _ in CASES]
+    ("make", "name", "parallel"),
+    [
+        # In `make test` each kind of text under one mapping, each mapping with one kind.
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}", marks=pytest.mark.slow if i % 4 and i < 9 else ())
+        for i, case in enumerate(CASES)
+    ],
 )
 def test_tokens_equal_the_texts_under_every_mapping(
     pool, tmp_path, make: Callable[[Path], tuple[list[str], int]], name: str, parallel: dict[str, Any]

@@ -130,7 +130,9 @@ def under(cfg: Config, folder: Path, **parallel: int) -> Config:
     return replace(cfg, run=replace(cfg.run, dir=str(folder)), parallel=ParallelConfig(**parallel))
 
 
+@pytest.mark.slow
 def test_rewards_rise(pool, tmp_path):
+    """As e2e/test_rl.py does by the command line."""
     cfg = recipe(tmp_path, 30, advantage="group_std")
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, at_end=False), train=replace(cfg.train, eval_every=30))
     pool.run(1, _train, cfg)
@@ -142,10 +144,16 @@ def test_rewards_rise(pool, tmp_path):
 @pytest.mark.parametrize(
     "mapping",
     [
-        {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
+        {"world_size": 2, "tp": 2, "ep": 2},
         {"world_size": 2, "pp": 2},
-        pytest.param({"world_size": 2, "ep": 2}, marks=pytest.mark.slow),
-        pytest.param({"world_size": 2, "cp": 2}, marks=pytest.mark.slow),
+        *slow(
+            (mapping,)
+            for mapping in (
+                {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
+                {"world_size": 2, "ep": 2},
+                {"world_size": 2, "cp": 2},
+            )
+        ),
     ],
     ids=lambda mapping: "-".join(f"{key}{value}" for key, value in mapping.items()),
 )
@@ -219,10 +227,12 @@ def reward(prompts, completions, completion_ids, **columns):
 @pytest.mark.parametrize(
     ("mapping", "loss_mean"),
     [
-        ({"world_size": 4, "pp": 2, "tp": 2, "ep": 2}, "token"),
-        ({"world_size": 4, "ep": 2, "zero": 3}, "rollout"),
+        ({"world_size": 2, "pp": 2}, "token"),
+        ({"world_size": 2, "ep": 2, "zero": 3}, "rollout"),
         *slow(
             [
+                ({"world_size": 4, "pp": 2, "tp": 2, "ep": 2}, "token"),
+                ({"world_size": 4, "ep": 2, "zero": 3}, "rollout"),
                 ({"world_size": 4, "pp": 2, "cp": 2}, "constant"),
                 ({"world_size": 4, "cp": 2, "tp": 2, "zero": 3}, "token"),
             ]
@@ -258,11 +268,11 @@ def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(po
 @pytest.mark.parametrize(
     ("mapping", "sampling"),
     [
-        ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"tp": 1, "pp": 2, "ep": 1, "etp": 2}),
+        ({"world_size": 2, "ep": 2}, {"tp": 2}),
         *slow(
             [
+                ({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"tp": 1, "pp": 2, "ep": 1, "etp": 2}),
                 ({"world_size": 4, "pp": 2, "cp": 2, "etp": 2}, {"pp": 1, "ep": 4, "etp": 1}),
-                ({"world_size": 2, "ep": 2}, {"tp": 2}),
                 ({"world_size": 4, "ep": 2, "tp": 2, "zero": 1}, {"experts": "whole"}),
                 ({"world_size": 4, "tp": 2, "pp": 2, "etp": 2}, {"experts": "fetch", "ep": 2, "tp": 1, "etp": 1}),
             ]

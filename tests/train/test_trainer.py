@@ -263,7 +263,7 @@ def test_a_dense_model_has_no_expert_load(pool, tmp_path):
     assert (record["expert_load"], record["aux_loss"], record["dropped_fraction"]) == ([], 0.0, 0.0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_resume_between_two_resets_of_the_moments_gives_the_same_bits(pool, tmp_path, optimizer):
     """Resets follow steps 3 and 6; the run stops after step 4, one update after a reset."""
     train = {"optimizer": optimizer, "reset_moments_every": 3}

@@ -21,6 +21,7 @@ from moefold.inference.vllm_engine import _cut_off
 from moefold.inference.vllm_server import VllmError, VllmServer, generate_body, serve_command
 from moefold.train.start import check_vllm
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.train.test_rollout_loader import _train, recipe, records, under
 from tests.train.vllm_stand_in import StandIn, stand_in
 
@@ -80,7 +81,7 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
 @pytest.mark.parametrize(
     ("damage", "rl", "step"),
     [
-        ({"max_loads": 0}, {"replay": "off", "correction": "clamp"}, 1),
+        *slow([({"max_loads": 0}, {"replay": "off", "correction": "clamp"}, 1)]),
         ({"max_loads": 1}, {}, 2),
         # Training replays the experts of the server.
         ({"flips_experts": True}, {}, 1),

@@ -31,13 +31,9 @@ def _placed(
     return few(PLACED | settings | mapping)
 
 
-FAST = [
-    _placed(
-        {"world_size": 4, "cp": 2, "ep": 4, "zero": 2},
-        V3 | {"mtp_layers": 1},
-        TWO_SAMPLES,
-        moe={"aux_kind": "sequence", "input_jitter": 0.2},
-    ),
+WITH_V3 = [
+    _placed(mapping, V3 | {"mtp_layers": 1}, TWO_SAMPLES, moe={"aux_kind": "sequence", "input_jitter": 0.2})
+    for mapping in ({"world_size": 2, "ep": 2, "zero": 2}, {"world_size": 4, "cp": 2, "ep": 4, "zero": 2})
 ]
 KINDS = [
     _placed({"world_size": 4, "cp": 2, "tp": 2, "ep": 2}, train=TWO_SAMPLES),
@@ -83,6 +79,6 @@ BY_DOCUMENTS = [
 ]
 
 CASES: list[Case] = [
-    *cases("balanced placement", FAST, [*KINDS, *MAPPINGS]),
-    *cases("placement by documents", BY_DOCUMENTS[:1], BY_DOCUMENTS[1:]),
+    *cases("balanced placement", WITH_V3[:1], [*WITH_V3[1:], *KINDS, *MAPPINGS]),
+    *cases("placement by documents", BY_DOCUMENTS[2:3], [*BY_DOCUMENTS[:2], *BY_DOCUMENTS[3:]]),
 ]

@@ -50,6 +50,6 @@ MOVED = [
 ]
 
 CASES: list[Case] = [
-    *cases("planned attention", HOME[:1], HOME[1:]),
-    *cases("planned attention with balanced hosts", MOVED[:1], MOVED[1:]),
+    *cases("planned attention", HOME[1:2], [HOME[0], *HOME[2:]]),
+    *cases("planned attention with balanced hosts", MOVED[1:2], [MOVED[0], *MOVED[2:]]),
 ]

@@ -47,6 +47,7 @@ def _recompute(
 
 RECOMPUTE_ONE_RANK = [_recompute((part,), ONE_RANK) for part in (*INNER_PARTS, "moe")]
 RECOMPUTE_MAPPED = [
+    _recompute(INNER_PARTS, {"world_size": 2, "tp": 2, "ep": 2, "zero": 3}),
     _recompute(INNER_PARTS, {"world_size": 4, "tp": 2, "cp": 2, "ep": 2, "etp": 2, "zero": 3}),
     _recompute(ALL_PARTS, {"world_size": 4, "tp": 2, "pp": 2, "ep": 2, "dispatcher": "allgather", "zero": 2}),
     _recompute(LAYER, {"world_size": 4, "cp": 2, "ep": 4, "zero": 3}),
@@ -71,15 +72,19 @@ RECOMPUTE_LATENT = [
     )
 ]
 FOLDED_FOUR = {"world_size": 4, "cp": 2, "ep": 2, "etp": 2}
+LOAN_WEIGHED = {**LOAN, "weight_in_expert": True}
 RECOMPUTE_ROUTING = [
-    _recompute(parts, {**FOLDED_FOUR, "dispatcher": dispatcher, "zero": 2}, {}, moe)
-    for moe, dispatcher, parts in (
-        ({**LOAN, "weight_in_expert": True}, "leastloaded", ("moe",)),
-        ({"aux_kind": "global_batch", "aux_loss": 0.5}, "alltoall", LAYER),
-        ({"choice": "sinkhorn"}, "alltoall", ("moe",)),
-        ({"weight_in_expert": True, "aux_loss": 0.0, "z_loss": 0.0}, "alltoall", ("moe", "norms")),
-        ({"weight_in_expert": True}, "alltoall", ("expert_activation",)),
-    )
+    _recompute(("moe",), {"world_size": 2, "ep": 2, "dispatcher": "leastloaded", "zero": 2}, {}, LOAN_WEIGHED),
+    *(
+        _recompute(parts, {**FOLDED_FOUR, "dispatcher": dispatcher, "zero": 2}, {}, moe)
+        for moe, dispatcher, parts in (
+            (LOAN_WEIGHED, "leastloaded", ("moe",)),
+            ({"aux_kind": "global_batch", "aux_loss": 0.5}, "alltoall", LAYER),
+            ({"choice": "sinkhorn"}, "alltoall", ("moe",)),
+            ({"weight_in_expert": True, "aux_loss": 0.0, "z_loss": 0.0}, "alltoall", ("moe", "norms")),
+            ({"weight_in_expert": True}, "alltoall", ("expert_activation",)),
+        )
+    ),
 ]
 
 # Experts' communication overlapped with another micro-batch.
@@ -175,6 +180,7 @@ OFFLOAD_RECOMPUTED = [
 OFFLOAD_MAPPED = [
     _offload(parts, {"world_size": 4, **mapping}, recompute=recomputed)
     for parts, recomputed, mapping in (
+        (LAYER, SOME_PARTS, {"world_size": 2, "ep": 2, "zero": 2, "dispatcher": "allgather"}),
         (INNER_PARTS, (), {"tp": 2, "cp": 2, "ep": 2, "etp": 2, "zero": 3}),
         (LAYER, SOME_PARTS, {"tp": 2, "pp": 2, "ep": 2, "zero": 2, "dispatcher": "allgather"}),
         (ALL_PARTS, ("norms",), {"cp": 2, "etp": 2, "zero": 3, **INTERLEAVED}),
@@ -269,6 +275,7 @@ OPTIMIZER_OFFLOAD = [
         **mapping,
     }
     for optimizer, dtype, mapping in (
+        ("adamw", "bfloat16", {"world_size": 2, "tp": 2, "zero": 3}),
         ("adamw", "bfloat16", {"tp": 2, "etp": 2, "zero": 3}),
         ("adamw", "float32", {"tp": 2, "ep": 4, "zero": 1}),
         ("muon", "float32", {"cp": 2, "pp": 2, "ep": 2, "zero": 2}),
@@ -282,13 +289,13 @@ CASES: list[Case] = [
     *cases("recomputation", RECOMPUTE_MAPPED[:1], RECOMPUTE_MAPPED[1:]),
     *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
     *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
-    *cases("expert overlap", [*OVERLAP_ONE_STAGE, OVERLAP[0]], [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP[1:]]),
+    *cases("expert overlap", OVERLAP_ONE_STAGE, [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP]),
     *cases("offload on one rank", OFFLOAD_ONE_RANK[:1], OFFLOAD_ONE_RANK[1:]),
     *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
-    *cases("offload", OFFLOAD_MAPPED[1:2], [OFFLOAD_MAPPED[0], *OFFLOAD_MAPPED[2:]]),
+    *cases("offload", OFFLOAD_MAPPED[:1], OFFLOAD_MAPPED[1:]),
     *cases("offload under a schedule", OFFLOAD_SCHEDULED[:1], [*OFFLOAD_SCHEDULED[1:], *_offload_mixed()]),
     *cases("offload under a schedule from a file", [], OFFLOAD_FROM_FILE),
-    *cases("offload with expert overlap", OFFLOAD_OVERLAPPED[:1], OFFLOAD_OVERLAPPED[1:]),
+    *cases("offload with expert overlap", OFFLOAD_OVERLAPPED[1:2], [OFFLOAD_OVERLAPPED[0], *OFFLOAD_OVERLAPPED[2:]]),
     *cases("offload of routing", [], OFFLOAD_ROUTING),
     *cases("optimizer offload", OPTIMIZER_OFFLOAD[:1], OPTIMIZER_OFFLOAD[1:]),
 ]

@@ -27,6 +27,7 @@ def _longcat(
 MAPPED = [
     _longcat(mapping, model, train, data={"document_end": 2})
     for mapping, model, train in (
+        ({"world_size": 2, "tp": 2, "ep": 2}, {}, {}),
         ({"world_size": 4, "tp": 2, "pp": 2, "ep": 2}, {}, {}),
         ({"world_size": 1}, {"attention.q_lora_rank": 0, "residual.multiplier": 0.7}, {}),
         ({"world_size": 2, "zero": 3, "ep": 2}, {"mtp_layers": 1}, {"recompute": ("layer",)}),

@@ -106,7 +106,7 @@ SHARING = [
 ]
 MAPPED = [_sparse(mapping, model) for mapping in AXES for model in (SPARSE, SPARSE_LATENT)]
 CASES: list[Case] = [
-    *cases("sparse attention", MAPPED[:1], [*MAPPED[1:], *OPTIONS]),
+    *cases("sparse attention", MAPPED[6:7], [*MAPPED[:6], *MAPPED[7:], *OPTIONS]),
     *cases("layers that share a selection", SHARING[:1], SHARING[1:]),
     *cases("warm-up of sparse attention", WARMUP[:1], WARMUP[1:]),
 ]

@@ -15,6 +15,7 @@ from tests.verify.test_routing import KINDS
 CASES = [*ORACLE_CASES, *same_bits_cases.CASES]
 FAST = [case for case in CASES if not case.is_slow]
 ONLY_SLOW = {
+    "mapping of 8 ranks",
     "mapping of 16 ranks",
     "schedule with plain",
     "schedule with recompute",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.train.train_step import StepResult
+from moefold.train.step_meter import StepResult
 from moefold.verify.compare import (
     NamedError,
     OracleRecord,

@@ -94,6 +94,7 @@ class PackedPairs(Sampler):
 
 MAPPINGS = {
     "one": {},
+    "tp2": {"world_size": 2, "tp": 2},
     "tp2-cp2": {"world_size": 4, "tp": 2, "cp": 2},
     "pp2": {"world_size": 2, "pp": 2},
     "ep4": {"world_size": 4, "ep": 4},
@@ -129,8 +130,8 @@ PREFERENCES = {
     "kto": preference(method="kto", beta=0.5, desirable_weight=1.3),
 }
 KINDS = {f"{base.group}-{kind}": (base.key, kind) for base, kind in _losses()}
-FAST = [(mapping, "sequence") for mapping in ("tp2-cp2", "zero3", "interleaved")]
-FAST += [("zero3", "clip"), ("cp2-ulysses", "policy-sequence-mask"), ("tp2-cp2", "dpo"), ("pp2", "kto")]
+FAST = [(mapping, "sequence") for mapping in ("cp2-ulysses", "zero3", "interleaved")]
+FAST += [("zero3", "clip"), ("cp2-ulysses", "policy-sequence-mask"), ("tp2", "dpo"), ("pp2", "kto")]
 ALL = [(mapping, objective) for mapping in MAPPINGS if mapping != "one" for objective in OBJECTIVES | PREFERENCES]
 
 
@@ -178,13 +179,13 @@ def test_an_objective_equals_the_oracle(pool, mapping, objective):
 @pytest.mark.parity
 def test_metrics_do_not_depend_on_the_mapping(pool):
     loss = OBJECTIVES["clip-mask"]
-    cfg = _recipe("tp2-cp2")
+    cfg = _recipe("pp2")
     (alone,) = pool.run(1, _run, without_mapping(cfg), 2, loss)
     expected = alone.steps[0].loss_metrics
     assert set(expected) == {metric.name for metric in loss.metrics} - {"kl"}
     assert 0 < expected["clipped"] < 1
     assert 0 < expected["corrected"] < 1
-    for mapping in ("tp2-cp2", "pp2"):
+    for mapping in ("cp2-ulysses", "pp2"):
         cfg = _recipe(mapping)
         for record in pool.run(cfg.parallel.world_size, _run, cfg, 2, loss):
             for step, other in zip(alone.steps, record.steps, strict=True):
@@ -206,9 +207,7 @@ def _run_scaled(cfg, steps: int) -> DistributedRecord:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    "mapping", ["tp2-cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "zero3"))]
-)
+@pytest.mark.parametrize("mapping", ["cp2-ulysses", *slow((name,) for name in ("tp2-cp2", "pp2", "zero3"))])
 def test_scaled_losses_equal_the_oracle(pool, mapping):
     """Multi-token prediction has the scales of its targets too, and the shares do not add up to 1."""
     cfg = tiny(
@@ -239,14 +238,14 @@ def _run_without_adjoint(cfg, steps: int, loss: Loss) -> DistributedRecord:
 
 @pytest.mark.parity
 def test_a_sequence_ratio_without_its_context_sum_is_noticed(pool):
-    names = {e.name for e in _compare(pool, "tp2-cp2", OBJECTIVES["sequence"], _run_without_context_sum, 1)
+    names = {e.name for e in _compare(pool, "cp2-ulysses", OBJECTIVES["sequence"], _run_without_context_sum, 1)
              if e.error > TOLERANCE}  # fmt: skip
     assert "step 1 loss (rank 0)" in names
 
 
 @pytest.mark.parity
 def test_a_sequence_ratio_without_the_adjoint_of_its_sum_is_noticed(pool):
-    errors = _compare(pool, "tp2-cp2", OBJECTIVES["sequence"], _run_without_adjoint, 1)
+    errors = _compare(pool, "cp2-ulysses", OBJECTIVES["sequence"], _run_without_adjoint, 1)
     names = {error.name for error in errors if error.error > TOLERANCE}
     assert "gradients head.weight" in names
     assert "step 1 loss (rank 0)" not in names

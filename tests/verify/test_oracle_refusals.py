@@ -21,6 +21,7 @@ from moefold.config.chosen import chosen
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
+from moefold.config.groups.loss import OracleOutput
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
 from moefold.config.schema import Config
@@ -32,12 +33,13 @@ from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
+from moefold.objectives.recipe_loss import recipe_loss
 from moefold.optim.lr_schedule import learning_rate
 from moefold.verify import oracle_objectives
 from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
-from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective, recipe_objective
+from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective
 from moefold.verify.oracle_schedule import oracle_rate
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites
@@ -254,7 +256,7 @@ def test_a_schedule_that_the_steps_do_not_reach_is_read():
 def test_each_method_of_alignment_is_judged():
     """Methods with rewards are weights of samples; the others have a loss with a formula."""
     for method in built_in_kinds("alignment"):
-        recipe_objective(replace(tiny(), align=AlignConfig(method=method)).align)
+        objective_of(recipe_loss(AlignConfig(method=method), tiny().train))
 
 
 def test_a_loss_without_a_formula_is_refused():
@@ -281,7 +283,8 @@ def _without_formula(part: Part) -> Part:
 @pytest.mark.parametrize("field", ["objective", "correction", "kl_penalty"])
 def test_a_policy_loss_without_a_formula_is_refused(field):
     loss = policy(objective="clip", kl=0.1, correction="mask")
-    policy_objective(loss)(lambda _: LAW, ROLLOUT)
+    output = OracleOutput(logits=torch.zeros(1, 4, 8, dtype=torch.float64), targets=torch.arange(4)[None])
+    policy_objective(loss)(output, ROLLOUT)
     with pytest.raises(NoFormulaError, match=f"no formula for {getattr(loss, field).key}="):
         policy_objective(replace(loss, **{field: _without_formula(getattr(loss, field))}))
 

@@ -1,4 +1,4 @@
-"""Every router, loss and drop rule under eight ranks equals the oracle: values, gradients, biases, metrics."""
+"""Every router, loss and drop rule equals the oracle: values, gradients, biases, metrics."""
 
 from functools import partial
 
@@ -79,7 +79,8 @@ def _recipe(kind: str, mapping: dict[str, object]) -> Config:
     pairs = moe.get("aux_kind") == "sequence" or "capacity_factor" in moe
     shards = int(mapping.get("tp", 1)) * int(mapping.get("cp", 1)) * int(mapping.get("pp", 1))
     dp = int(mapping["world_size"]) // shards
-    samples = 16 if pairs and dp > 2 else 8 if pairs or dp > 1 else 4
+    # Two micro-batches on a rank, more where stages overlap.
+    samples = 16 if pairs and dp > 2 else 8 if (pairs and shards > 2) or dp > 1 else 4 if pairs or shards > 2 else 2
     train = {"micro_batch_size": 2 if pairs else 1, "global_batch_size": samples}
     return tiny(model=model, moe=moe, train=train, **mapping)
 
@@ -194,29 +195,37 @@ def _aux_and_norm(pool, cfg: Config) -> tuple[float, float]:
     return step.aux_loss, step.grad_norm
 
 
-def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool):
+@pytest.mark.parametrize(
+    "mappings",
+    [
+        [{"world_size": 4, "tp": 2, "ep": 4}],
+        *slow([([{"world_size": 4, "cp": 2, "etp": 2}, {"world_size": 4, "pp": 2}],)]),
+    ],
+    ids=str,
+)
+def test_the_global_batch_loss_depends_on_dp_and_on_no_other_axis(pool, mappings):
     """dp says which micro-batches go through together, so how much of the batch the first of them know."""
 
     def recipe(**mapping: int) -> Config:
         moe = {"aux_kind": "global_batch", "aux_loss": 0.5}
         return tiny(moe=moe, train={"global_batch_size": 4}, **mapping)
 
-    same = [
-        _aux_and_norm(pool, recipe(**mapping))
-        for mapping in (
-            {"world_size": 2},
-            {"world_size": 4, "tp": 2, "ep": 4},
-            {"world_size": 4, "cp": 2, "etp": 2},
-            {"world_size": 4, "pp": 2},
-        )
-    ]
-    assert same[1:] == [pytest.approx(same[0], rel=TOLERANCE)] * 3
-    # All of the batch at once: the loss of the whole batch, without a prefix.
-    others = [_aux_and_norm(pool, recipe(world_size=dp)) for dp in (1, 4)]
-    assert all(abs(other[0] - same[0][0]) > 1e-6 for other in others)
+    alone, *same = [_aux_and_norm(pool, recipe(**mapping)) for mapping in ({"world_size": 2}, *mappings)]
+    assert same == [pytest.approx(alone, rel=TOLERANCE)] * len(mappings)
+    # One micro-batch after another, each with the counts of those before it.
+    other = _aux_and_norm(pool, recipe(world_size=1))
+    assert abs(other[0] - alone[0]) > 1e-6
 
 
-def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into_micro_batches(pool):
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [(4, {}), (8, {"world_size": 2, "cp": 2})],
+        *slow([([(1, {"world_size": 4, "tp": 2, "ep": 4}), (2, {"world_size": 4, "pp": 2, "etp": 2})],)]),
+    ],
+    ids=str,
+)
+def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into_micro_batches(pool, cuts):
     def steps(size: int, **mapping: int) -> list[tuple[float, float]]:
         moe = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
         cfg = tiny(moe=moe, train={"global_batch_size": 8, "micro_batch_size": size}, **mapping)
@@ -227,12 +236,7 @@ def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into
     # An even load costs its coefficient in each of the two layers; what follows looks back at what was routed.
     assert one[0][0] == pytest.approx(2 * 0.5, rel=TOLERANCE)
     assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
-    for size, mapping in (
-        (4, {}),
-        (1, {"world_size": 4, "tp": 2, "ep": 4}),
-        (2, {"world_size": 4, "pp": 2, "etp": 2}),
-        (8, {"world_size": 2, "cp": 2}),
-    ):
+    for size, mapping in cuts:
         assert steps(size, **mapping) == [pytest.approx(step, rel=TOLERANCE) for step in one]
 
 
@@ -268,10 +272,13 @@ def _run_with_shifted_noise(cfg: Config) -> DistributedRecord:
 
 
 @pytest.mark.parametrize(
-    ("kind", "broken", "named"),
-    [("global batch", _run_with_counts_of_one_scope, "aux_loss"), ("jitter", _run_with_shifted_noise, "router")],
+    ("kind", "mapping", "broken", "named"),
+    [
+        ("global batch", {"ep": 2}, _run_with_counts_of_one_scope, "aux_loss"),
+        ("jitter", {"tp": 2}, _run_with_shifted_noise, "router"),
+    ],
 )
-def test_a_broken_rule_is_noticed_and_named(pool, kind, broken, named):
-    cfg = _recipe(kind, {"world_size": 4, "tp": 2, "ep": 2})
-    found = [d for d in compare_records(oracle_of(cfg), pool.run(4, broken, cfg)) if d.error > 1e-6]
+def test_a_broken_rule_is_noticed_and_named(pool, kind, mapping, broken, named):
+    cfg = _recipe(kind, {"world_size": 2, **mapping})
+    found = [d for d in compare_records(oracle_of(cfg), pool.run(2, broken, cfg)) if d.error > 1e-6]
     assert any(named in d.name for d in found), found[:5]

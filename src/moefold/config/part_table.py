@@ -265,7 +265,8 @@ def toml_table(table: Mapping[str, Any]) -> str:
     keys = without_source(table)
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
-    return f"{{ {', '.join(f'{key} = {toml_value(value)}' for key, value in keys.items())} }}"
+    entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in keys.items())
+    return f"{{ {entries} }}" if entries else "{}"
 
 
 def shown_value(value: Any) -> str:

@@ -86,6 +86,8 @@ class TrainConfig(Section):
     precision: Annotated[Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"], Judged.FORMAT] = "dtype"
     """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
+    loss: Annotated[str | Part, KindOf("loss"), ReadIf("rl.group_size=0")] = "next_token"
+    """Loss of the last stage, on all data but preferences and rollouts."""
     loss_chunk: Annotated[
         int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1), Judged.SPEED
     ] = -1

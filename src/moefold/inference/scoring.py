@@ -20,6 +20,7 @@ from moefold.inference.engine.requests import Completion, EngineSettings, Reques
 from moefold.inference.load import LoadedModel
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.text import TokenDataset, has_stop_string
+from moefold.model.loss import token_losses
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.terminal import print_escaped
 
@@ -87,7 +88,7 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     own_scores = scores[:, dp.rank :: dp.size]
     if logits is not None:
         labels, is_scored = labels.t().to(device), is_scored.t().to(device)
-        losses = model.stage.head.vocab_parallel.cross_entropy(logits, labels).double()
+        losses = token_losses(logits, labels, model.stage.head.vocab_parallel.vocab_range).loss.double()
         own_scores[0] = -(losses * is_scored).sum(0)
         is_argmax = model.stage.head.vocab_parallel.gather(logits).argmax(-1) == labels
         own_scores[1] = (is_argmax | ~is_scored).all(0)
@@ -196,7 +197,7 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
         )
         y = model.forward(tokens, is_token=None if mine[3].all() else is_token)
         if y is not None:
-            losses = model.stage.head.vocab_parallel.cross_entropy(y, labels.t())
+            losses = token_losses(y, labels.t(), model.stage.head.vocab_parallel.vocab_range).loss
             if groups.attn.tp.rank == 0:
                 total += losses.double().mul(is_target.t()).sum()
             if logits is not None:

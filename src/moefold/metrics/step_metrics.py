@@ -7,7 +7,7 @@ offload. `metrics/definitions.py` has the definition of each number. Needs numpy
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -184,10 +184,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepMetrics:
-    """Metrics of one optimizer step. Metrics of the global batch are equal on all ranks; one rank logs them."""
+class StepNumbers:
+    """Numbers of the global batch of one optimizer step, equal on all ranks; `definitions.STEP` defines each."""
 
-    step: int
     loss: float
     aux_loss: float
     z_loss: float
@@ -196,6 +195,22 @@ class StepMetrics:
     grad_norm: float
     projected_gradient: float | None = None
     lr: float
+    expert_load: tuple[float, ...]
+    dropped_fraction: float
+    moe_layers: tuple[MoELayerMetrics, ...] = ()
+    replicas: ReplicaMetrics | None = None
+    offload: OffloadMetrics | None = None
+    memory_by_part: MemoryByPart | None = None
+    attention_max_over_mean: float | None = None
+    attention_moved_rows: int | None = None
+    attention_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics(StepNumbers):
+    """Metrics of one optimizer step, as one rank logs them."""
+
+    step: int
     tokens: int
     tokens_consumed: int
     step_time_s: float
@@ -203,19 +218,10 @@ class StepMetrics:
     tflops_per_rank: float
     mfu: float | None
     memory_gib: float
-    expert_load: tuple[float, ...]
-    dropped_fraction: float
     save_s: float = 0.0
-    moe_layers: tuple[MoELayerMetrics, ...] = ()
     eval_loss: float | None = None
     skipped: str | None = None
-    replicas: ReplicaMetrics | None = None
-    offload: OffloadMetrics | None = None
-    memory_by_part: MemoryByPart | None = None
     rank_times: RankTimeMetrics | None = None
-    attention_max_over_mean: float | None = None
-    attention_moved_rows: int | None = None
-    attention_bytes: int | None = None
     loss_terms: dict[str, float] | None = None
     loss_metrics: dict[str, float] | None = None
     rl: dict[str, Any] | None = None
@@ -233,7 +239,10 @@ class StepMetrics:
         names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
         """
         nonfinite: dict[str, str] = {}
-        record = {field.name: _to_plain(getattr(self, field.name), field.name, nonfinite) for field in fields(self)}
+        from moefold.metrics.definitions import STEP
+
+        names = [definition.name for definition in STEP if hasattr(self, definition.name)]
+        record = {name: _to_plain(getattr(self, name), name, nonfinite) for name in names}
         if nonfinite:
             record["nonfinite"] = nonfinite
         return record

@@ -79,7 +79,7 @@ class Head(nn.Module):
         chunk: int = 0,
         softmax: SoftmaxOptions = PLAIN_SOFTMAX,
     ) -> TokenLosses:
-        """Compute the cross-entropy of each label, int64 [S/cp, B] -> [S/cp, B] in float32 at least.
+        """Compute the numbers of each token that losses are made of; labels int64 [S/cp, B].
 
         Args:
             x: normalised hidden states, `[S/(cp*tp), B, H]`.
@@ -136,28 +136,39 @@ class ModelOutput:
         tied_weight: the embedding weight, if embeddings are tied.
         chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
         metrics: records the metrics of the loss function.
+        is_training: False in evaluation, whose loss has no terms that only regularise.
     """
 
     def __init__(
-        self, hidden: Tensor, head: Head, tied_weight: Tensor | None, chunk: int, metrics: LossMetricRecorder
+        self,
+        hidden: Tensor,
+        head: Head,
+        tied_weight: Tensor | None,
+        chunk: int,
+        metrics: LossMetricRecorder,
+        *,
+        is_training: bool = True,
     ) -> None:
         self.hidden = hidden
         self.metrics = metrics
+        self.is_training = is_training
         self._head = head
         self._tied_weight = tied_weight
         self._chunk = chunk
 
     def token_losses(self, labels: Tensor, softmax: SoftmaxOptions = PLAIN_SOFTMAX) -> TokenLosses:
-        """Compute the cross-entropy of each label in nats, int64 [B, S/cp] -> [B, S/cp] in float32 at least.
+        """Compute cross-entropy and log-normalizer of each label in nats, int64 [B, S/cp] -> [B, S/cp] each.
 
-        The full logits are not in memory if `train.loss_chunk` is smaller than the micro-batch.
+        They are in float32 at least, and losses may use both. The full logits are not in memory if `train.loss_chunk`
+        is smaller than the micro-batch.
 
         Args:
             labels: next tokens.
             softmax: temperature, and whether the entropy of each position is computed too, [B, S/cp].
         """
         losses = self._head.losses(self.hidden, self._tied_weight, labels.t(), self._chunk, softmax)
-        return TokenLosses(losses.loss.t(), None if losses.entropy is None else losses.entropy.t())
+        entropy = None if losses.entropy is None else losses.entropy.t()
+        return TokenLosses(losses.loss.t(), losses.log_normalizer.t(), entropy)
 
     def cross_entropy(self, labels: Tensor) -> Tensor:
         """Compute the cross-entropy of each label, int64 [B, S/cp] -> [B, S/cp], by `token_losses`."""

@@ -13,6 +13,7 @@ from moefold.ops.cross_entropy import (
     CrossEntropyOps,
     RowStatistics,
     exponential_dot,
+    exponential_gradient_out,
     exponentiate_,
     log_exponential_dot,
 )
@@ -58,32 +59,14 @@ PLAIN_SOFTMAX = SoftmaxOptions()
 
 
 class TokenLosses(NamedTuple):
-    """Cross-entropy of each label, and entropy of the law that predicts it, in nats, float32 at least, [...]."""
+    """Numbers of each token over the whole vocabulary, of which losses are made, in nats, float32 at least, [...]."""
 
     loss: Tensor
+    """Cross-entropy of the label."""
+    log_normalizer: Tensor
+    """Log-sum-exp of the logits; their gradient is the sum of what it and the cross-entropy have."""
     entropy: Tensor | None
-    """Without a gradient; None unless `SoftmaxOptions.has_entropy`."""
-
-
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_range: VocabRange = FULL_VOCAB,
-    ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
-) -> Tensor:
-    """Compute the loss of each token in nats, in float32 (float64 for float64); saves the logits.
-
-    Args:
-        logits: [..., rows of this rank].
-        labels: int64 [...], rows of the whole vocabulary.
-        vocab_range: rows of this rank.
-        ops: operations on the logits.
-
-    Returns:
-        [...]: the same value on each rank that shares the vocabulary; the gradient into `logits` is the gradient of
-        one such loss.
-    """
-    return token_losses(logits, labels, vocab_range, ops).loss
+    """Of the law that predicts the label, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
 
 
 def token_losses(
@@ -93,9 +76,17 @@ def token_losses(
     ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS,
     softmax: SoftmaxOptions = PLAIN_SOFTMAX,
 ) -> TokenLosses:
-    """Compute `cross_entropy`, with a temperature and the entropy if asked for.
+    """Compute the numbers of each token, in float32 (float64 for float64); saves the logits.
 
-    With a temperature other than 1 the logits are saved in float32 at least; `chunked_token_losses` saves none.
+    Args:
+        logits: [..., rows of this rank].
+        labels: int64 [...], rows of the whole vocabulary.
+        vocab_range: rows of this rank.
+        ops: operations on the logits.
+        softmax: temperature, with which the logits are saved in float32 at least; and whether there is an entropy.
+
+    Returns:
+        [...]: the same on each rank that shares the vocabulary; the gradient into `logits` is of one such loss.
     """
     return TokenLosses(*_CrossEntropy.apply(logits, labels, vocab_range, ops, softmax))
 
@@ -146,7 +137,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocab_range: VocabRange, ops: CrossEntropyOps, softmax: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         logits_NV = logits.reshape(-1, logits.shape[-1]).contiguous()
         if softmax.temperature != 1:
             logits_NV = logits_NV.to(torch.promote_types(logits.dtype, torch.float32)) / softmax.temperature
@@ -161,12 +152,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         logits_NV, row_N, normalizer_N = ctx.saved_tensors
         shape, dtype = ctx.logits_like
         ops, temperature = ctx.args
         grad_NV = torch.empty_like(logits_NV, dtype=dtype)
-        ops.gradient_out(grad_NV, logits_NV, row_N, normalizer_N, _over_temperature(grad.flatten(), temperature))
+        ops.gradient_out(grad_NV, logits_NV, row_N, normalizer_N, _row_gradients(grads, temperature))
         return grad_NV.view(shape), None, None, None, None
 
 
@@ -174,7 +165,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: ChunkOptions
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         row_N = options.vocab_range.local_rows(labels, len(weight))
         softmax = options.softmax
         statistics: list[RowStatistics] = []
@@ -201,12 +192,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, row_N, normalizer_N, *exps = ctx.saved_tensors
         options = ctx.options
         gemm = options.gemm
         x_NH = x.flatten(0, -2)
-        grad_N = _over_temperature(grad.flatten(), options.softmax.temperature)
+        grads_2N = _row_gradients(grads, options.softmax.temperature)
         grad_x_NH = torch.empty_like(x_NH)
         weight_VH = gemm.upcast(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -217,14 +208,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + options.chunk)
             if exps:
                 scaled_CV = buffer[: len(exps[i])]
-                _scale_exponentials_out(scaled_CV, exps[i], row_N[chunk], normalizer_N[chunk], grad_N[chunk])
+                exponential_gradient_out(scaled_CV, exps[i], row_N[chunk], normalizer_N[chunk], grads_2N[:, chunk])
                 if not gemm.accepts_fp32_weight(weight):
                     scaled_CV = scaled_CV.to(weight.dtype)
             else:
                 logits_CV = _chunk_logits(x_NH[chunk], weight, bias, options)
                 is_in_place = gemm.accepts_fp32_weight(weight) or logits_CV.dtype == weight.dtype
                 scaled_CV = logits_CV if is_in_place else torch.empty_like(logits_CV, dtype=weight.dtype)
-                options.ops.gradient_out(scaled_CV, logits_CV, row_N[chunk], normalizer_N[chunk], grad_N[chunk])
+                options.ops.gradient_out(scaled_CV, logits_CV, row_N[chunk], normalizer_N[chunk], grads_2N[:, chunk])
                 del logits_CV
             gemm.matmul_out(grad_x_NH[chunk], scaled_CV, weight_VH.t())
             gemm.add_weight_gradient(grad_VH, scaled_CV, gemm.upcast(x_NH[chunk]))
@@ -244,17 +235,20 @@ def _chunk_logits(x_CH: Tensor, weight: Tensor, bias: Tensor | None, options: Ch
     return logits_CV if options.softmax.temperature == 1 else logits_CV.div_(options.softmax.temperature)
 
 
-def _over_temperature(grad_N: Tensor, temperature: float) -> Tensor:
-    """Return the gradient into logits of a gradient into logits over the temperature."""
-    return grad_N if temperature == 1 else grad_N / temperature
+def _row_gradients(grads: tuple[Tensor | None, ...], temperature: float) -> Tensor:
+    """Return the gradients of loss and normalizer of each token, [2, N], for logits over the temperature."""
+    like = next(grad for grad in grads if grad is not None)
+    grads_2N = torch.stack([(torch.zeros_like(like) if grad is None else grad).flatten() for grad in grads[:2]])
+    return grads_2N if temperature == 1 else grads_2N / temperature
 
 
-def _outputs(ctx: Any, merged: "_MergedStatistics", shape: torch.Size) -> tuple[Tensor, Tensor | None]:
-    """Return loss and entropy in the shape of the labels; the entropy has no gradient."""
+def _outputs(ctx: Any, merged: "_MergedStatistics", shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the fields of `TokenLosses` in the shape of the labels; the entropy has no gradient."""
+    ctx.set_materialize_grads(False)
     entropy = None if merged.entropy_N is None else merged.entropy_N.view(shape)
     if entropy is not None:
         ctx.mark_non_differentiable(entropy)
-    return merged.loss_N.view(shape), entropy
+    return merged.loss_N.view(shape), merged.normalizer_N.view(shape), entropy
 
 
 class _MergedStatistics(NamedTuple):
@@ -292,9 +286,3 @@ def _merge_over_ranks(
     log_total_N = total_N.log()
     entropy_N = log_total_N - dots[0] / total_N if dots else None
     return _MergedStatistics(log_total_N - target_N, total_N, share_N, log_total_N + top_N, entropy_N)
-
-
-def _scale_exponentials_out(out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grad_C: Tensor) -> None:
-    """Write grad * (factor * exps - one_hot(row)) into `out`."""
-    torch.mul(exps_CV, (grad_C * factor_C).unsqueeze(1), out=out_CV)
-    out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grad_C.where(row_C >= 0, 0.0).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Loss functions of the last pipeline stage: the protocol, and next-token prediction.
+"""Protocol of the loss functions of the last pipeline stage; a recipe chooses a part of `parts/loss/`.
 
 The loss of a step is the sum of the loss terms over all micro-batches and ranks
 (docs/design/001-gradients-are-sums.md), so a term is a sum whose weights add up to 1 over the global batch, as the
@@ -6,7 +6,7 @@ column "weights" does.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,29 +35,12 @@ class LossFunction(Protocol):
         ...
 
 
-@runtime_checkable
-class MeasuredLossFunction(LossFunction, Protocol):
-    """Loss function that also records metrics, by `ModelOutput.metrics`, which are logged and not minimised."""
-
-    @property
-    def metrics(self) -> Sequence[LossMetric]:
-        """The metrics that a call records, on every rank of the last stage."""
-        ...
-
-
 def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:
-    """Return the metrics of a loss function, if it has any."""
-    return loss.metrics if isinstance(loss, MeasuredLossFunction) else ()
+    """Return the `metrics` of a loss function, if it has any.
 
-
-class NextTokenLoss:
-    """Cross-entropy of the next token, the weighted mean over the target tokens of the global batch."""
-
-    terms = ("cross_entropy",)
-
-    def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Compute the term; see `LossFunction`."""
-        return weighted_sum(output.cross_entropy(columns["labels"]), columns.get("weights"))
+    A call records them by `ModelOutput.metrics`, on every rank of the last stage; they are logged and not minimised.
+    """
+    return getattr(loss, "metrics", ())
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:

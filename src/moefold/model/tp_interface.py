@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
-from moefold.model.loss import FULL_VOCAB, VocabRange, cross_entropy
-from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
+from moefold.model.loss import FULL_VOCAB, VocabRange
 
 
 class SequenceParallel(ABC):
@@ -112,10 +111,6 @@ class VocabParallel(Protocol):
         """Gather logits [..., V/tp] of every tp rank -> [..., V]; each rank's loss must be a copy of one loss."""
         ...
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
-        """Compute the loss of each token in nats, float32 at least [...], from logits [..., V/tp] and labels [...]."""
-        ...
-
 
 class NoSequenceParallel(SequenceParallel):
     """No sequence parallelism: one rank holds all tokens."""
@@ -145,7 +140,3 @@ class NoVocabParallel:
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits, which are complete."""
         return logits
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
-        """Compute cross-entropy over all rows."""
-        return cross_entropy(logits, labels, ops=ops)

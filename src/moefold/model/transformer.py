@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.loss import LossPart
 from moefold.config.model import ModelConfig
 from moefold.config.part import refuse_failure
 from moefold.config.schema import Config
@@ -20,7 +22,7 @@ from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.lora import attach_adapters
-from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of, weighted_sum
+from moefold.model.loss_function import LossFunction, metrics_of, weighted_sum
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
@@ -305,8 +307,7 @@ class Transformer(nn.Module):
         self.dtype = TORCH_DTYPES[cfg.run.dtype]
         self.is_first = is_first
         self.is_last = is_last
-        self.loss: LossFunction = NextTokenLoss()
-        self.loss_metrics = LossMetricRecorder()
+        self.set_loss(chosen_in(cfg.train, LossPart))
         self.is_frozen = cfg.trains_indexers_only
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model, self.dtype)
@@ -440,7 +441,8 @@ class Transformer(nn.Module):
     def _output(self, normed: Tensor) -> ModelOutput:
         normed = normed.detach() if self.is_frozen else normed
         chunk = self.cfg.loss_chunk_tokens(normed.device.type)
-        return ModelOutput(normed, self.head, self._tied_weight, chunk, self._metrics_recorder())
+        recorder = self._metrics_recorder()
+        return ModelOutput(normed, self.head, self._tied_weight, chunk, recorder, is_training=self.training)
 
     def _metrics_recorder(self) -> LossMetricRecorder:
         """Return the recorder of the step; in evaluation one that is read by no rank."""

@@ -6,18 +6,20 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.find import find_group
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.loss import LossPart
 from moefold.config.rl import RLConfig
-from moefold.model.loss_function import LossFunction, NextTokenLoss
+from moefold.config.train import TrainConfig
+from moefold.model.loss_function import LossFunction
 
 if TYPE_CHECKING:
     from moefold.objectives.policy import PolicyGradientLoss
 
 
-def recipe_loss(align: AlignConfig) -> LossFunction:
-    """Return the loss of the [align] section; next-token prediction if it asks for none."""
+def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
+    """Return the loss of the [align] section; `train.loss` if it asks for none."""
     method = chosen_in(align, AlignmentPart)
     if not isinstance(method, PreferencePart):
-        return NextTokenLoss()
+        return chosen_in(train, LossPart)
     from moefold.objectives.preference import PreferenceLoss
 
     return PreferenceLoss(method=method)
@@ -42,9 +44,9 @@ def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":
     )
 
 
-def policy_loss_keys() -> frozenset[str]:
-    """Return the recipe keys that only the loss of reinforcement learning reads."""
-    return frozenset(find_group(name).key for name in ("objective", "correction", "kl"))
+def loss_keys() -> frozenset[str]:
+    """Return the recipe keys that only the loss of a recipe reads, or the loss of its rollouts."""
+    return frozenset(find_group(name).key for name in ("loss", "objective", "correction", "kl"))
 
 
 def loss_columns(loss: LossFunction) -> tuple[str, ...]:

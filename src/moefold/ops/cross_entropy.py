@@ -37,16 +37,18 @@ class CrossEntropyOps(Protocol):
         ...
 
     def gradient_out(
-        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_2C: Tensor
     ) -> None:
-        """Write grad * (exp(logits - normalizer) - one_hot(row)) into `out`, which may be the logits themselves.
+        """Write the gradient of the logits into `out`, which may be the logits themselves.
+
+        With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p.
 
         Args:
             out_CV: of any floating dtype, contiguous; rounded once.
             logits_CV: as in `statistics`.
             row_C: as in `statistics`.
             normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.
-            grad_C: gradient of each token's loss, in the dtype of the normalizer.
+            grads_2C: gradients of each token's cross-entropy and of its normalizer, in the dtype of the normalizer.
         """
         ...
 
@@ -64,18 +66,22 @@ class TorchCrossEntropyOps:
         return RowStatistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def gradient_out(
-        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_2C: Tensor
     ) -> None:
         """See `CrossEntropyOps`."""
         tile_rows = _tile_rows(logits_CV)
-        columns = (x.unsqueeze(1).split(tile_rows) for x in (row_C, normalizer_C, grad_C))
-        for out, logits, row, normalizer, grad in zip(_row_tiles(out_CV), _row_tiles(logits_CV), *columns, strict=True):
+        columns = (x.unsqueeze(1).split(tile_rows) for x in (row_C, normalizer_C, *grads_2C))
+        for out, logits, row, normalizer, grad, grad_normalizer in zip(
+            _row_tiles(out_CV), _row_tiles(logits_CV), *columns, strict=True
+        ):
             is_wide = out.dtype == normalizer.dtype
-            scaled = out if is_wide else torch.empty_like(out, dtype=normalizer.dtype)
-            torch.sub(logits, normalizer, out=scaled).exp_()
-            # Before the product, which is rounded.
-            scaled.scatter_add_(1, row.clamp(min=0), -(row >= 0).to(scaled.dtype))
-            torch.mul(scaled, grad, out=out)
+            probs = torch.sub(logits, normalizer, out=out if is_wide else torch.empty_like(out, dtype=normalizer.dtype))
+            label = row.clamp(min=0)
+            of_label = probs.exp_().gather(1, label)
+            of_label = (of_label - (row >= 0).to(of_label.dtype)) * grad + of_label * grad_normalizer
+            torch.mul(probs, grad + grad_normalizer, out=out)
+            # 1 is subtracted before the product, which is rounded.
+            out.scatter_(1, label, of_label.to(out.dtype))
 
 
 TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()
@@ -84,6 +90,14 @@ TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()
 def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
     """Replace logits, float32 at least, by the exponentials of their distance to the row's maximum."""
     return _statistics(logits_CV, row_C, logits_CV)
+
+
+def exponential_gradient_out(
+    out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grads_2C: Tensor
+) -> None:
+    """Write what `CrossEntropyOps.gradient_out` does, of probabilities factor * exps; `exps` are kept."""
+    torch.mul(exps_CV, (grads_2C.sum(0) * factor_C).unsqueeze(1), out=out_CV)
+    out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grads_2C[0].where(row_C >= 0, 0.0).unsqueeze(1))
 
 
 def _statistics(logits_CV: Tensor, row_C: Tensor, exps_CV: Tensor) -> RowStatistics:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.config.chosen import chosen, chosen_in
-from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
@@ -20,9 +19,10 @@ from moefold.cost.unit_memory import dispatch_sizes
 from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
-from moefold.model.loss_function import LossFunction, NextTokenLoss, metrics_of
+from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
 from moefold.model.transformer import Transformer
+from moefold.objectives.recipe_loss import recipe_loss
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
@@ -68,11 +68,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         loss: the loss of the last stage; None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
-    if loss is None and isinstance(chosen_in(cfg.align, AlignmentPart), PreferencePart):
-        from moefold.objectives.recipe_loss import recipe_loss
-
-        loss = recipe_loss(cfg.align)
-    loss = loss or NextTokenLoss()
+    loss = loss or recipe_loss(cfg.align, cfg.train)
     if cfg.run.uses_cuda_graphs:
         from moefold.validate.cuda_graphs import check_cuda_graphs_device, check_graphed_loss
 

@@ -32,12 +32,11 @@ from moefold.config.param_spec import shard_rows
 from moefold.model.attention import TokenMixer
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
 from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedLinear
-from moefold.model.loss import VocabRange, cross_entropy
+from moefold.model.loss import VocabRange
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.norm import FullWidthQKNorm
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Transformer
-from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import Gemm
 
 
@@ -124,10 +123,6 @@ class TPVocabParallel:
     def gather(self, logits: Tensor) -> Tensor:
         """Gather the vocab shards (all-gather); the gradient of a shard is its part of the gradient of the logits."""
         return _GatherVocab.apply(logits, self._tp, self._vocab_size)
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS) -> Tensor:
-        """Compute the vocab-parallel cross-entropy; two all-reduces over tp, of one and of two numbers a token."""
-        return cross_entropy(logits, labels, self.vocab_range, ops)
 
 
 class _GatherVocab(torch.autograd.Function):

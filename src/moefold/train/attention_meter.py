@@ -1,7 +1,6 @@
 """Metrics of planned attention: balance of the work, rows that moved, and bytes."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,33 +17,19 @@ if TYPE_CHECKING:
     from moefold.parallel.replica_check import HostFact
 
 
-@dataclass(frozen=True)
-class AttentionMetrics:
-    """Attention work of a step, over all layers, micro-batches and ranks."""
-
-    max_over_mean: float
-    """Visible pairs of the busiest of the dp x cp ranks, summed over the micro-batches, over the mean of the ranks."""
-    moved_rows: int
-    """Rows of queries that other ranks computed than those that hold them."""
-    sent_bytes: int
-    """Bytes that were sent between ranks, of both passes."""
-
-
 class AttentionMeter:
     """Reads the statistics of the planned attention of a rank, and computes the metrics from the statistics of all.
 
     Args:
-        model: the model.
+        model: a model whose context is planned.
     """
 
     def __init__(self, model: ParallelModel, parallel: ParallelConfig, train: TrainConfig) -> None:
-        # Equal on all ranks, also on those without softmax attention.
         context = chosen_in(parallel, ContextPart)
-        self._planners = _planners(model) if context.is_planned else []
+        self._planners = _planners(model)
         self._groups = model.groups
-        self._num_rounds = (
-            train.num_micro_batches(parallel.dp) if context.is_planned and parallel.dp * parallel.cp > 1 else 0
-        )
+        # Equal on all ranks, also on those without softmax attention.
+        self._num_rounds = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
         self._plan_axes = ("stage",) if context.balances_hosts or context.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:
@@ -78,13 +63,17 @@ class AttentionMeter:
             numbers[-1, 1] += planner.statistics.sent_bytes
         return numbers.to(device, non_blocking=True)
 
-    def metrics(self, sums: Tensor) -> AttentionMetrics | None:
-        """Compute the metrics from the sums of `local_statistics` over all ranks; None if nothing was counted."""
+    def metrics(self, sums: Tensor) -> dict[str, Any]:
+        """Compute the metrics from the sums of `local_statistics` over all ranks; none if nothing was counted."""
         if not sums.numel() or not sums[:-1].any():
-            return None
+            return {}
         groups = [list(members) for members in self._groups.layout.attention.groups("dp", "cp")]
         pairs = sums[:-1][torch.tensor(groups)]
-        return AttentionMetrics(float(pairs.amax(1).sum() / pairs.mean(1).sum()), int(sums[-1, 0]), int(sums[-1, 1]))
+        return {
+            "attention_max_over_mean": float(pairs.amax(1).sum() / pairs.mean(1).sum()),
+            "attention_moved_rows": int(sums[-1, 0]),
+            "attention_bytes": int(sums[-1, 1]),
+        }
 
 
 def _planners(model: ParallelModel) -> "list[AttentionPlanner]":

@@ -18,13 +18,11 @@ from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.moe import MoEConfig
+from moefold.config.model import ModelConfig
 from moefold.config.outside import origin_of
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import parts_in
 from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.config.routing import aux_coefficient
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -61,7 +59,7 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         *(_sampling_lines(cfg) if cfg.is_rl else []),
         f"saves  {_describe_saves(cfg.checkpoint)}",
         *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
-        *_warmup_lines(cfg.model, cfg.moe, cfg.train),
+        *_warmup_lines(cfg.model, cfg.train),
     ]
 
 
@@ -78,17 +76,11 @@ def _loss_lines(train: TrainConfig, device_type: str, *, cp: int, vocab_rows: in
     ]
 
 
-def _warmup_lines(model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> list[str]:
+def _warmup_lines(model: ModelConfig, train: TrainConfig) -> list[str]:
     """Return a note on losses that are reported and train nothing in the warm-up of indexers."""
-    coefficients = {
-        "moe.aux_loss": aux_coefficient(moe) if has_moe_layers(model) else 0.0,
-        "moe.z_loss": moe.z_loss if has_moe_layers(model) else 0.0,
-        "train.mtp_loss": train.mtp_loss if model.mtp_layers else 0.0,
-    }
-    idle = [key for key, value in coefficients.items() if value]
-    if not train.trains_indexers_only(model) or not idle:
+    if not train.trains_indexers_only(model):
         return []
-    return [f"note   train.indexer_stage='warmup' trains the indexers alone, not by {', '.join(idle)}"]
+    return ["note   train.indexer_stage='warmup' trains the indexers alone; other losses are reported only"]
 
 
 MIN_ROUNDS_OF_MOMENTUM = 100

@@ -29,7 +29,6 @@ from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.states import StateStore, is_moment
 from moefold.parallel.batch import Batch
-from moefold.parallel.memory_tracking import track_memory
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold_mapping
@@ -99,8 +98,7 @@ def measure_rank(cfg: Config, report: ProgressCallback = ignore_progress) -> Mea
 
 def measure_step(training: TrainingStep, batch: Batch) -> MemoryTracker:
     """Run the passes of step 1 under a memory tracker; collective."""
-    tracked = batch.tensors(), training.outer_states, training.shared_memory, training.shared_weights
-    with track_memory(training.model, training.optimizer, *tracked) as tracker:
+    with training.track_memory(batch) as tracker:
         training.begin_step(1, batch)
         training.forward_backward(batch, 1)
     return tracker

@@ -33,7 +33,6 @@ from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
-from moefold.train.epochs import resolve_epochs
 from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, settings_of_checkpoint
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
@@ -66,9 +65,10 @@ def check_packages(model: ModelConfig, parallel: ParallelConfig, metrics: Metric
     Raises:
         ConfigError: a package is missing.
     """
-    from moefold.metrics.tracker import check_trackers
+    if metrics.tensorboard or metrics.wandb:
+        from moefold.metrics.tracker import check_trackers
 
-    check_trackers(metrics)
+        check_trackers(metrics)
     check_dispatch_package(model, parallel)
 
 
@@ -316,6 +316,8 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
         _check_regroup(cfg, rank_env)
     messages = list(recipe.messages)
     if cfg.run.epochs:
+        from moefold.train.epochs import resolve_epochs
+
         is_first = rank_env is None or rank_env.local_rank == 0
         cfg, message = resolve_epochs(cfg, program_data, is_first=is_first)
         check_config(cfg)

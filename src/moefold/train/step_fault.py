@@ -14,7 +14,7 @@ from moefold.data.sampler import Sampler
 from moefold.errors import RunError, format_list
 from moefold.metrics.writer import MISMATCH_FILE
 from moefold.topology.layout import Layout
-from moefold.train.train_step import StepResult
+from moefold.train.step_meter import StepResult
 
 MAX_LISTED_SAMPLES = 64
 """Maximum number of samples whose origin is listed in faults.jsonl; the sample range of the batch is always there."""

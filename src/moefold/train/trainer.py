@@ -26,8 +26,8 @@ from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
-from moefold.train.step_fault import StepFault
-from moefold.train.train_step import StepResult, TrainingStep
+from moefold.train.step_meter import StepResult
+from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
     from moefold.comm.job_link import JobLink
@@ -204,6 +204,8 @@ class Trainer:
         Raises:
             RunError: the recipe stops the run.
         """
+        from moefold.train.step_fault import StepFault
+
         action = result.decision.action
         cfg = self._cfg
         step_fault = StepFault(

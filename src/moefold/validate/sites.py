@@ -18,7 +18,6 @@ from moefold.config.sites import NUM_SIMILAR, SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names, training_weights
 from moefold.remote_path import is_remote
-from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -53,6 +52,8 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
     """Check quorum, first round and timeout."""
     if not sites.is_active:
         return
+    from moefold.topology.fragments import recipe_fragments, shortest_gap
+
     if sites.in_pairs and sites.count == 1:
         yield (
             f"sites.topology='pairs' (sites.method='{sites.method}') exchanges between two sites, and sites.count=1; "
@@ -129,7 +130,11 @@ def validate_codes_and_moments(model: ModelConfig, sites: SitesConfig) -> Iterat
             f"sites.moments='average' would replace moments by the moments of sites.overlap={sites.overlap} steps ago; "
             "choose overlap=0, or moments='keep'"
         )
-    if sites.moments == "reset" and recipe_fragments(model, sites) > 1:
+    if sites.moments == "reset":
+        from moefold.topology.fragments import recipe_fragments
+
+        if recipe_fragments(model, sites) == 1:
+            return
         yield (
             f"sites.moments='reset' resets the moments of all layers, and sites.fragment_layers={sites.fragment_layers}"
             " has a round for a part of them; choose fragment_layers=0, or moments='keep'"

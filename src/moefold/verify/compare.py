@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
+from moefold.config.groups.loss import OracleLoss
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
@@ -19,13 +20,14 @@ from moefold.errors import format_list
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import draw_adapter_outputs, init_weights
 from moefold.model.transformer import build_model
+from moefold.objectives.recipe_loss import recipe_loss
 from moefold.parallel.context_parallel import sequence_positions
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.train.train_step import StepResult
+from moefold.train.step_meter import StepResult
 from moefold.verify.distributed_run import DistributedRecord, open_samples
 from moefold.verify.no_formula import no_formula
 from moefold.verify.oracle import Oracle, OracleBatch, OracleStep, Weights
-from moefold.verify.oracle_objectives import OracleObjective, recipe_objective
+from moefold.verify.oracle_objectives import objective_of
 from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
@@ -64,7 +66,7 @@ def run_oracle(
     num_steps: int,
     on_progress: ProgressCallback = ignore_progress,
     *,
-    objective: OracleObjective | None = None,
+    objective: OracleLoss | None = None,
     data: ProgramData | None = None,
 ) -> OracleRecord:
     """Train `num_steps` steps of the oracle in float64 in this process.
@@ -88,7 +90,8 @@ def run_oracle(
     draw_adapter_outputs(model, cfg.model, cfg.run.seed)
     initial = {name: p.detach().double() for name, p in model.named_parameters()}
     reads = ReadRecord()
-    loss = objective or recipe_objective(reads.watch(cfg).align)
+    watched = reads.watch(cfg)
+    loss = objective or objective_of(recipe_loss(watched.align, watched.train))
     oracle = Oracle(
         cfg, {name: p.clone() for name, p in initial.items()}, token_chunks(cfg.parallel, cfg.train), loss, reads=reads
     )

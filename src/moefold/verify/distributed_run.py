@@ -17,7 +17,8 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.train.batch import BatchSharder
-from moefold.train.train_step import StepResult, TrainingStep
+from moefold.train.step_meter import StepResult
+from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 
 

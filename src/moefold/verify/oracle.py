@@ -21,6 +21,7 @@ from moefold.config.field import Judged
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
+from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.lora import LoraConfig
@@ -44,7 +45,6 @@ from moefold.verify.oracle_attention import (
 )
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
-from moefold.verify.oracle_objectives import OracleObjective
 from moefold.verify.oracle_optimizer import OracleOptimizer
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
 from moefold.verify.oracle_schedule import oracle_rate
@@ -109,7 +109,7 @@ class Oracle:
         cfg: the recipe; its mapping matters only through `chunks`, and through dp for `aux_kind = "global_batch"`.
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
-        objective: the loss of a micro-batch; None: the weighted cross-entropy of the next tokens.
+        objective: the loss of a micro-batch; None: `train.loss`.
         is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are.
         reads: record of the keys that are read, shared with other oracles; None: one of its own.
 
@@ -122,7 +122,7 @@ class Oracle:
         cfg: Config,
         weights: Weights,
         chunks: Sequence[Sequence[int]] = (),
-        objective: OracleObjective | None = None,
+        objective: OracleLoss | None = None,
         is_frozen_expert: Callable[[int], bool] | None = None,
         reads: ReadRecord | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class Oracle:
         cfg = self.reads.watch(cfg)
         self.cfg = cfg
         self._is_frozen_expert = is_frozen_expert
-        self._objective = objective
+        self._objective: OracleLoss = objective or formula_of(chosen_in(cfg.train, LossPart))
         self._residual_norm = formula_of(cfg.model.layers[0].norm)
         for name in LAYER_KEYS:
             # A test shows that a formula reads each field of its part.
@@ -280,7 +280,8 @@ class Oracle:
             documents = batch.documents[rows, :-1]
             hidden = self._hidden_states(micro[:, :-1], documents, context, routed)
             columns = {name: values[rows] for name, values in batch.columns.items()} | {"weights": weights[0][rows]}
-            lm = lm + self._objective_loss(hidden, micro[:, 1:], columns)
+            output = OracleOutput(logits=self._logits(hidden), targets=micro[:, 1:], is_training=is_training)
+            lm = lm + self._objective(output, columns)
             if is_training:
                 mtp = mtp + self._mtp_loss(
                     micro, documents, hidden, [weight[rows] for weight in weights], context, routed
@@ -357,20 +358,13 @@ class Oracle:
         routed.setdefault(i, []).append(batch)
         return batch
 
-    def _objective_loss(self, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return a micro-batch's share of the loss, from hidden states [B, S, H] and targets [B, S]."""
-        if self._objective is not None:
-            return self._objective(partial(self._target_log_probs, hidden, targets), columns)
-        return -(self._target_log_probs(hidden, targets) * columns["weights"]).sum()
-
-    def _target_log_probs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-        """Return the log-probabilities [B, n] of targets [B, n]."""
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [B, n, V] of hidden states [B, n, H]."""
         head = "embedding.weight" if self.cfg.model.tie_embeddings else "head.weight"
         logits = hidden @ self._weights[head].T
         if self.cfg.model.head_bias:
             logits = logits + self._weights["head.bias"]
-        logits = logits / self.cfg.model.logits_divisor / temperature
-        return logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+        return logits / self.cfg.model.logits_divisor
 
     def _mtp_loss(
         self,
@@ -395,8 +389,8 @@ class Oracle:
             projected = joined @ self._weights[f"{name}.projection"].T
             hidden = self._layer(model.num_layers + depth - 1, projected, documents, context, routed)
             hidden = self._hidden_norm(f"{name}.output_norm", hidden)
-            log_probs = self._target_log_probs(hidden[:, : length - depth], micro[:, depth + 1 :])
-            total = total - (log_probs * target_weights[depth]).sum()
+            output = OracleOutput(logits=self._logits(hidden[:, : length - depth]), targets=micro[:, depth + 1 :])
+            total = total - (output.log_probs() * target_weights[depth]).sum()
         return total * self.cfg.train.mtp_loss / max(1, model.mtp_layers)
 
     def _hidden_norm(self, name: str, x: Tensor) -> Tensor:

@@ -9,41 +9,27 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from moefold.config.align import AlignConfig
 from moefold.config.groups.alignment import OraclePairs, PreferenceFormula
+from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
 from moefold.config.groups.policy import CorrectionFormula, OracleToken
-from moefold.model.loss_function import LossFunction, NextTokenLoss
+from moefold.model.loss_function import LossFunction
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
-from moefold.objectives.recipe_loss import recipe_loss
 from moefold.verify.no_formula import formula_of, no_formula
 
 OracleColumns = Mapping[str, Tensor]
-"""Columns of a micro-batch, [B, ...] each; "weights" sum to 1 over the global batch."""
-LogProbs = Callable[[float], Tensor]
-"""Returns the log-probabilities of the targets of a micro-batch under a temperature, [B, S]."""
-OracleObjective = Callable[[LogProbs, OracleColumns], Tensor]
-"""Loss of a micro-batch, a 0-dim tensor."""
 
 
-def recipe_objective(align: AlignConfig) -> OracleObjective | None:
-    """Return the objective of the recipe's [align] section; None for next-token prediction.
-
-    Raises:
-        NoFormulaError: the recipe has another loss.
-    """
-    return objective_of(recipe_loss(align))
-
-
-def objective_of(loss: LossFunction) -> OracleObjective | None:
-    """Return the objective of a loss function; None for next-token prediction.
+def objective_of(loss: LossFunction) -> OracleLoss:
+    """Return the objective of a loss function.
 
     Raises:
         NoFormulaError: the oracle has no formula for this class of loss functions.
     """
+    if isinstance(loss, LossPart):
+        formula: OracleLoss = formula_of(loss)
+        return formula
     # A subclass may compute anything.
-    if type(loss) is NextTokenLoss:
-        return None
     if type(loss) is PreferenceLoss:
         return preference_objective(loss)
     if type(loss) is PolicyGradientLoss:
@@ -51,14 +37,14 @@ def objective_of(loss: LossFunction) -> OracleObjective | None:
     no_formula(f"the loss {type(loss).__name__}", "verify/oracle_objectives.py")
 
 
-def policy_objective(loss: PolicyGradientLoss) -> OracleObjective:
+def policy_objective(loss: PolicyGradientLoss) -> OracleLoss:
     """Return the objective of a policy-gradient loss."""
     token_loss: Callable[[OracleToken], Tensor] = formula_of(loss.objective)
     factor: CorrectionFormula = formula_of(loss.correction)
     penalty: Callable[[Tensor], Tensor] = formula_of(loss.kl_penalty)
 
-    def objective(log_probs: LogProbs, columns: OracleColumns) -> Tensor:
-        law = log_probs(loss.temperature)
+    def objective(output: OracleOutput, columns: OracleColumns) -> Tensor:
+        law = output.log_probs(loss.temperature)
         total = torch.zeros((), dtype=torch.float64)
         for row in range(len(law)):
             for position in range(law.shape[1]):
@@ -93,12 +79,12 @@ def policy_objective(loss: PolicyGradientLoss) -> OracleObjective:
     return objective
 
 
-def preference_objective(loss: PreferenceLoss) -> OracleObjective:
+def preference_objective(loss: PreferenceLoss) -> OracleLoss:
     """Return the objective of a preference loss."""
     formula: PreferenceFormula = formula_of(loss.method)
 
-    def objective(log_probs: LogProbs, columns: OracleColumns) -> Tensor:
-        law = log_probs(1.0)
+    def objective(output: OracleOutput, columns: OracleColumns) -> Tensor:
+        law = output.log_probs()
         total = torch.zeros((), dtype=torch.float64)
         for row in range(len(law)):
             of_row = {name: values[row] for name, values in columns.items()}

@@ -297,7 +297,7 @@ def test_without_a_compiler_it_is_torchs(no_compiler):
 
 
 CASES = [
-    pytest.param({"train": {"recompute": ("core_attention",)}}, id="one-rank-recompute"),
+    pytest.param({"train": {"recompute": ("core_attention",)}}, id="one-rank-recompute", marks=pytest.mark.slow),
     pytest.param({"model": LATENT}, id="latent"),
     pytest.param({"world_size": 2, "tp": 2}, id="tp"),
     pytest.param({"world_size": 2, "cp": 2}, id="cp-has-its-own", marks=pytest.mark.slow),

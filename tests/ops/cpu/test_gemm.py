@@ -60,9 +60,17 @@ def _assert_close(found: torch.Tensor, right: torch.Tensor, scale: torch.Tensor 
     assert error <= EPS[found.dtype], float(error)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("types", ["ff", "bb", "fb", "bf"])
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("size", "layouts", "types"),
+    [
+        # In `make test` each two of size, layouts and types together.
+        pytest.param(size, layouts, types, marks=pytest.mark.slow if (i + j + k) % 4 else ())
+        for i, size in enumerate(SIZES)
+        for j, layouts in enumerate(LAYOUTS)
+        for k, types in enumerate(("ff", "bb", "fb", "bf"))
+    ],
+    ids=str,
+)
 def test_it_equals_the_definition(gemm, size, types, layouts):
     """Over memory full of what is not a number, of which nothing but the result is written."""
     rows, columns, depth = size

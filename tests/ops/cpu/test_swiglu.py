@@ -155,7 +155,7 @@ def test_the_choice_is_automatic_and_switchable():
 
 
 MAPPINGS = [
-    pytest.param({"world_size": 1}, {}, id="one-rank"),
+    pytest.param({"world_size": 1}, {}, id="one-rank", marks=pytest.mark.slow),
     pytest.param({"world_size": 2, "pp": 2}, {"recompute": ("moe",)}, id="pp-recompute"),
     *slow([({"world_size": 4, "tp": 2, "ep": 2, "zero": 3}, {"recompute": ("layer",)})]),
 ]

@@ -55,11 +55,11 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_nan_is_not_hidden():
 def test_gradient(dtype, out_dtype):
     logits, rows = case(dtype)
     normalizer = logits.float().logsumexp(1)
-    grad = torch.randn(T, device=DEVICE)
+    grads = torch.randn(2, T, device=DEVICE)
     expected = torch.empty(T, V, dtype=torch.float64, device=DEVICE)
-    TORCH_CROSS_ENTROPY_OPS.gradient_out(expected, logits.double(), rows, normalizer.double(), grad.double())
+    TORCH_CROSS_ENTROPY_OPS.gradient_out(expected, logits.double(), rows, normalizer.double(), grads.double())
     out = logits if out_dtype is None else torch.full((T, V), float("nan"), dtype=out_dtype, device=DEVICE)
-    OPS.gradient_out(out, logits, rows, normalizer, grad)
+    OPS.gradient_out(out, logits, rows, normalizer, grads)
     # The interpreter truncates to bfloat16.
     tolerance = 2e-6 if out.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * 1e-2)
@@ -90,9 +90,9 @@ def test_loss_and_gradients(dtype, chunk, first_row, temperature):
     softmax = SoftmaxOptions(temperature, has_entropy=True)
     if chunk:
         options = ChunkOptions(chunk, vocab_range, gemm=_Bf16Gradients(), ops=OPS, softmax=softmax)
-        losses, entropy = chunked_token_losses(x, weight, shifted, options)
+        losses, normalizer, entropy = chunked_token_losses(x, weight, shifted, options)
     else:
-        losses, entropy = token_losses(F.linear(x, weight), shifted, vocab_range, OPS, softmax)
+        losses, normalizer, entropy = token_losses(F.linear(x, weight), shifted, vocab_range, OPS, softmax)
     wide_x, wide_weight = (value.detach().double().requires_grad_() for value in (x, weight))
     logits = (wide_x @ wide_weight.t()).flatten(0, 1) / temperature
     expected = F.cross_entropy(logits, labels.flatten(), reduction="none")
@@ -101,8 +101,11 @@ def test_loss_and_gradients(dtype, chunk, first_row, temperature):
     torch.testing.assert_close(losses.flatten().double(), expected, rtol=tolerance, atol=tolerance)
     expected_entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()
     torch.testing.assert_close(entropy.flatten().double(), expected_entropy, rtol=tolerance, atol=tolerance)
-    found = torch.autograd.grad((losses * share).sum(), (x, weight))
-    wanted = torch.autograd.grad((expected * share.flatten().double()).sum(), (wide_x, wide_weight))
+    expected_normalizer = logits.logsumexp(-1)
+    torch.testing.assert_close(normalizer.flatten().double(), expected_normalizer, rtol=tolerance, atol=tolerance)
+    found = torch.autograd.grad((losses * share + 0.1 * normalizer.square()).sum(), (x, weight))
+    wanted_loss = (expected * share.flatten().double() + 0.1 * expected_normalizer.square()).sum()
+    wanted = torch.autograd.grad(wanted_loss, (wide_x, wide_weight))
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
@@ -111,4 +114,4 @@ def test_loss_and_gradients(dtype, chunk, first_row, temperature):
 def test_no_tokens():
     logits, rows = case(torch.float32)
     assert all(len(values) == 0 for values in OPS.statistics(logits[:0], rows[:0]))
-    OPS.gradient_out(logits[:0], logits[:0], rows[:0], rows[:0].float(), rows[:0].float())
+    OPS.gradient_out(logits[:0], logits[:0], rows[:0], rows[:0].float(), torch.zeros(2, 0, device=DEVICE))

@@ -28,6 +28,9 @@ from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.cost.test_state_memory import random_config, sharded_state_bytes
 from tests.models import model_of
+from tests.slow import slow
+
+pytestmark = pytest.mark.usefixtures("forks_without_threads")
 
 GIB = 2**30
 BIG = [
@@ -140,14 +143,20 @@ def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
         yield cfg
 
 
-@pytest.mark.parametrize("model", PAIRED_MODELS)
-@pytest.mark.parametrize("case", PAIRED, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    ("case", "model"),
+    [
+        pytest.param(case, model, id="-".join(map(str, (*case, model))), marks=pytest.mark.slow if (i + j) % 3 else ())
+        for i, case in enumerate(PAIRED)
+        for j, model in enumerate(PAIRED_MODELS)
+    ],
+)
 def test_pairs_have_as_much_as_the_runtime_s_formula_says(case, model):
     for cfg in paired_recipes(*case, model):
         check_formula(cfg)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *slow((seed,) for seed in range(8, 24))])
 def test_states_of_a_random_mapping_equal_the_built_model(seed):
     cfg = random_config(seed)
     cfg = replace(cfg, run=replace(cfg.run, device="cuda"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.field import Bound
 from moefold.config.find import built_in_kinds, find_part
-from moefold.config.part import Part
+from moefold.config.part import Part, UnusedKeys
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -142,6 +142,10 @@ class PreferencePart(AlignmentPart):
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return the loss of each pair, [B, K / 2], and record the metrics."""
         raise NotImplementedError
+
+    def unused_keys(self) -> Iterator[UnusedKeys]:
+        """Yield the loss of other data."""
+        yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""

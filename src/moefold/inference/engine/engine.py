@@ -27,6 +27,7 @@ from moefold.inference.engine.requests import (
     Request,
 )
 from moefold.inference.sampling import SamplingParams
+from moefold.model.loss import token_losses
 from moefold.model.paged_cache import PassRows
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
@@ -302,7 +303,8 @@ class OpenGeneration:
         """Return the log-probabilities of tokens, [N], from logits of this rank's vocabulary shard."""
         stage = self._chain.last_stage
         assert stage is not None
-        return -stage.head.vocab_parallel.cross_entropy(logits_NV, tokens_N, stage.head.cross_entropy_ops)
+        vocab_range = stage.head.vocab_parallel.vocab_range
+        return -token_losses(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops).loss
 
     def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return the logits to draw from: logits of samples with rules are changed."""

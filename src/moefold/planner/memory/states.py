@@ -4,7 +4,6 @@ A unit is the embedding, a layer of a kind, the head, or an MTP layer. Its dense
 data-parallel ranks that shard them, its experts on ep, etp and edp: each is computed once.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from heapq import nlargest
@@ -80,6 +79,7 @@ class StateMemoryTable:
         self._tables: dict[tuple[object, ...], tuple[ByteTable, ByteTable]] = {}
         self._unit_bytes_cache: dict[tuple[object, ...], StateBytes] = {}
         self._shard_spec = cache(self._make_shard_spec)
+        self._sharded = cache(self._shard)
         self._weights = {name: unit_weights(cfg.model, cfg.lora, self._unit(name)) for name in self._units.values()}
         self._rope_bytes = cache(self._count_rope_bytes)
         self._largest_moments: dict[tuple[object, ...], list[int]] = {}
@@ -230,6 +230,9 @@ class StateMemoryTable:
         train = replace(self.cfg.train, micro_batch_size=mapping.mbs)
         return dispatch_buffer_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, **axes), train=train))
 
-    def _shards(self, name: str | int, mapping: ParallelMapping) -> Iterator[ParamSpec]:
-        """Yield the weights of a unit, a kind of layers or an end, on a rank of tensor and expert parallelism."""
-        return (w.shard(mapping.tp, mapping.ep, mapping.etp) for w in self._weights[name])
+    def _shards(self, name: str | int, mapping: ParallelMapping) -> tuple[ParamSpec, ...]:
+        """Return the weights of a unit, a kind of layers or an end, on a rank of tensor and expert parallelism."""
+        return self._sharded(name, mapping.tp, mapping.ep, mapping.etp)
+
+    def _shard(self, name: str | int, tp: int, ep: int, etp: int) -> tuple[ParamSpec, ...]:
+        return tuple(weight.shard(tp, ep, etp) for weight in self._weights[name])

@@ -333,7 +333,11 @@ class Search:
     ) -> float:
         """Return the seconds of all layers and the head for one micro-batch, without recomputation."""
         m = ParallelMapping(
-            **{axis: getattr(fold, axis) for axis in ("tp", "cp", "dp", "ep", "etp")},
+            tp=fold.tp,
+            cp=fold.cp,
+            dp=fold.dp,
+            ep=fold.ep,
+            etp=fold.etp,
             mbs=mbs,
             dispatcher=dispatcher,
             overlap=overlap,
@@ -371,8 +375,8 @@ class Search:
         """Return whether the states alone of some ZeRO stage fit, with the smallest micro-batches."""
         small = _small_pipelines(self._plain_pipelines(fold, pipelines))
         choice = MicroBatchChoice(size, self._dispatchers(fold, size)[0], False, small)
-        least = self._state_bytes(fold, choice).min(axis=0).max(axis=0)
-        return any(size < self._room for size, (zero, _) in zip(least, self.placements, strict=True) if zero in zeros)
+        sizes = self._state_bytes(fold, choice, least=True)[0].max(axis=0).tolist()
+        return any(held < self._room for held, (zero, _) in zip(sizes, self.placements, strict=True) if zero in zeros)
 
     def _may_fit(self, fold: Fold, choice: MicroBatchChoice, *, least: bool = False) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies].
@@ -384,11 +388,8 @@ class Search:
         """
         probe = build_mapping(fold, choice, choice.pipelines[0])
         saved = self.memory_model.activation_memory.total_bytes(probe, self.space.strategies)
-        states = self._state_bytes(fold, choice)
-        _, counts = self._peak_counts(fold, choice)
-        if least:
-            states = states.min(axis=0, keepdims=True)
-            counts = counts.min(axis=0, keepdims=True)
+        states = self._state_bytes(fold, choice, least=least)
+        _, counts = self._peak_counts(fold, choice, least=least)
         totals = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
         found: NDArray[np.bool_] = totals <= self._room
         return found
@@ -398,19 +399,21 @@ class Search:
         """Bytes that a mapping may have, with a tolerance for rounding."""
         return self.memory_model.device.memory_bytes + 1
 
-    def _state_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
+    def _state_bytes(self, fold: Fold, choice: MicroBatchChoice, *, least: bool) -> ByteArray:
         """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
-        counts, _ = self._peak_counts(fold, choice)
+        counts, _ = self._peak_counts(fold, choice, least=least)
         probe = build_mapping(fold, choice, choice.pipelines[0])
         found: ByteArray = counts @ self._persistent_bytes(fold, choice).T + self.memory_model.workspace(probe)
         return found
 
-    def _peak_counts(self, fold: Fold, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
+    def _peak_counts(self, fold: Fold, choice: MicroBatchChoice, *, least: bool) -> tuple[ByteArray, ByteArray]:
         """Return the counts of states and activations at three snapshots, [pipelines, snapshots, columns]."""
-        key = (fold.pp, fold.dp * choice.mbs, choice.overlap, choice.pipelines)
+        key = (fold.pp, fold.dp * choice.mbs, choice.overlap, choice.pipelines, least)
         if key not in self._peaks:
             peaks = [self.memory_model.peak_candidates(build_mapping(fold, choice, p)) for p in choice.pipelines]
-            self._peaks[key] = np.array([p.states for p in peaks]), np.array([p.activations for p in peaks])
+            counts = np.array([p.states for p in peaks]), np.array([p.activations for p in peaks])
+            states, activations = (one.min(axis=0, keepdims=True) if least else one for one in counts)
+            self._peaks[key] = states, activations
         return self._peaks[key]
 
     def _persistent_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
@@ -500,9 +503,13 @@ class Search:
         """
         found: dict[tuple[int, ...], TimedMapping] = {}
         queue: list[Candidate] = []
+        bounds = dict(limits)
         for choice in self._choices(fold, size, pipelines):
-            for m, seconds in self._candidates(fold, choice, limits, MAX_PIPELINES if is_beam else len(pipelines)):
+            for m, seconds in self._candidates(fold, choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
+                if is_beam:
+                    # Of a beam only the fastest counts: if it does not fit, all are priced.
+                    bounds |= {one: min(limit_s, queue[-1][0]) for one, limit_s in bounds.items() if m.zero in one}
         heapify(queue)
         while queue and len(found) < len(limits):
             least_s, number, m, seconds, is_exact = heappop(queue)

@@ -12,7 +12,8 @@ from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
 from moefold.train.signals import StopSignals
-from moefold.train.train_step import StepResult, TrainingStep
+from moefold.train.step_meter import StepResult
+from moefold.train.train_step import TrainingStep
 
 
 @dataclass

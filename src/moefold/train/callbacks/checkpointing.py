@@ -26,11 +26,11 @@ from moefold.optim.states import step_counts
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
 from moefold.train.data_loader import continues_data
-from moefold.train.step_fault import StepFault
 
 if TYPE_CHECKING:
     from moefold.checkpoint.peer_snapshot import PeerSnapshots
     from moefold.train.adapter_weights import AdapterWeights
+    from moefold.train.step_fault import StepFault
 
 SAVE_DRAIN_S = 60.0
 """How long a failing run waits for an asynchronous save to finish."""
@@ -174,7 +174,7 @@ class Checkpointing(Callback):
         run.save_s += blocked_s
         self.total_save_s += blocked_s
 
-    def roll_back(self, run: TrainingContext, step_fault: StepFault) -> Resume:
+    def roll_back(self, run: TrainingContext, step_fault: "StepFault") -> Resume:
         """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective.
 
         Raises:

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
 from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
-from moefold.metrics.step_metrics import StepMetrics
+from moefold.metrics.step_metrics import StepMetrics, StepNumbers
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
 
@@ -39,21 +40,13 @@ class MetricsLogging(Callback):
 
     def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
         result = step.result
-        attention = result.attention
         tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
         return StepMetrics(
+            **{field.name: getattr(result, field.name) for field in fields(StepNumbers)},
             step=step.number,
-            loss=result.loss,
             loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
             loss_metrics=None if step.rl else result.loss_metrics or None,
-            aux_loss=result.aux_loss,
-            z_loss=result.z_loss,
-            mtp_loss=result.mtp_loss,
-            indexer_loss=result.indexer_loss,
-            grad_norm=result.grad_norm,
-            projected_gradient=result.projected_gradient,
-            lr=result.lr,
             tokens=run.position.tokens,
             tokens_consumed=run.position.tokens_consumed,
             step_time_s=step.step_time_s,
@@ -61,18 +54,9 @@ class MetricsLogging(Callback):
             tflops_per_rank=tflops,
             mfu=tflops / self._peak_tflops if self._peak_tflops else None,
             memory_gib=result.peak_memory_gib,
-            expert_load=result.expert_load,
-            dropped_fraction=result.dropped_fraction,
             save_s=run.save_s,
-            moe_layers=result.moe_layers,
             eval_loss=step.eval_loss,
-            replicas=result.replicas,
-            offload=result.offload,
-            memory_by_part=result.memory_by_part,
             rank_times=RankTimeMetrics.from_ranks(result.rank_times),
-            attention_max_over_mean=None if attention is None else attention.max_over_mean,
-            attention_moved_rows=None if attention is None else attention.moved_rows,
-            attention_bytes=None if attention is None else attention.sent_bytes,
             rl=step.rl and step.rl | result.loss_metrics,
             sites=step.sites,
             skipped=result.decision.reason if result.decision.action == "skip" else None,

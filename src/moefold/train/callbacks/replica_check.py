@@ -73,5 +73,5 @@ def host_facts(run: TrainingContext) -> list[HostFact]:
         HostFact("the data position", f"{run.position.samples} {json.dumps(data.data_state())}", ("world",)),
         # Data-parallel ranks read different samples, so their streams may be at different blocks.
         HostFact("the stream position", json.dumps(data.train_sampler.state(run.position.samples)), ("tp", "cp", "pp")),
-        *run.training.attention_meter.host_facts(),
+        *run.training.meter.plan_facts(),
     ]

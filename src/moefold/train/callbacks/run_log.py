@@ -24,10 +24,10 @@ from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
 from moefold.train.log_lines import closing_lines
 from moefold.train.signals import StopSignals
-from moefold.train.step_fault import StepFault
 
 if TYPE_CHECKING:
     from moefold.data.routing_trace import RoutingTraceWriter
+    from moefold.train.step_fault import StepFault
 
 
 def is_due(every: int, step: int) -> bool:
@@ -123,7 +123,7 @@ class RunLog:
         """Append a fault to faults.jsonl."""
         self.outputs.attempt(FAULTS_FILE, lambda: log_fault(self._dir, record))
 
-    def log_step_fault(self, step_fault: StepFault) -> None:
+    def log_step_fault(self, step_fault: "StepFault") -> None:
         """Log a non-finite step or a spike."""
         self.log_fault(step_fault.to_record())
         decision = step_fault.result.decision

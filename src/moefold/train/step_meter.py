@@ -1,0 +1,330 @@
+"""Measurements of a training step: the numbers of each rank, and one all-reduce of all of them."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.groups import Group
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.context import ContextPart
+from moefold.config.parallel import ParallelConfig
+from moefold.config.train import TrainConfig
+from moefold.metrics.memory_breakdown import MemoryByPart, peak_memory_gib
+from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
+from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, StepNumbers
+from moefold.model.loss_metrics import MISMATCH
+from moefold.parallel.expert_parallel import local_receive_load
+from moefold.parallel.gradients import local_norm_sq
+from moefold.parallel.parallel_model import ParallelModel
+from moefold.train.step_guard import Mismatch, StepDecision
+
+if TYPE_CHECKING:
+    from moefold.metrics.memory_tracker import MemoryTracker
+    from moefold.optim.forward_only import ProjectedGradient
+    from moefold.parallel.replica_check import Divergence, HostFact
+    from moefold.train.attention_meter import AttentionMeter
+    from moefold.train.forward_passes import ForwardPasses
+    from moefold.train.nonfinite import NonFiniteReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(StepNumbers):
+    """Results of one step over the whole global batch; equal on all ranks."""
+
+    expert_counts: np.ndarray
+    """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
+    flags: tuple[int, ...]
+    """For each flag given to `run`: the number of ranks that raised it."""
+    peak_memory_gib: float
+    """Largest peak memory over the ranks since they started, up to the gradients of this step."""
+    rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
+    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
+    decision: StepDecision = StepDecision("update")
+    """Decision of the guard: whether weights, moments and expert bias were updated."""
+    nonfinite_report: "NonFiniteReport | None" = None
+    """Ranks and parameters where a non-finite step went wrong; else None."""
+    loss_terms: dict[str, float] = field(default_factory=dict)
+    """The terms of the loss function by name."""
+    loss_metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics of the loss function by name: logged, not minimised."""
+    divergences: "tuple[Divergence, ...]" = ()
+    """Values that differ between ranks although they should be equal, if the step was checked."""
+
+    def guarded_metrics(self) -> dict[str, float]:
+        """Return the values that must be finite, by their name in a message."""
+        others = {"MTP loss": self.mtp_loss, "indexer loss": self.indexer_loss}
+        losses = {"loss": self.loss, "balance loss": self.aux_loss, "z loss": self.z_loss}
+        return losses | {name: value for name, value in others.items() if value} | {"gradient norm": self.grad_norm}
+
+    def mismatch(self, limit: float | None) -> Mismatch | None:
+        """Return the mismatch of sampler and training; None without a limit or a trained token."""
+        mean = self.loss_metrics.get(MISMATCH)
+        return None if limit is None or mean is None else Mismatch(mean, limit)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over all ranks that an update needs, beside the result; the same on every rank."""
+
+    result: StepResult
+    """With the decision and the report of the guard still missing."""
+    device_grad_norm: Tensor
+    """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
+    expert_counts: Tensor
+    """[MoE layers, E], like `thresholds`."""
+    thresholds: Tensor
+    receive_loads: Tensor
+    """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
+    projected: "ProjectedGradient | None"
+    """None with gradients."""
+
+
+class StepMeter:
+    """Measures the steps of a rank, and reduces the numbers of all.
+
+    Args:
+        model: the model.
+        clipped: the parameters whose gradients count in the norm, by name.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        clipped: dict[str, nn.Parameter],
+        parallel: ParallelConfig,
+        train: TrainConfig,
+    ) -> None:
+        self.clipped = clipped
+        self._model = model
+        self._parallel = parallel
+        self._routed = model.stages[0].cfg.model.routed
+        self._moe_numbers = model.stages[0].cfg.model.moe_layer_numbers
+        self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
+        self._loss_terms = model.stages[0].loss.terms
+        self._loss_metrics = model.stages[-1].loss_metrics
+        self._attention: AttentionMeter | None = None
+        if chosen_in(parallel, ContextPart).is_planned:
+            from moefold.train import attention_meter
+
+            self._attention = attention_meter.AttentionMeter(model, parallel, train)
+        self._duplicate_params = model.duplicate_params
+
+    def begin_step(self) -> None:
+        """Forget the numbers of earlier passes."""
+        self._loss_metrics.reset()
+        if self._attention is not None:
+            self._attention.begin_step()
+        for indexer in self._indexers:
+            indexer.begin_step()
+
+    def plan_facts(self) -> "list[HostFact]":
+        """Return what the replica check compares of planned attention."""
+        return [] if self._attention is None else self._attention.host_facts()
+
+    def own_loss(self, losses: Tensor) -> Tensor:
+        """Sum the terms of the loss function, without the MTP loss; [1]."""
+        return self._tp_dedup(losses[: len(self._loss_terms)].sum(0, keepdim=True))
+
+    def _tp_dedup(self, loss: Tensor) -> Tensor:
+        """Return the loss on TP rank 0 and zero elsewhere: all TP ranks compute the same token losses."""
+        return loss if self._model.groups.attn.tp.rank == 0 else torch.zeros_like(loss)
+
+    def reduce(
+        self,
+        loss: Tensor,
+        step: int,
+        flags: Sequence[bool],
+        data_s: float,
+        memory_tracker: "MemoryTracker | None",
+        passes: "ForwardPasses | None",
+        rate: float,
+    ) -> StepTotals:
+        """Sum all numbers of a step over the ranks, in one all-reduce.
+
+        Args:
+            loss: loss terms of this rank.
+            step: number of the step.
+            flags: stop flags of this rank.
+            data_s: time that this rank took to load the batch.
+            memory_tracker: of a measured step.
+            passes: forward passes of an optimizer without gradients.
+            rate: learning rate of the step.
+        """
+        world = self._model.groups.world
+        device = loss.device
+        packer = MetricPacker()
+        packer.add("losses", self._tp_dedup(loss.detach()))
+        indexer_losses = [indexer.loss_sum.to(device) for indexer in self._indexers]
+        packer.add("indexer loss", sum(indexer_losses, torch.zeros((), dtype=torch.float64, device=device)).view(1))
+        packer.add("loss metric sums", self._tp_dedup(self._loss_metrics.sums(device)))
+        # One row for each rank, here and below, so that a sum over ranks can yield the maximum.
+        packer.add_row("loss metric maxima", self._loss_metrics.maxima(device), world)
+        packer.add("squared grad norm", local_norm_sq(self.clipped, skip=self._duplicate_params))
+        packer.add("flags", torch.tensor(flags, device=device))
+        memory = torch.full((1,), peak_memory_gib(device.type), dtype=torch.float64, device=device)
+        packer.add_row("memory", memory, world)
+        num_experts = self._num_choices
+        router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
+        for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
+            packer.add(name, stats)
+        packer.add_row("rank times", self._times(data_s, device), world)
+        packer.add("offload", self._offload_metrics(device))
+        packer.add("receive loads", local_receive_load(self._model, self._parallel))
+        by_part = torch.zeros(0, dtype=torch.float64, device=device)
+        if memory_tracker is not None:
+            from moefold.parallel.memory_tracking import bytes_by_part
+
+            by_part = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
+        packer.add_row("memory by part", by_part, world)
+        packer.add("perturbed losses", loss.new_zeros(0) if passes is None else passes.local_losses())
+        packer.add("attention", self._attention_statistics(device))
+        sums = packer.all_reduce(world)
+        totals = packer.unpack(sums.cpu())
+        projected = None if passes is None else passes.project(totals["perturbed losses"], step)
+        return StepTotals(
+            self._result(totals, rate, projected),
+            device_grad_norm=packer.unpack(sums)["squared grad norm"].sqrt(),
+            expert_counts=totals["expert counts"],
+            thresholds=totals["thresholds"],
+            receive_loads=totals["receive loads"],
+            projected=projected,
+        )
+
+    def _result(self, totals: dict[str, Tensor], rate: float, projected: "ProjectedGradient | None") -> StepResult:
+        """Return the metrics of a step from the sums over all ranks."""
+        losses = totals["losses"].tolist()
+        num_terms = len(self._loss_terms)
+        terms = dict(zip(self._loss_terms, losses[:num_terms], strict=True))
+        aux, z, routed_tokens, dropped, _ = totals["layer scalars"].sum(0).tolist()
+        layers = self._layer_metrics(
+            totals["layer scalars"].tolist(), totals["expert counts"].tolist(), totals["biases"].tolist()
+        )
+        times = totals["rank times"]
+        return StepResult(
+            loss=sum(terms.values()),
+            loss_terms=terms,
+            loss_metrics=self._loss_metrics.by_name(totals["loss metric sums"], totals["loss metric maxima"].amax(0)),
+            aux_loss=aux,
+            z_loss=z,
+            mtp_loss=losses[num_terms] if len(losses) > num_terms else 0.0,
+            indexer_loss=float(totals["indexer loss"]),
+            # The mean square of a projection is the squared norm.
+            grad_norm=abs(projected.value) if projected else float(totals["squared grad norm"].sqrt()),
+            projected_gradient=None if projected is None else projected.rounded,
+            lr=rate,
+            expert_load=tuple(layer.load for layer in layers),
+            expert_counts=totals["expert counts"].long().numpy(),
+            dropped_fraction=dropped / routed_tokens if routed_tokens else 0.0,
+            moe_layers=layers,
+            flags=tuple(int(count) for count in totals["flags"].tolist()),
+            peak_memory_gib=float(totals["memory"].max()),
+            rank_times=times.numpy(),
+            memory_by_part=(
+                MemoryByPart.from_ranks(totals["memory by part"].tolist()) if totals["memory by part"].numel() else None
+            ),
+            offload=(
+                OffloadMetrics.from_sums(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None
+            ),
+            **({} if self._attention is None else self._attention.metrics(totals["attention"])),
+        )
+
+    def _times(self, data_s: float, device: torch.device) -> Tensor:
+        """Return compute, data and communication time of this rank in seconds, [3]; zeros if nothing is timed."""
+        times = torch.zeros(NUM_TIMES, dtype=torch.float64, device=device)
+        total_s, waited_s = self._model.groups.world.comm_timer.read()
+        if total_s:
+            # Element by element: copying a list would synchronise the host with the device.
+            times[COMPUTE] = total_s - waited_s
+            times[DATA] = data_s
+            times[COMM] = waited_s
+        return times
+
+    def _attention_statistics(self, device: torch.device) -> Tensor:
+        if self._attention is None:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        return self._attention.local_statistics(device)
+
+    def _offload_metrics(self, device: torch.device) -> Tensor:
+        """Return the activation-offload statistics of this rank, [4], or [0] without offload."""
+        numbers = () if self._model.offload is None else astuple(self._model.offload.end_step())
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+    def _local_router_stats(self, device: torch.device) -> Tensor:
+        """Return this rank's part of every MoE layer's router statistics, [MoE layers, 5 + 3 * E].
+
+        The columns are five scalars, then counts, thresholds and biases.
+        """
+        num_experts = self._num_choices
+        rows = torch.zeros(len(self._moe_numbers), 5 + 3 * num_experts, dtype=torch.float64, device=device)
+        for number, layer in self._model.moe_layers().items():
+            stats = layer.stats
+            bias_E = layer.router.expert_bias
+            parts = [
+                torch.stack(
+                    [x.double() for x in (stats.aux, stats.z, stats.routed_tokens, stats.dropped, stats.entropy)]
+                )
+            ]
+            parts += [stats.tokens_per_expert_E.double(), stats.thresholds_E]
+            if bias_E is not None and self._model.groups.attn.stage.rank == 0:
+                parts.append(bias_E.double())
+            row = torch.cat(parts)
+            rows[self._moe_numbers.index(number), : len(row)] = row
+        return rows
+
+    @property
+    def _num_choices(self) -> int:
+        """Choices of a router; 0 in a model without one."""
+        return self._routed.num_choices if self._routed else 0
+
+    def _layer_metrics(
+        self, scalars: list[list[float]], counts: list[list[float]], biases: list[list[float]]
+    ) -> tuple[MoELayerMetrics, ...]:
+        part = self._routed
+        if part is None:
+            return ()
+        return tuple(
+            MoELayerMetrics.from_totals(
+                number,
+                counts=counts[i][: part.num_experts],
+                zero_counts=counts[i][part.num_experts :],
+                dropped=scalars[i][3],
+                entropy=scalars[i][4],
+                top_k=part.top_k,
+                losses=(scalars[i][0], scalars[i][1]),
+                bias=biases[i][: part.num_experts] if part.router.expert_bias else (),
+            )
+            for i, number in enumerate(self._moe_numbers)
+        )
+
+
+class MetricPacker:
+    """Named tensors that one all-reduce sums over the ranks, in float64."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add this rank's summand; the same names and shapes on every rank."""
+        self._tensors[name] = tensor
+
+    def add_row(self, name: str, row: Tensor, group: Group) -> None:
+        """Add a row that stays apart from the rows of other ranks: the sum is [ranks, ...]."""
+        rows = row.new_zeros(group.size, *row.shape)
+        rows[group.rank] = row
+        self.add(name, rows)
+
+    def all_reduce(self, group: Group) -> Tensor:
+        """Sum all tensors over the members; the sums in one flat tensor, which `unpack` splits. Collective."""
+        return all_reduce_sum(torch.cat([tensor.flatten().double() for tensor in self._tensors.values()]), group)
+
+    def unpack(self, sums: Tensor) -> dict[str, Tensor]:
+        """Split the flat tensor, or a copy of it on the host, by name and shape."""
+        parts = sums.split([tensor.numel() for tensor in self._tensors.values()])
+        return {
+            name: part.view(tensor.shape) for (name, tensor), part in zip(self._tensors.items(), parts, strict=True)
+        }
