@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.race.torch_baseline import TorchBaseline, baseline_unsupported_reason
+from moefold.config.edit import edit_model
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.recipe import load_config
@@ -49,10 +50,21 @@ def test_loss_and_gradients_are_ours(kind):
 def test_what_it_cannot_compute_is_said():
     plain = load_config(None, SIZES).model
     assert baseline_unsupported_reason(plain, with_attention=True) == ""
-    assert "router" in baseline_unsupported_reason(replace(plain, router_score="sigmoid"), with_attention=False)
+    assert "router" in baseline_unsupported_reason(
+        edit_model(plain, {"ffn.moe.router": "sigmoid"}), with_attention=False
+    )
     latent = load_config(None, ["model.preset=deepseek-v3"]).model
     assert "grouped-query" in baseline_unsupported_reason(
-        replace(latent, router_score="softmax", num_groups=1, top_groups=1, expert_bias=False), with_attention=True
+        edit_model(
+            latent,
+            {
+                "ffn.moe.router": "softmax",
+                "ffn.moe.router.num_groups": 1,
+                "ffn.moe.router.top_groups": 1,
+                "ffn.moe.router.expert_bias": False,
+            },
+        ),
+        with_attention=True,
     )
     for rope in ({"rope.interleaved": True}, {"attention.rope_fraction": 0.5}, {"rope_pattern": "RN"}):
         assert "RoPE" in baseline_unsupported_reason(replace(plain, **rope), with_attention=True)

@@ -31,8 +31,15 @@ MIXTRAL_8X7B = model_of(
         "ffn.moe.top_k": 2,
     }
 )
-MIXTRAL_8X22B = replace(
-    MIXTRAL_8X7B, num_layers=56, hidden_size=6144, num_attention_heads=48, moe_ffn_hidden_size=16384, vocab_size=32768
+MIXTRAL_8X22B = edit_model(
+    MIXTRAL_8X7B,
+    {
+        "num_layers": 56,
+        "hidden_size": 6144,
+        "attention.num_heads": 48,
+        "ffn.moe.intermediate_size": 16384,
+        "vocab_size": 32768,
+    },
 )
 QWEN3_30B_A3B = model_of(
     {
@@ -48,8 +55,8 @@ QWEN3_30B_A3B = model_of(
         "attention.qk_norm": {},
     }
 )
-QWEN3_235B_A22B = replace(
-    QWEN3_30B_A3B, num_layers=94, hidden_size=4096, num_attention_heads=64, moe_ffn_hidden_size=1536
+QWEN3_235B_A22B = edit_model(
+    QWEN3_30B_A3B, {"num_layers": 94, "hidden_size": 4096, "attention.num_heads": 64, "ffn.moe.intermediate_size": 1536}
 )
 QWEN2_57B_A14B = model_of(
     {
@@ -282,15 +289,15 @@ def test_latent_attention_by_hand() -> None:
     assert count.norms == 3 * (2 * 12 + 6 + 5) + 12
     assert flops.attention_projections == 3 * 2 * weights
     assert flops.attention_core == 3 * 2 * 16 * 4 * (5 + 4)
-    straight = count_parameters(replace(LATENT, q_lora_rank=0))
+    straight = count_parameters(edit_model(LATENT, {"attention.q_lora_rank": 0}))
     assert count.attention - straight.attention == 3 * (12 * 6 + 6 * 4 * 5 - 12 * 4 * 5)
 
 
 def test_sparse_attention_by_hand() -> None:
     """Two heads of the indexer of 8 dims, and 6 selected keys; latent attention is in the space of 6 + 2 dims."""
     sparse = {"attention.indexer.top_k": 6, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 8}
-    dense, latent = train_flops_per_token(MIXTRAL_8X7B, 64), replace(LATENT, **sparse)
-    flops = train_flops_per_token(replace(MIXTRAL_8X7B, **sparse), 64)
+    dense, latent = train_flops_per_token(MIXTRAL_8X7B, 64), edit_model(LATENT, sparse)
+    flops = train_flops_per_token(edit_model(MIXTRAL_8X7B, sparse), 64)
     scores = 2 * 64 * 2 * (8 + 1)
     assert flops.attention_core == 32 * (2 * 6 * 32 * (128 + 128) + scores)
     assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)

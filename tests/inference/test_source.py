@@ -73,7 +73,7 @@ def test_a_run_of_another_model_above_the_checkpoint_does_not_count(tmp_path):
     described_run(tmp_path, moe={"router_dtype": "float64"})
     file = tmp_path / "config.json"
     tree = json.loads(file.read_text())
-    tree["model"]["num_experts"] = 16
+    tree["model"]["ffn"]["moe"]["num_experts"] = 16
     file.write_text(json.dumps(tree))
     source = find_source(str(tmp_path))
     assert (source.model.ffn.moe.num_experts, source.moe.router_dtype) == (8, "float32")

@@ -160,10 +160,11 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "ffn.moe.router.bias": draw(st.booleans()),
         "ffn.moe.router.scaling_factor": draw(st.sampled_from([1.0, 2.5])),
     }
-    if model["router_score"] == "softmax":
-        model["router_softmax"] = draw(st.sampled_from(["pre", "post"]))
-    for name in ("qk_norm", "qkv_bias", "attention_output_bias", "attention_sinks"):
-        model[name] = draw(st.booleans())
+    if model["ffn.moe.router"] == "softmax":
+        model["ffn.moe.router.softmax"] = draw(st.sampled_from(["pre", "post"]))
+    for name in ("qkv_bias", "output_bias", "sinks"):
+        model[f"attention.{name}"] = draw(st.booleans())
+    model["attention.qk_norm"] = {} if draw(st.booleans()) else "none"
     if draw(st.booleans()):
         model |= {"attention_pattern": "WF", "sliding_window": draw(st.sampled_from([1, 5, 66]))}
     if draw(st.booleans()):

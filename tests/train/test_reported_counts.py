@@ -38,8 +38,11 @@ COMMON = [
     "run.device=cpu",
     "run.dtype=float64",
     "run.steps=2",
-    *[f"model.{key}" for key in ("num_layers=2", "hidden_size=16", "num_attention_heads=4", "num_query_groups=2")],
-    *[f"model.{key}" for key in ("num_experts=4", "moe_ffn_hidden_size=8", "vocab_size=256")],
+    *[
+        f"model.{key}"
+        for key in ("num_layers=2", "hidden_size=16", "attention.num_heads=4", "attention.num_kv_heads=2")
+    ],
+    *[f"model.{key}" for key in ("num_experts=4", "intermediate_size=8")],
     f"train.seq_len={S}",
     "train.global_batch_size=4",
     "train.micro_batch_size=2",

@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 import pytest
 
 from moefold.config.bounds import bounds, range_problems
+from moefold.config.chosen import read_key, with_key
 from moefold.config.field import Bound
-from moefold.config.find import built_in_kinds, groups
 from moefold.config.load import config_from_dict
-from moefold.config.part import Part, make_part, marks_of
+from moefold.config.part import Part, Table, marks_of, settings_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import part_marks
+from moefold.config.suggestions import owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -75,39 +75,31 @@ PROBES = {
 """Values of which each range refuses at least one, by their type; there is no value of each key here to keep up."""
 
 
-def _of_parts() -> list[tuple[str, Bound, Part]]:
-    """Return the ranges of settings of built-in kinds, each with the name of the setting and a part of the kind."""
-    parts = [
-        make_part(group.group, kind) for group in groups() for kind in built_in_kinds(group.group) if _has_table(group)
-    ]
+def _of_tables() -> list[tuple[str, Bound, Part | Table]]:
+    """Return the ranges of settings of tables, each with the path of the setting and the table with its defaults."""
     return [
-        (f"{part.key}.{setting}", mark, part)
-        for part in parts
-        for setting, marks in marks_of(type(part)).items()
-        for mark in marks
-        if isinstance(mark, Bound)
+        (f"{path}.{setting}", bound, owner())
+        for path, mark in tables().items()
+        for owner in owners_of(mark)
+        for setting in settings_of(owner)
+        for bound in marks_of(owner)[setting]
+        if isinstance(bound, Bound)
     ]
 
 
-def _has_table(group: type[Part]) -> bool:
-    return group.key in part_marks() and not part_marks()[group.key].is_flat
-
-
-RANGED = [(f"{section}.{key}", bound, None) for section, key, bound in bounds()] + _of_parts()
+RANGED = [(f"{section}.{key}", bound, None) for section, key, bound in bounds()] + _of_tables()
 IDS = [f"{name}{f' of {part}' if part else ''}: {bound.rule}" for name, bound, part in RANGED]
 
 
-def _with(name: str, part: Part | None, value: object) -> Config:
-    """Return the default recipe with another value of a key, or of a setting of a part."""
-    section, key, *setting = name.split(".")
-    new = replace(part, **{setting[0]: value}) if setting else value
-    return replace(Config(), **{section: replace(getattr(Config(), section), **{key: new})})
+def _with(name: str, table: Part | Table | None, value: object) -> Config:
+    """Return the default recipe with another value of a key, or of a setting of a table."""
+    path, _, setting = name.rpartition(".")
+    return with_key(Config(), *((path, replace(table, **{setting: value})) if table else (name, value)))
 
 
 @pytest.mark.parametrize(("name", "bound", "part"), RANGED, ids=IDS)
 def test_a_range_is_what_its_rule_says(name, bound, part):
-    section, key, *setting = name.split(".")
-    default = getattr(part, setting[0]) if setting else getattr(getattr(Config(), section), key)
+    default = getattr(part, name.rpartition(".")[2]) if part else read_key(Config(), name)
     assert bound.is_legal(default)
     outside, inside = _values(bound.rule) or ([], [])
     kind = type(default)
@@ -131,7 +123,7 @@ def test_every_number_of_the_schema_has_a_range():
     }
     numbers |= {
         f"{part.key}.{field.name}"
-        for _, _, part in _of_parts()
+        for _, _, part in _of_tables()
         for field in fields(part)
         if type(field.default) in (int, float)
     }

@@ -17,10 +17,13 @@ from moefold.cli.verify import verify
 from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen, with_key
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups
+from moefold.config.groups.attention import Temperature
 from moefold.config.groups.block import ActivationPart
+from moefold.config.groups.ffn import FeedForwardPart
+from moefold.config.groups.indexer import IndexerPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
@@ -152,8 +155,8 @@ def _small(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
 
 
 def _with(cfg: Config, key: str, value: Any) -> Config:
-    section, name = key.split(".")
-    return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+    found: Config = with_key(cfg, key, value)
+    return found
 
 
 SPARSE = {"attention.indexer.top_k": 3, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 4}
@@ -214,15 +217,23 @@ def test_a_key_that_no_formula_reads_is_refused(section, name, default, value):
         _train(replace(cfg, **{section: _extended(getattr(cfg, section), name, default, value)}))
 
 
-def _temperature_of_1(model: Any, positions: torch.Tensor) -> torch.Tensor:
-    return torch.ones(positions.shape, dtype=torch.float64)
+def _without_rope(model: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return x
 
 
 def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
     """The list does not vouch for the formula."""
-    monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
-    with pytest.raises(NoFormulaError, match=r"no formula for model\.nope_temperature_scale=0\.5"):
-        _train(_small(model={"rope_pattern": "N", "attention.temperature.scale": 0.5}))
+    monkeypatch.setattr("moefold.verify.oracle.apply_rope", _without_rope)
+    with pytest.raises(NoFormulaError, match=r"no formula for model\.rope\.theta=500\.0"):
+        _train(_small(model={"rope.theta": 500.0}))
+
+
+def test_the_oracle_names_each_field_that_it_reads_around_a_formula():
+    named = {node.attr for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    framed = {name for base in (*groups(), FeedForwardPart) for kind in built_in_kinds(base.group)
+              for name in find_part(base.group, kind).framed}  # fmt: skip
+    tables = {field.name for owner in (Temperature, IndexerPart) for field in fields(owner)}
+    assert (framed | tables) - {"bias"} - named == set()
 
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention"])
@@ -360,13 +371,12 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
         verify(_with(cfg, "train.indexer_stage", "unheard-of"), 1, ranks)
     capsys.readouterr()
 
-    monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
+    monkeypatch.setattr("moefold.verify.oracle.apply_rope", _without_rope)
     monkeypatch.setattr("moefold.cli.verify._run_on_ranks", ranks)
-    words = ["model.rope_pattern=N", "model.attention.temperature.scale=0.5"]
-    assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", *words]) == 3
+    assert main(["verify", QUICKSTART, "--shrink", "--steps", "1", "model.rope.theta=500.0"]) == 3
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith(
-        "moefold: cannot judge: the oracle has no formula for model.attention.temperature.scale=0.5"
+        "moefold: cannot judge: the oracle has no formula for model.rope.theta=500.0"
     )
     assert err.splitlines()[-1].endswith("(docs/extending.md)")
 

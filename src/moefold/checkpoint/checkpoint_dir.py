@@ -634,7 +634,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     there = _model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
     # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = _settings_of_layers(model_sizes(there)) | theirs
+    theirs = _settings_of_layers(model_sizes(there)) | {key: value for key, value in theirs.items() if value != GIVEN}
     unread = _unread_tables(there) & _unread_tables(reader or model)
     free = keys_with("model", SAME_TENSORS)
     for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
@@ -651,11 +651,15 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     return _differences({key: theirs.get(key) for key in named}, ours)
 
 
+GIVEN = "given"
+"""Value of a table without kinds that is there, in a message."""
+
+
 def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored model by their paths in [model]."""
     plain = {f"model.{key}": without_source(value) for key, value in sizes.items()}
     found = flat_settings(plain) | {
-        name: "given" for name in tables() if isinstance(value_at(name, {"model": sizes}), dict)
+        name: GIVEN for name in tables() if isinstance(value_at(name, {"model": sizes}), dict)
     }
     found |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
     return {name.removeprefix("model."): NONE if value is None else value for name, value in found.items()}

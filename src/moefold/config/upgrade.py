@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from moefold.config.part import Part
 from moefold.config.part_table import NONE, toml_table, toml_value
-from moefold.config.presets import load_preset, preset_names
 from moefold.config.suggestions import default_of, join_with_or, kind_settings, part_marks, tables
 from moefold.config.tree import put, value_at
 from moefold.errors import ConfigError
@@ -144,8 +143,11 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
     model = found.get("model")
     base: Any = {}
-    if isinstance(model, dict) and isinstance(name := model.get("preset"), str) and name in preset_names():
-        base = {"model": load_preset(name)}
+    if isinstance(model, dict) and isinstance(name := model.get("preset"), str) and name:
+        # A rank that reads a checkpoint needs no files of presets.
+        from moefold.config.presets import load_preset, preset_names
+
+        base = {"model": load_preset(name)} if name in preset_names() else {}
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
