@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
+from moefold.config.edit import edit_model
+from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -63,19 +65,24 @@ class RankRecord:
     losses: list[float]
 
 
+def without_samples(model: ModelConfig) -> ModelConfig:
+    """Return a model whose router chooses the best experts in training too."""
+    if not model.ffn.moe.router.noise_width(1, 1):
+        return model
+    return edit_model(model, {"ffn.moe.router.softmax.samples": False})
+
+
 def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
     """Ten plain steps of AdamW, without any loss but the language model's, and without what no gradient moves."""
-    model = read_model_config(model_folder)
-    if model.attention.indexer.top_k and parallel.get("cp", 1) > 1:
+    model = without_samples(read_model_config(model_folder))
+    if model.attention.selector and parallel.get("cp", 1) > 1:
         parallel["context"] = "allgather"
     return Config(
         run=RunConfig(device="cpu", dtype="float32", steps=STEPS, seed=1),
         model=model,
         parallel=ParallelConfig(**parallel),
         # A SparseMixer samples with the noise of moefold.
-        moe=MoEConfig(
-            aux_loss=0.0, bias_update_rate=0.0, sparsemixer_sampling=model.ffn.moe.router.softmax != "sparsemixer"
-        ),
+        moe=MoEConfig(aux_loss=0.0, bias_update_rate=0.0),
         train=TrainConfig(
             seq_len=SEQ_LEN,
             global_batch_size=4,

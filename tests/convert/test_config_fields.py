@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from moefold.config.edit import edit_model
-from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.convert.config_fields import (
@@ -31,6 +30,7 @@ from moefold.convert.layer_fields import (
 )
 from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
+from tests.models import model_of
 
 FAMILY_OF = {
     "deepseek-v3.2": "deepseek_v32",
@@ -50,10 +50,6 @@ FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe
 FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
 FAMILY_OF |= {"llama-4": "llama4_text", "longcat": "longcat_flash"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
-
-
-def model_of(keys: dict[str, object]) -> ModelConfig:
-    return config_from_dict({"model": keys}).model
 
 
 @pytest.mark.parametrize(

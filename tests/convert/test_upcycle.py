@@ -33,53 +33,69 @@ from tests.convert.test_round_trip import add_tokenizer
 
 SEQ_LEN = 16
 SETTINGS: dict[str, dict[str, object]] = {
-    "copies": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36},
+    "copies": {"ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 36},
     "one of copies": {
-        "num_experts": 4,
-        "top_k": 1,
-        "moe_ffn_hidden_size": 36,
-        "router_softmax": "pre",
+        "ffn.moe.num_experts": 4,
+        "ffn.moe.top_k": 1,
+        "ffn.moe.intermediate_size": 36,
+        "ffn.moe.router.softmax": "pre",
         "upcycle_router": "zero",
     },
-    "slices": {"num_experts": 12, "top_k": 6, "moe_ffn_hidden_size": 12},
-    "scaled router": {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 18, "router_scaling_factor": 2.5},
+    "slices": {"ffn.moe.num_experts": 12, "ffn.moe.top_k": 6, "ffn.moe.intermediate_size": 12},
+    "scaled router": {
+        "ffn.moe.num_experts": 8,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 18,
+        "ffn.moe.router.scaling_factor": 2.5,
+    },
     "sigmoid": {
-        "num_experts": 8,
-        "top_k": 4,
-        "moe_ffn_hidden_size": 18,
-        "router_score": "sigmoid",
-        "expert_bias": True,
+        "ffn.moe.num_experts": 8,
+        "ffn.moe.top_k": 4,
+        "ffn.moe.intermediate_size": 18,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.expert_bias": True,
     },
     "shared": {
-        "num_experts": 4,
-        "top_k": 2,
-        "moe_ffn_hidden_size": 36,
-        "shared_expert_ffn_hidden_size": 8,
-        "shared_expert_gate": True,
+        "ffn.moe.num_experts": 4,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 36,
+        "ffn.moe.shared.intermediate_size": 8,
+        "ffn.moe.shared.gate": True,
     },
-    "biases": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36, "moe_bias": True, "router_bias": True},
-    "some layers": {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 36, "layer_pattern": "DM2"},
+    "biases": {
+        "ffn.moe.num_experts": 4,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 36,
+        "ffn.moe.bias": True,
+        "ffn.moe.router.bias": True,
+    },
+    "some layers": {
+        "ffn.moe.num_experts": 4,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 36,
+        "layer_pattern": "DM2",
+    },
     "zero router, probabilities": {
-        "num_experts": 12,
-        "top_k": 6,
-        "moe_ffn_hidden_size": 12,
-        "router_softmax": "pre",
+        "ffn.moe.num_experts": 12,
+        "ffn.moe.top_k": 6,
+        "ffn.moe.intermediate_size": 12,
+        "ffn.moe.router.softmax": "pre",
         "upcycle_router": "zero",
     },
     "zero router, sigmoid": {
-        "num_experts": 4,
-        "top_k": 2,
-        "moe_ffn_hidden_size": 36,
-        "router_score": "sigmoid",
-        "router_normalize": False,
+        "ffn.moe.num_experts": 4,
+        "ffn.moe.top_k": 2,
+        "ffn.moe.intermediate_size": 36,
+        "ffn.moe.router": "sigmoid",
+        "ffn.moe.router.normalize": False,
         "upcycle_router": "zero",
     },
     "zero router, sqrtsoftplus": {
-        "num_experts": 6,
-        "top_k": 3,
-        "moe_ffn_hidden_size": 12,
-        "router_score": "sqrtsoftplus",
-        "router_normalize": False,
+        "ffn.moe.num_experts": 6,
+        "ffn.moe.top_k": 3,
+        "ffn.moe.intermediate_size": 12,
+        "ffn.moe.router": "sqrtsoftplus",
+        "ffn.moe.router.normalize": False,
         "upcycle_router": "zero",
     },
 }
@@ -89,7 +105,7 @@ BREAKS: dict[str, dict[str, object]] = {
     "noise": {"upcycle_noise": 0.05},
     "router of each expert": {"upcycle_router": "expert"},
     "no scaling": {"upcycle_scaling": False},
-    "probabilities of a random router": {"router_softmax": "pre"},
+    "probabilities of a random router": {"ffn.moe.router.softmax": "pre"},
 }
 
 
@@ -102,7 +118,7 @@ def dense(tmp_path_factory):
 
 def model_of(folder: Path, settings: dict[str, object]) -> ModelConfig:
     base = {"layer_pattern": "M", "upcycle_from": str(folder)}
-    return replace(read_model_config(folder), **{**base, **settings})
+    return edit_model(read_model_config(folder), {**base, **settings})
 
 
 def upcycled_logits(folder: Path, model: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
@@ -338,9 +354,9 @@ def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_pa
     [
         ({}, ""),
         ({"mtp_layers": 1}, ""),
-        ({"router_softmax": "pre"}, "with model.ffn.moe.router.softmax=post it is mixtral"),
-        ({"router_softmax": "pre", "top_k": 1}, "model.ffn.moe.shared.gate=true it is qwen2_moe"),
-        ({"moe_bias": True}, "the nearest is mixtral: moe_bias True there, False here"),
+        ({"ffn.moe.router.softmax": "pre"}, "with model.ffn.moe.router.softmax=post it is mixtral"),
+        ({"ffn.moe.router.softmax": "pre", "ffn.moe.top_k": 1}, "model.ffn.moe.shared.gate=true it is qwen2_moe"),
+        ({"ffn.moe.bias": True}, "the nearest is mixtral: moe_bias True there, False here"),
     ],
 )
 def test_the_note_names_the_nearest_family(change, note):
