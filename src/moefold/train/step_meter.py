@@ -69,7 +69,7 @@ class StepResult(StepNumbers):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over all ranks that an update needs, beside the result; the same on every rank."""
+    """Sums over all ranks that an update needs, next to the result; the same on every rank."""
 
     result: StepResult
     """With the decision and the report of the guard still missing."""
