@@ -302,13 +302,13 @@ def test_no_deepseek_folder_is_without_shared_experts(family):
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
             {"rope_theta": 5e5, "rope_scaling": "linear", "rope_scaling_factor": 2.0},
         ),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope.theta": 7.0}),
         (
             {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 7},
                 "rope_scaling": {"rope_type": "linear", "factor": 3.0},
             },
-            {"rope_theta": 1e4, "rope_scaling": "linear", "rope_scaling_factor": 3.0},
+            {"rope.theta": 1e4, "rope.scaling": "linear", "rope.scaling.factor": 3.0},
         ),
     ],
 )
@@ -321,7 +321,7 @@ def test_yarn_takes_the_models_context_where_none_is_given():
         "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": None},
     }
-    assert RopeParameters(1e4).read(keys)["rope_original_seq_len"] == 64
+    assert RopeParameters(1e4).read(keys)["rope.scaling.original_seq_len"] == 64
 
 
 def test_sparse_layers_come_by_step_and_by_list():
@@ -415,7 +415,9 @@ def test_older_spellings_mean_the_published_model(preset):
     keys, lacking = RELEASED[preset]
     written = families_for(model)[0].write(model)
     found = read_keys({key: value for key, value in written.items() if key not in lacking} | keys, Path("hf"))
-    assert replace(found, head_dim=0, init_std=0.02) == edit_model(model, {"preset": "", "attention.head_dim": 0})
+    assert edit_model(found, {"attention.head_dim": 0, "init_std": 0.02}) == edit_model(
+        model, {"preset": "", "attention.head_dim": 0}
+    )
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ def recipe(model: str, dtype: str, **mapping: Any) -> Config:
     return config_of(
         {
             "run": {"dtype": dtype, "seed": 5, "kernels": "c"},
-            "model": SIZES | MODELS[model],
-            "moe": {"sparsemixer_sampling": model != "phi"},
+            "model": SIZES | MODELS[model] | ({"ffn.moe.router.softmax.samples": False} if model == "phi" else {}),
             "train": {"seq_len": 100, "global_batch_size": len(REQUESTS), "micro_batch_size": 1},
             "parallel": mapping,
             "data": {"kind": "synthetic"},

@@ -45,7 +45,7 @@ MAPPED = [
         ({"world_size": 2, "zero": 3}, {"logits_divisor": 3.0}, {"recompute": ("layer",)}, {}),
         ({"world_size": 4, "tp": 2, "zero": 3}, {"mtp_layers": 1, "residual": "post"}, {"loss_chunk": 5}, {}),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}, {}),
-        ({"world_size": 2, "ep": 2}, {"ffn.moe.top_k": 1}, {}, {"moe": {"sparsemixer_sampling": False}}),
+        ({"world_size": 2, "ep": 2}, {"ffn.moe.top_k": 1, "ffn.moe.router.softmax.samples": False}, {}, {}),
         ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}, {}, {}),
         ({"world_size": 2, "ep": 2, "overlap_experts": True}, {}, {"offload": ("moe",), "offload_min_kib": 0}, {}),
     )

@@ -45,7 +45,10 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"ffn.moe.router.expert_bias": True, "ffn.moe.router.softmax": "pre"},
         {"choice": "quantile"},
     ),
-    "sparsemixer without noise": ({"ffn.moe.router.softmax": "sparsemixer"}, {"sparsemixer_sampling": False}),
+    "sparsemixer without noise": (
+        {"ffn.moe.router.softmax": "sparsemixer", "ffn.moe.router.softmax.samples": False},
+        {},
+    ),
     "jitter": ({}, {"input_jitter": 0.3}),
     "round robin": ({}, {"choice": "round_robin"}),
     "skewed": ({}, {"choice": make_part("choice", "skewed", share=0.7), "capacity_factor": 1.0}),

@@ -96,7 +96,7 @@ def test_a_choice_far_below_the_best_one_has_weight_0_and_no_gradient():
     assert logits_TE.grad.isfinite().all()
 
 
-def _router(**moe: object) -> Router:
+def _router(*, samples: bool = True) -> Router:
     model = model_of(
         {
             "hidden_size": 8,
@@ -104,9 +104,10 @@ def _router(**moe: object) -> Router:
             "ffn.moe.top_k": 2,
             "ffn.moe.router.softmax": "sparsemixer",
             "ffn.moe.router.softmax.jitter": 1,
+            "ffn.moe.router.softmax.samples": samples,
         }
     )
-    router = moe_router(model, MoEConfig(**moe), noise_seed=7)
+    router = moe_router(model, MoEConfig(), noise_seed=7)
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
 
@@ -131,7 +132,7 @@ def test_samples_depend_on_step_and_token_alone():
 def test_evaluation_and_training_without_samples_choose_the_best():
     x_TH = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     positions = _positions(torch.arange(64))
-    sampled, plain, evaluated = _router(), _router(sparsemixer_sampling=False), _router().eval()
+    sampled, plain, evaluated = _router(), _router(samples=False), _router().eval()
     expected = evaluated(x_TH, positions)
     found = plain(x_TH, positions)
     assert torch.equal(found.ids_TK, expected.ids_TK)
