@@ -270,7 +270,6 @@ LATENT = edit_model(
     SMALL,
     {
         "attention": "mla",
-        "attention.qkv_bias": False,
         "attention.qk_norm": "none",
         "attention.q_lora_rank": 6,
         "attention.kv_lora_rank": 5,

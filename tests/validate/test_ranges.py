@@ -11,7 +11,7 @@ from moefold.config.field import Bound
 from moefold.config.load import config_from_dict
 from moefold.config.part import Part, Table, marks_of, settings_of
 from moefold.config.schema import Config
-from moefold.config.suggestions import owners_of, tables
+from moefold.config.suggestions import default_of, kind_settings, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -121,12 +121,7 @@ def test_every_number_of_the_schema_has_a_range():
         for field in fields(getattr(cfg, section.name))
         if type(field.default) in (int, float)
     }
-    numbers |= {
-        f"{part.key}.{field.name}"
-        for _, _, part in _of_tables()
-        for field in fields(part)
-        if type(field.default) in (int, float)
-    }
+    numbers |= {name for name in kind_settings() if type(default_of(*name.split(".", 1))) in (int, float)}
     assert numbers - {name for name, _, _ in RANGED} == {"parallel.zero", "sites.values"}
 
 
