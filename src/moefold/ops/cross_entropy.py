@@ -50,7 +50,7 @@ class CrossEntropyOps(Protocol):
             row_C: as in `statistics`.
             normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.
             grads_KC: gradients of each token's cross-entropy and, if K is 2, of its normalizer, in the dtype of the
-                normalizer; each row contiguous.
+                normalizer.
         """
         ...
 

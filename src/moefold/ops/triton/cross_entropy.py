@@ -36,9 +36,7 @@ def _statistics_kernel(logits, rows, tops, sums, targets, width, BLOCK: tl.const
 
 
 @triton.jit
-def _gradient_kernel(
-    logits, rows, normalizers, grads, stride, out, width, HAS_NORMALIZER: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gradient_kernel(logits, rows, normalizers, grads, out, width, HAS_NORMALIZER: tl.constexpr, BLOCK: tl.constexpr):
     """Compute grads[0] * (p - one_hot(row)) + grads[1] * p of one block of a row; out may be the logits."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +45,7 @@ def _gradient_kernel(
     probs = tl.exp(z - tl.load(normalizers + token))
     scaled = (probs - tl.where(column == tl.load(rows + token), 1.0, 0.0)) * tl.load(grads + token)
     if HAS_NORMALIZER:
-        scaled += probs * tl.load(grads + stride + token)
+        scaled += probs * tl.load(grads + tl.num_programs(0) + token)
     tl.store(out + cell, scaled.to(out.dtype.element_ty), mask=column < width)
 
 
@@ -73,7 +71,7 @@ class TritonCrossEntropyOps:
         block = _block_size(logits_CV)
         if num_tokens:
             _gradient_kernel[(num_tokens, triton.cdiv(width, block))](
-                logits_CV, row_C.contiguous(), normalizer_C.contiguous(), grads_KC, grads_KC.stride(0), out_CV, width,
+                logits_CV, row_C.contiguous(), normalizer_C.contiguous(), grads_KC.contiguous(), out_CV, width,
                 HAS_NORMALIZER=len(grads_KC) == 2, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
 
