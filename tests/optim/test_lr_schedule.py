@@ -4,10 +4,12 @@ import itertools
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 from moefold.config.find import find_part
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.part import make_part, settings_of
 from moefold.config.part_table import toml_value
 from moefold.config.run import RunConfig
@@ -265,3 +267,16 @@ def test_broken_schedules_of_checkpoints_are_refused() -> None:
             check_schedule_settings(settings | {key: value})
     with pytest.raises(TypeError):
         check_schedule_settings({"run.steps": 3})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endless(LrSchedulePart):
+    """Rate that falls with the step and does not read the end."""
+
+    def rate(self, peak: float, first: int, step: int, steps: int) -> float:
+        return peak / (1 + step - first)
+
+
+def test_a_schedule_that_does_not_read_the_end_goes_on_as_it_is() -> None:
+    train = TrainConfig(lr=1.0, lr_schedule=Endless(), warmup_steps=0)
+    assert continuation(RunConfig(steps=20), train, 40) == (("run.steps=40",), "")

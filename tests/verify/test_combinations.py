@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
@@ -110,7 +111,8 @@ def _recipe(row: Row, folder: Path) -> Config:
         chunks = STAGES[row["schedule"]]
         changes |= {"world_size": 4, "pp": 2, "schedule": row["schedule"], "virtual_stages": chunks}
     if row["schedule"] == "csv":
-        changes["schedule_csv"] = write_split_rows(folder / "rows.csv", (1, 0, 1, 0), 4)
+        path = write_split_rows(folder / "rows.csv", (1, 0, 1, 0), 4)
+        changes["schedule"] = make_part("schedule", "csv", path=str(path))
     train: dict[str, object] = {}
     if row["extra"] == "offload":
         train = {"offload": ("layer",), "offload_to": "ssd", "offload_dir": str(folder), "offload_min_kib": 0}

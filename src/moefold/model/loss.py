@@ -197,7 +197,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         options = ctx.options
         gemm = options.gemm
         x_NH = x.flatten(0, -2)
-        grads_2N = _row_gradients(grads, options.softmax.temperature)
+        grads_KN = _row_gradients(grads, options.softmax.temperature)
         grad_x_NH = torch.empty_like(x_NH)
         weight_VH = gemm.upcast(weight)
         grad_VH = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -208,14 +208,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + options.chunk)
             if exps:
                 scaled_CV = buffer[: len(exps[i])]
-                exponential_gradient_out(scaled_CV, exps[i], row_N[chunk], normalizer_N[chunk], grads_2N[:, chunk])
+                exponential_gradient_out(scaled_CV, exps[i], row_N[chunk], normalizer_N[chunk], grads_KN[:, chunk])
                 if not gemm.accepts_fp32_weight(weight):
                     scaled_CV = scaled_CV.to(weight.dtype)
             else:
                 logits_CV = _chunk_logits(x_NH[chunk], weight, bias, options)
                 is_in_place = gemm.accepts_fp32_weight(weight) or logits_CV.dtype == weight.dtype
                 scaled_CV = logits_CV if is_in_place else torch.empty_like(logits_CV, dtype=weight.dtype)
-                options.ops.gradient_out(scaled_CV, logits_CV, row_N[chunk], normalizer_N[chunk], grads_2N[:, chunk])
+                options.ops.gradient_out(scaled_CV, logits_CV, row_N[chunk], normalizer_N[chunk], grads_KN[:, chunk])
                 del logits_CV
             gemm.matmul_out(grad_x_NH[chunk], scaled_CV, weight_VH.t())
             gemm.add_weight_gradient(grad_VH, scaled_CV, gemm.upcast(x_NH[chunk]))
@@ -236,10 +236,19 @@ def _chunk_logits(x_CH: Tensor, weight: Tensor, bias: Tensor | None, options: Ch
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], temperature: float) -> Tensor:
-    """Return the gradients of loss and normalizer of each token, [2, N], for logits over the temperature."""
-    like = next(grad for grad in grads if grad is not None)
-    grads_2N = torch.stack([(torch.zeros_like(like) if grad is None else grad).flatten() for grad in grads[:2]])
-    return grads_2N if temperature == 1 else grads_2N / temperature
+    """Return the gradients of each token's loss and normalizer, for logits over the temperature.
+
+    Returns:
+        [2, N]; [1, N] if the normalizer has no gradient of its own.
+    """
+    of_loss, of_normalizer = grads[:2]
+    if of_normalizer is None:
+        assert of_loss is not None, "a backward pass has a gradient"
+        grads_KN = of_loss.flatten().contiguous().unsqueeze(0)
+    else:
+        of_loss = torch.zeros_like(of_normalizer) if of_loss is None else of_loss
+        grads_KN = torch.stack((of_loss.flatten(), of_normalizer.flatten()))
+    return grads_KN if temperature == 1 else grads_KN / temperature
 
 
 def _outputs(ctx: Any, merged: "_MergedStatistics", shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:

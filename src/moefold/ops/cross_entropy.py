@@ -37,18 +37,20 @@ class CrossEntropyOps(Protocol):
         ...
 
     def gradient_out(
-        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_2C: Tensor
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor
     ) -> None:
         """Write the gradient of the logits into `out`, which may be the logits themselves.
 
-        With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p.
+        With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p; without a
+        second row the normalizer has no gradient of its own.
 
         Args:
             out_CV: of any floating dtype, contiguous; rounded once.
             logits_CV: as in `statistics`.
             row_C: as in `statistics`.
             normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.
-            grads_2C: gradients of each token's cross-entropy and of its normalizer, in the dtype of the normalizer.
+            grads_KC: gradients of each token's cross-entropy and, if K is 2, of its normalizer, in the dtype of the
+                normalizer.
         """
         ...
 
@@ -66,10 +68,11 @@ class TorchCrossEntropyOps:
         return RowStatistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def gradient_out(
-        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_2C: Tensor
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor
     ) -> None:
         """See `CrossEntropyOps`."""
         tile_rows = _tile_rows(logits_CV)
+        grads_2C = grads_KC if len(grads_KC) == 2 else torch.cat((grads_KC, torch.zeros_like(grads_KC)))
         columns = (x.unsqueeze(1).split(tile_rows) for x in (row_C, normalizer_C, *grads_2C))
         for out, logits, row, normalizer, grad, grad_normalizer in zip(
             _row_tiles(out_CV), _row_tiles(logits_CV), *columns, strict=True
@@ -93,11 +96,11 @@ def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
 
 
 def exponential_gradient_out(
-    out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grads_2C: Tensor
+    out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grads_KC: Tensor
 ) -> None:
     """Write what `CrossEntropyOps.gradient_out` does, of probabilities factor * exps; `exps` are kept."""
-    torch.mul(exps_CV, (grads_2C.sum(0) * factor_C).unsqueeze(1), out=out_CV)
-    out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grads_2C[0].where(row_C >= 0, 0.0).unsqueeze(1))
+    torch.mul(exps_CV, (grads_KC.sum(0) * factor_C).unsqueeze(1), out=out_CV)
+    out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grads_KC[0].where(row_C >= 0, 0.0).unsqueeze(1))
 
 
 def _statistics(logits_CV: Tensor, row_C: Tensor, exps_CV: Tensor) -> RowStatistics:

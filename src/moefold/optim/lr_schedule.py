@@ -103,7 +103,7 @@ def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training
     except ConfigError:
         return f"with {changes} the learning rate of step {step + 1} is {rate:.3g}; {course}"
     last = learning_rate(train, steps, step)
-    ended = f"the schedule of {steps:,} steps has ended; " if step >= steps and _decays(train, steps) else ""
+    ended = f"the schedule of {steps:,} steps has ended; " if step >= steps and _ends_lower(train, steps) else ""
     verb = f"{'rises' if rate > last else 'falls'} from {last:.3g} to"
     if math.isclose(rate, last):
         verb = "stays at"
@@ -125,6 +125,13 @@ def _decays(train: TrainConfig, steps: int) -> bool:
     """Return whether the rate of the last step is lower than the peak, as the schedule has a decay."""
     peak = _peak_step(train)
     return steps > peak and chosen_in(train, LrSchedulePart).rate(train.lr, peak, steps, steps) < train.lr
+
+
+def _ends_lower(train: TrainConfig, steps: int) -> bool:
+    """Return whether the schedule ends after `steps` below the peak; one that does not read the end only goes on."""
+    rate = chosen_in(train, LrSchedulePart).rate
+    peak = _peak_step(train)
+    return _decays(train, steps) and rate(train.lr, peak, steps, steps) != rate(train.lr, peak, steps, 2 * steps)
 
 
 def _describe_course(run: RunConfig, train: TrainConfig, step: int) -> str:
@@ -150,7 +157,7 @@ def continuation(run: RunConfig, train: TrainConfig, steps: int) -> tuple[tuple[
     """
     # A command line has one of both: the value of the finished run is replaced by a longer one.
     longer = f"run.epochs={run.epochs * steps / run.steps:g}" if run.epochs else f"run.steps={steps}"
-    if not _decays(train, run.steps):
+    if not _ends_lower(train, run.steps):
         return (longer,), ""
     last = learning_rate(train, run.steps, run.steps)
     if last:

@@ -52,10 +52,11 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_nan_is_not_hidden():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16], ids=["in place", "float32", "bfloat16"])
-def test_gradient(dtype, out_dtype):
+@pytest.mark.parametrize("num_gradients", [1, 2], ids=["cross-entropy", "normalizer too"])
+def test_gradient(dtype, out_dtype, num_gradients):
     logits, rows = case(dtype)
     normalizer = logits.float().logsumexp(1)
-    grads = torch.randn(2, T, device=DEVICE)
+    grads = torch.randn(num_gradients, T, device=DEVICE)
     expected = torch.empty(T, V, dtype=torch.float64, device=DEVICE)
     TORCH_CROSS_ENTROPY_OPS.gradient_out(expected, logits.double(), rows, normalizer.double(), grads.double())
     out = logits if out_dtype is None else torch.full((T, V), float("nan"), dtype=out_dtype, device=DEVICE)

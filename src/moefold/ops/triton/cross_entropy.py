@@ -36,7 +36,7 @@ def _statistics_kernel(logits, rows, tops, sums, targets, width, BLOCK: tl.const
 
 
 @triton.jit
-def _gradient_kernel(logits, rows, normalizers, grads, out, width, BLOCK: tl.constexpr):
+def _gradient_kernel(logits, rows, normalizers, grads, out, width, HAS_NORMALIZER: tl.constexpr, BLOCK: tl.constexpr):
     """Compute grads[0] * (p - one_hot(row)) + grads[1] * p of one block of a row; out may be the logits."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +44,8 @@ def _gradient_kernel(logits, rows, normalizers, grads, out, width, BLOCK: tl.con
     z = tl.load(logits + cell, mask=column < width, other=0.0).to(tl.float32)
     probs = tl.exp(z - tl.load(normalizers + token))
     scaled = (probs - tl.where(column == tl.load(rows + token), 1.0, 0.0)) * tl.load(grads + token)
-    scaled += probs * tl.load(grads + tl.num_programs(0) + token)
+    if HAS_NORMALIZER:
+        scaled += probs * tl.load(grads + tl.num_programs(0) + token)
     tl.store(out + cell, scaled.to(out.dtype.element_ty), mask=column < width)
 
 
@@ -63,15 +64,15 @@ class TritonCrossEntropyOps:
         return RowStatistics(top_C, sum_C, target_C)
 
     def gradient_out(
-        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_2C: Tensor
+        self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor
     ) -> None:
         """See `CrossEntropyOps`."""
         num_tokens, width = logits_CV.shape
         block = _block_size(logits_CV)
         if num_tokens:
             _gradient_kernel[(num_tokens, triton.cdiv(width, block))](
-                logits_CV, row_C.contiguous(), normalizer_C.contiguous(), grads_2C.contiguous(), out_CV, width,
-                BLOCK=block, num_warps=NUM_WARPS,
+                logits_CV, row_C.contiguous(), normalizer_C.contiguous(), grads_KC.contiguous(), out_CV, width,
+                HAS_NORMALIZER=len(grads_KC) == 2, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
 
 

@@ -34,11 +34,12 @@ class NextTokenLoss(LossPart):
         from moefold.model.loss_function import weighted_sum
 
         losses = output.token_losses(columns["labels"])
-        terms = [weighted_sum(losses.loss, columns.get("weights"))]
-        if self.z_loss:
-            coefficient = self.z_loss if output.is_training else 0.0
-            terms.append(coefficient * weighted_sum(losses.log_normalizer.square(), columns.get("weights")))
-        return torch.cat(terms)
+        cross_entropy = weighted_sum(losses.loss, columns.get("weights"))
+        if not self.z_loss:
+            return cross_entropy
+        coefficient = self.z_loss if output.is_training else 0.0
+        squares = weighted_sum(losses.log_normalizer.square(), columns.get("weights"))
+        return torch.cat((cross_entropy, coefficient * squares))
 
     def formula(self) -> Callable[[OracleOutput, Mapping[str, "Tensor"]], "Tensor"]:
         """Return the weighted sum of minus the log-probabilities, and in training of the squared normalizers."""
