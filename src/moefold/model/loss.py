@@ -64,7 +64,7 @@ class TokenLosses(NamedTuple):
     loss: Tensor
     """Cross-entropy of the label."""
     log_normalizer: Tensor
-    """Log-sum-exp of the logits; their gradient is the sum of what it and the cross-entropy have."""
+    """Log-sum-exp of the logits. A loss may use it and the cross-entropy: the gradients add up in the logits."""
     entropy: Tensor | None
     """Of the law that predicts the label, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
 

@@ -90,14 +90,11 @@ class StepMeter:
     Args:
         model: the model.
         clipped: the parameters whose gradients count in the norm, by name.
+        parallel, train: sections of the recipe.
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        clipped: dict[str, nn.Parameter],
-        parallel: ParallelConfig,
-        train: TrainConfig,
+        self, model: ParallelModel, clipped: dict[str, nn.Parameter], parallel: ParallelConfig, train: TrainConfig
     ) -> None:
         self.clipped = clipped
         self._model = model
