@@ -76,7 +76,7 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     model = dict(load_preset(shape.preset))
     if shape.part != "model":
         layers = STACK_LAYERS if shape.part == "stack" else 1
-        model |= {"num_layers": layers, "layer_pattern": "M", "mtp_layers": 0, "vocab_size": VOCAB_SIZE}
+        model |= {"layers": layers, "mtp_layers": 0, "vocab_size": VOCAB_SIZE}
     if experts:
         least = model["top_k"] * max(1, model.get("num_groups", 1) // max(1, model.get("top_groups", 1)))
         if experts < least or experts % model.get("num_groups", 1):

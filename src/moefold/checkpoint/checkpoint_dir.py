@@ -20,10 +20,10 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.field import SAME_TENSORS
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, RewardPart
+from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
 from moefold.config.part_table import NONE, known_parts
-from moefold.config.patterns import LAYER_KINDS, PATTERNS, expand_layer_pattern, spell
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -148,11 +148,11 @@ def step_of(path: Path) -> int:
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the section [model] as JSON reads it, with the kind of each layer spelled out."""
+    """Return the section [model] as JSON reads it, with its layers in the shortest words."""
     sizes: dict[str, Any] = json.loads(
         json.dumps({key: without_source(value, "file") for key, value in keys_of(model).items()})
     )
-    return sizes | {"layer_kinds": spell(model.layer_pattern, LAYER_KINDS, model.num_layers)}
+    return sizes | {"layers": spell_layers(model.layer_words)}
 
 
 def sample_order(cfg: Config) -> dict[str, Any]:
@@ -515,13 +515,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         _model_of(sizes)
     except ConfigError as error:
         raise TypeError(f"model is {error}") from None
-    # Lists of num_layers entries are built from the number: layer_kinds, which is as long, bounds it.
-    if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
-        raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
-    for name, letters in PATTERNS.items():
-        # Whoever builds the model refuses another layer_pattern by its key; layer_kinds is compared here.
-        if name != "layer_pattern":
-            expand_layer_pattern(sizes.get(name, letters[0]), letters)
+    parse_layers(sizes.get("layers", ModelConfig.layers))
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
@@ -637,16 +631,12 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     theirs = _settings_of_layers(model_sizes(there)) | {key: value for key, value in theirs.items() if value != GIVEN}
     unread = _unread_tables(there) & _unread_tables(reader or model)
     free = keys_with("model", SAME_TENSORS)
-    for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
+    for sizes, layers in ((theirs, there.decoder_layers), (ours, model.decoder_layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
         if "attention.head_dim" in sizes and heads:
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
-        parts = [layer.attention for layer in layers]
-        sizes["linear_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent]
-        sizes["shared_selections"] = [i for i, part in enumerate(parts) if part.shares_selection]
-        sizes["rope_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent or part.has_rope]
     named = [key for key in (*theirs, *ours) if key not in free and not any(key.startswith(table) for table in unread)]
     return _differences({key: theirs.get(key) for key in named}, ours)
 
@@ -738,8 +728,8 @@ def _can_skip_corrupt(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
 
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
-    if "num_layers" in wrong:
-        for key in ("layer_kinds", "layer_windows", "layer_chunks", "linear_layers", "rope_layers"):
+    if "layers" in wrong:
+        for key in ("layer_windows", "layer_chunks"):
             wrong.pop(key, None)
     # A table that differs is named without its settings.
     wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}

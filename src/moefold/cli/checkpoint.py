@@ -87,9 +87,7 @@ def print_content(
     if lora := meta.lora:
         text = f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}, of {', '.join(lora['targets'])}"
         console.print(printable(f"{text}; base: {lora['base'] or 'random weights'}"), soft_wrap=True)
-    model = {
-        key: meta.model.get(key, "?") for key in ("num_layers", "hidden_size", "num_experts", "top_k", "vocab_size")
-    }
+    model = {key: meta.model.get(key, "?") for key in ("layers", "hidden_size", "num_experts", "top_k", "vocab_size")}
     console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in model.items())))
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
     for name, part in _group_by_part(tensors).items():

@@ -159,7 +159,7 @@ def _model_from_pipeline_layout(model: ModelConfig, text: str) -> ModelConfig:
         kinds = [part.kind for part in expand_layout(text)]
     except LayoutSyntaxError as error:
         raise ConfigError(f"pipeline_layout={text!r}: {error}") from None
-    return replace(model, num_layers=max(1, kinds.count("t")), mtp_layers=kinds.count("m"))
+    return replace(model, layers=max(1, kinds.count("t")), mtp_layers=kinds.count("m"))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -426,7 +426,7 @@ class StagePanel:
         if stage.parts.has_embedding:
             yield "E", "E"
         for number in stage.parts.layers:
-            yield "t" if self.model is None else "DM"[self.model.layers[number].ffn.is_routed], str(number)
+            yield "t" if self.model is None else "DM"[self.model.decoder_layers[number].ffn.is_routed], str(number)
         for _ in range(stage.parts.num_mtp_layers):
             yield "m", "m"
         if stage.parts.has_loss:

@@ -8,6 +8,7 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
+from moefold.config.layer_words import spell_layers
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of
@@ -82,7 +83,8 @@ def upcycled_model(
             f"--granularity {slices} must divide the width {dense_model.ffn.dense.intermediate_size} of {str(dense)!r}"
         )
     width = dense_model.ffn.dense.intermediate_size // slices
-    copied = {**keys_of(dense_model), "layer_pattern": ModelConfig.layer_pattern, "upcycle_from": str(dense)}
+    layers = spell_layers([words._replace(ffn="moe") for words in dense_model.layer_words])
+    copied = {**keys_of(dense_model), "layers": layers, "upcycle_from": str(dense)}
     copied["ffn"] = {"dense": copied["ffn"]["dense"], "moe": {"intermediate_size": width}}
     # Precedence: given overrides, then the dense model's keys, then the defaults.
     tree = {"model": copied}

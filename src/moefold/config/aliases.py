@@ -51,7 +51,7 @@ data.validation_fraction: test_size
 data.packing: packing pack_sequences
 data.chat_template: chat_template_path
 model.hidden_size: hidden_dim d_model n_embd dim embed_dim
-model.num_layers: num_hidden_layers n_layers n_layer decoder_layers
+model.layers: num_layers num_hidden_layers n_layers n_layer decoder_layers
 model.attention.num_heads: n_heads n_head num_heads
 model.attention.num_kv_heads: num_key_value_heads n_kv_heads num_kv_heads
 model.attention.head_dim: kv_channels
@@ -142,7 +142,7 @@ data.validation_fraction: validation_split_percentage
 data.document_end: eod_token eos_token_id reset_position_ids reset_attention_mask
 model.ffn.moe.shared.intermediate_size: n_shared_experts
 model.ffn.moe.router.softmax: moe_router_pre_softmax
-model.layer_pattern: first_k_dense_replace moe_layer_freq decoder_sparse_step mlp_only_layers
+model.layers: first_k_dense_replace moe_layer_freq decoder_sparse_step mlp_only_layers
 model.tie_embeddings: untie_embeddings_and_output_weights
 model.attention: multi_latent_attention
 parallel.world_size: num_processes

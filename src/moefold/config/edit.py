@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moefold.config.layer_words import counted_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, Table
 from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
 from moefold.config.schema import Config
-from moefold.errors import raise_all
+from moefold.errors import ConfigError, raise_all
 
 FILLING_KEYS = ("model.preset", "sites.method")
 """Keys that fill others while a recipe is read."""
@@ -44,6 +45,11 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
         if len(names) == 1 and name in plain:
             value = getattr(getattr(given, section), names[0])
             before = getattr(getattr(cfg, section), names[0])
+            if name == "model.layers" and isinstance(value, int):
+                try:
+                    value = counted_layers(before, value)
+                except ValueError as error:
+                    raise ConfigError(f"{name}={value} {error}") from None
             if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
                 kept, _ = settings_of_other_kind(name, before.as_table(), value.kind)
                 value = replace(value, **{setting: getattr(before, setting) for setting in kept})

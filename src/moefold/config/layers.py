@@ -1,9 +1,9 @@
-"""Layers of a model as objects: `layers_of` reads the patterns and the kinds of a recipe, and nothing else does.
+"""Layers of a model as objects: `layers_of` reads the words and the parts of a recipe, and nothing else does.
 
 What is asked of a layer is asked of its parts, in `config/groups/`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,21 +12,18 @@ from moefold.config.find import unknown_kind
 from moefold.config.groups.attention import AttentionPart, RecurrentCore, SoftmaxAttentionPart, SoftmaxCore, prefixed
 from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
+from moefold.config.layer_words import LayerWords
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import make_part, marks_of, names_failure
-from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, PATTERNS, ROPE_KINDS, spell
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (
-    "model.attention", "model.linear_attention", "model.norm", "model.residual", "model.mtp_layers",
-    "model.layer_pattern", "model.attention_pattern", "model.rope_pattern", "model.index_pattern",
+    "model.attention", "model.linear_attention", "model.norm", "model.residual", "model.mtp_layers", "model.layers",
     "model.sliding_window", "model.attention_chunk_size", "model.ffn.dense", "model.ffn.moe",
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
-SPANS = {"W": ("window", "sliding_window"), "C": ("chunk", "attention_chunk_size")}
-"""Kind of the span of a letter of `model.attention_pattern`, and the key with its tokens."""
-NETWORKS = {"D": "dense", "M": "moe"}
-"""Feed-forward network of a letter of `model.layer_pattern`, as `model.ffn` names it."""
+SPANS = {"window": "sliding_window", "chunk": "attention_chunk_size"}
+"""Key with the tokens of each kind of span."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +114,10 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
         model: a `ModelConfig`, which has the layers as `all_layers`.
 
     Raises:
-        ValueError: a pattern is not valid.
+        ValueError: `model.layers` is not valid.
     """
-    spelled = (spell(getattr(model, name), letters, model.num_layers) for name, letters in PATTERNS.items())
-    rows = list(zip(*spelled, strict=True))
-    rows += [(*rows[-1][:3], INDEX_KINDS[0])] * model.mtp_layers
+    rows = list(model.layer_words)
+    rows += [rows[-1]._replace(selection="own")] * model.mtp_layers
     for key in ("attention", "linear_attention", "norm", "residual"):
         if isinstance(kind := getattr(model, key), str):
             owner: Any = type(model)
@@ -130,8 +126,8 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     built = {
         row: Layer(
             hidden_size=model.hidden_size,
-            attention=_attention(model, row[1], has_rope=row[2] == "R", is_shared=row[3] == "S"),
-            ffn=getattr(model.ffn, NETWORKS[row[0]]),
+            attention=_attention(model, row),
+            ffn=getattr(model.ffn, row.ffn),
             norm=model.norm,
             residual=model.residual,
         )
@@ -140,39 +136,15 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     return tuple(built[row] for row in rows)
 
 
-def with_layers_of(model: Any, attentions: Sequence[int], networks: Sequence[int], shares: Sequence[bool]) -> Any:
-    """Return a model of some of its layers, as patterns.
-
-    Args:
-        model: a `ModelConfig`.
-        attentions: number of the layer whose attention each layer has, in order.
-        networks: number of the layer whose feed-forward network it has.
-        shares: whether it attends to the keys that an earlier layer selected.
-    """
-
-    def letters(pattern: str, kinds: str, numbers: Sequence[int]) -> str:
-        spelled = spell(pattern, kinds, model.num_layers)
-        return "".join(spelled[number] for number in numbers)
-
-    return replace(
-        model,
-        layer_pattern=letters(model.layer_pattern, LAYER_KINDS, networks),
-        attention_pattern=letters(model.attention_pattern, ATTENTION_KINDS, attentions),
-        rope_pattern=letters(model.rope_pattern, ROPE_KINDS, attentions),
-        index_pattern="".join(INDEX_KINDS[is_shared] for is_shared in shares) if any(shares) else INDEX_KINDS[0],
-        num_layers=len(attentions),
-    )
-
-
-def _attention(model: Any, letter: str, *, has_rope: bool, is_shared: bool) -> AttentionPart:
-    """Return the attention of a layer with a letter of `model.attention_pattern`."""
-    if letter == "L":
+def _attention(model: Any, words: LayerWords) -> AttentionPart:
+    """Return the attention of a layer."""
+    if words.attention == "linear":
         linear: AttentionPart = model.linear_attention
         return linear
-    kind, key = SPANS.get(letter, ("", ""))
-    span = make_part("span", kind, tokens=getattr(model, key)) if kind else None
-    part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=has_rope)
-    if not isinstance(part, SoftmaxAttentionPart) or part.indexer is None or not is_shared:
+    key = SPANS.get(words.attention)
+    span = make_part("span", words.attention, tokens=getattr(model, key)) if key else None
+    part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=words.position == "rope")
+    if not isinstance(part, SoftmaxAttentionPart) or part.indexer is None or words.selection == "own":
         return part
     sizes = {field.name: getattr(part.indexer, field.name) for field in fields(part.indexer)}
     return replace(part, indexer=make_part("indexer", "shared", **sizes))

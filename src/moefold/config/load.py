@@ -17,6 +17,7 @@ from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
 from moefold.config.find import find_part, kinds_in_words, unknown_kind
 from moefold.config.groups.site_method import SiteMethodPart
+from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
@@ -129,9 +130,20 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
     if not isinstance(preset, str) or not preset:
         return tree, {}
     try:
-        return {**tree, "model": merged("model", load_preset(preset), model)}, {}
+        base = load_preset(preset)
     except ConfigError as error:
         return tree, {"model.preset": str(error)}
+    try:
+        model = {**model, **_counted(model, base)}
+    except ValueError as error:
+        return tree, {"model.layers": f"model.layers={model['layers']} {error}"}
+    return {**tree, "model": merged("model", base, model)}, {}
+
+
+def _counted(model: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
+    """Return the layers of a [model] that gives their number alone, as they are in another one."""
+    count = model.get("layers")
+    return {"layers": counted_layers(base.get("layers"), count)} if type(count) is int else {}
 
 
 def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[str, str]]:
@@ -206,6 +218,11 @@ def _apply_override(tree: Tree, override: str) -> str:
         before = before.get(name) if isinstance(before, dict) else None
     lost: Tree = {}
     path = f"{section}.{key}"
+    if path == "model.layers" and type(value) is int:
+        try:
+            value = counted_layers(before, value) if before else value
+        except ValueError as error:
+            raise ConfigError(f"{path}={value} {error}") from None
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
         kept, lost = settings_of_other_kind(path, before, value)
         value_of_part: Any = {"kind": value, **kept} if kept else value
@@ -222,7 +239,8 @@ def _apply_override(tree: Tree, override: str) -> str:
 
 def _override_value(section: str, key: str, text: str) -> Any:
     value = _parsed_value(text)
-    takes_text = str in (get_args(key_types(section).get(key)) or (key_types(section).get(key),))
+    types = get_args(key_types(section).get(key)) or (key_types(section).get(key),)
+    takes_text = str in types and not (type(value) is int and int in types)
     takes_table = f"{section}.{key}" in tables()
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 

@@ -1,4 +1,4 @@
-"""The [model] section of a recipe: sizes and kinds of a decoder-only transformer, and layer patterns such as "D3M2"."""
+"""The [model] section of a recipe: sizes and kinds of a decoder-only transformer, and its layers, "3 dense, 58 moe"."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -8,10 +8,10 @@ from moefold.config.field import POSITIVE, SAME_TENSORS, Judged, Most, ReadIf, a
 from moefold.config.groups.attention import RecurrentCore, SoftmaxAttentionPart
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
+from moefold.config.layer_words import MAX_LAYERS, LayerWords, parse_layers
 from moefold.config.layers import Layer, layers_of
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.part import KindOf, Section
-from moefold.config.patterns import MAX_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,12 @@ class ModelConfig(Section):
 
     preset: Annotated[str, SAME_TENSORS, Judged.SIZE] = ""
     """Named model shape (see `moefold train --keys`); keys of the recipe win over keys of the preset."""
-    num_layers: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 4
-    """Transformer layers, L."""
+    layers: int | str = 4
+    """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
+    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". A name is needed where it is not the first of: full,
+    window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention) attention; rope
+    or nope (no position embedding); own or shared (the keys that the nearest layer with an indexer before it selected,
+    arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense (model.ffn.dense)."""
     hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 256
     """Width of the residual stream, H."""
     attention: Annotated[Any, KindOf("attention", ("gqa", "mla"))] = "gqa"
@@ -30,31 +34,22 @@ class ModelConfig(Section):
     vocab_size: Annotated[int, at_least(1), Most(2**31), Judged.SIZE] = 256
     """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
     preset or the default does: their number, rounded up to a multiple of 64."""
-    layer_pattern: Annotated[str, SAME_TENSORS] = "M"
-    """D (dense) and M (mixture of experts), each with an optional count; repeats to num_layers: M, DM, D3M58."""
     mtp_layers: Annotated[int, at_least(0, "0: none"), Most(MAX_LAYERS)] = 0
     """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
     2.2), each through one more layer after the others, of the kind of the last one; 0: none."""
-    attention_pattern: Annotated[str, SAME_TENSORS] = "F"
-    """F (full), W (within model.sliding_window), C (within chunks of model.attention_chunk_size) and L (linear
-    attention, model.linear_attention), each with an optional count; repeats to num_layers: F, WF, W5F, C3F, L3F."""
-    sliding_window: Annotated[int, at_least(0, "0: no layer of kind W"), SAME_TENSORS] = 0
-    """Sliding window of a layer of kind W: each token attends to itself and the tokens right before it, this many in
+    sliding_window: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
+    """Sliding window of a layer 'window': each token attends to itself and the tokens right before it, this many in
     all; 0: no such layers."""
-    attention_chunk_size: Annotated[int, at_least(0, "0: no layer of kind C"), SAME_TENSORS] = 0
-    """Tokens of an attention chunk of a layer of kind C: a document is divided into chunks of this length from its
+    attention_chunk_size: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
+    """Tokens of an attention chunk of a layer 'chunk': a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
     linear_attention: Annotated[Any, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))] = (
         "gated_deltanet"
     )
-    """Layers of kind L: delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
+    """Layers 'linear': delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
     attention (short_convolution: LFM2, arXiv:2511.23404)."""
-    index_pattern: Annotated[str, SAME_TENSORS, ReadIf("model.attention.indexer")] = "F"
-    """F (layers with an indexer of their own) and S (layers that attend to the keys which the nearest such layer before
-    them selected, arXiv:2603.12201), each with an optional count; repeats to num_layers: F, FS3, F3S3. Layers of kind L
-    have no indexer under either letter, MTP layers always have one."""
     ffn: Networks = field(default_factory=Networks)
     """Feed-forward networks of the layers."""
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -73,8 +68,6 @@ class ModelConfig(Section):
     """Use the embedding as the output head."""
     head_bias: bool = False
     """Bias on the logits, one for each token of the vocabulary (Phi-3.5-MoE)."""
-    rope_pattern: Annotated[str, SAME_TENSORS] = "R"
-    """R (RoPE) and N (no position embedding, NoPE), each with an optional count; repeats to num_layers: R, R3N."""
     init_std: Annotated[float, POSITIVE, SAME_TENSORS, Judged.START] = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
@@ -119,12 +112,22 @@ class ModelConfig(Section):
         )
 
     @cached_property
+    def layer_words(self) -> tuple[LayerWords, ...]:
+        """Words of each layer in order."""
+        return parse_layers(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, without MTP layers."""
+        return len(self.layer_words)
+
+    @cached_property
     def all_layers(self) -> tuple[Layer, ...]:
-        """`layers`, then the MTP (multi-token prediction) layers."""
+        """`decoder_layers`, then the MTP (multi-token prediction) layers."""
         return layers_of(self)
 
     @cached_property
-    def layers(self) -> tuple[Layer, ...]:
+    def decoder_layers(self) -> tuple[Layer, ...]:
         """Each layer in order, with its attention and its feed-forward network."""
         return self.all_layers[: self.num_layers]
 
@@ -136,22 +139,22 @@ class ModelConfig(Section):
     @property
     def has_linear_attention(self) -> bool:
         """Return whether some layers have linear attention or a convolution, with states of a fixed size."""
-        return any(layer.attention.is_recurrent for layer in self.layers)
+        return any(layer.attention.is_recurrent for layer in self.decoder_layers)
 
     @property
     def has_softmax_attention(self) -> bool:
         """Return whether some layers have softmax attention."""
-        return not all(layer.attention.is_recurrent for layer in self.layers)
+        return not all(layer.attention.is_recurrent for layer in self.decoder_layers)
 
     @property
     def has_linear_convolution(self) -> bool:
         """Return whether some layers have a convolution over neighbouring tokens."""
-        return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.layers)
+        return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.decoder_layers)
 
     @cached_property
     def block_kinds(self) -> tuple[Layer, ...]:
         """Kind of each layer in order, see `Layer.kind`."""
-        return tuple(layer.kind for layer in self.layers)
+        return tuple(layer.kind for layer in self.decoder_layers)
 
     @cached_property
     def all_block_kinds(self) -> tuple[Layer, ...]:
@@ -182,7 +185,7 @@ class ModelConfig(Section):
     @property
     def selected_keys(self) -> int:
         """Most keys that a query of sparse attention attends to; 0: no layer has sparse attention."""
-        return next((layer.attention.selector.top_k for layer in self.layers if layer.attention.selector), 0)
+        return next((layer.attention.selector.top_k for layer in self.decoder_layers if layer.attention.selector), 0)
 
     @property
     def moe_layer_numbers(self) -> tuple[int, ...]:
@@ -192,7 +195,7 @@ class ModelConfig(Section):
     @property
     def has_rope(self) -> bool:
         """Return whether a layer of softmax attention applies RoPE."""
-        return any(layer.attention.has_rope and not layer.attention.is_recurrent for layer in self.layers)
+        return any(layer.attention.has_rope and not layer.attention.is_recurrent for layer in self.decoder_layers)
 
     @property
     def last_stage_needs_embedding(self) -> bool:
@@ -201,10 +204,10 @@ class ModelConfig(Section):
 
 
 def has_moe_layers(model: ModelConfig) -> bool:
-    """Return whether any layer of a legal layer pattern is an MoE layer."""
-    return any(layer.ffn.is_routed for layer in model.layers)
+    """Return whether any layer is an MoE layer."""
+    return any(layer.ffn.is_routed for layer in model.decoder_layers)
 
 
 def has_dense_layers(model: ModelConfig) -> bool:
-    """Return whether any layer of a legal layer pattern is dense (SwiGLU)."""
-    return not all(layer.ffn.is_routed for layer in model.layers)
+    """Return whether any layer is dense (SwiGLU)."""
+    return not all(layer.ffn.is_routed for layer in model.decoder_layers)

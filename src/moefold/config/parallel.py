@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from moefold.config.field import Most, ReadIf, at_least
+from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.limits import MAX_RANKS
 from moefold.config.part import KindOf, Part, Section
-from moefold.config.patterns import MAX_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,12 @@
 """Recipes of format 1, whose parts read flat keys of their section, in the keys of format 2. Torch-free."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
+from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
 from moefold.config.part import Part
-from moefold.config.part_table import NONE, toml_table, toml_value
+from moefold.config.part_table import NONE, shown_value, toml_table, toml_value
 from moefold.config.suggestions import default_of, join_with_or, kind_settings, part_marks, tables
 from moefold.config.tree import put, value_at
 from moefold.errors import ConfigError
@@ -67,6 +69,14 @@ model.rope.scaling attention_factor:rope_attention_factor mscale:rope_mscale msc
 
 Keys that choose a kind or a table come before its settings.
 """
+LAYERS = "model.layers"
+PATTERNS = {
+    "layer_pattern": ("ffn", {"D": "dense", "M": "moe"}),
+    "attention_pattern": ("attention", {"F": "full", "W": "window", "C": "chunk", "L": "linear"}),
+    "rope_pattern": ("position", {"R": "rope", "N": "nope"}),
+    "index_pattern": ("selection", {"F": "own", "S": "shared"}),
+}
+"""Words of the letters of patterns that stand in `model.layers`, and the field of `LayerWords` that has them."""
 MOVED = {
     "train.min_lr": Moved("train.lr_schedule", "min_lr"),
     "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
@@ -113,6 +123,7 @@ MOVED = {
     for line in _MODEL.split("\n")
     for word in line.split()[1:]
 }
+MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PATTERNS)}
 """Place of each flat key of format 1, as "section.key"."""
 OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
 """Flat keys whose value 0 meant that there is no table."""
@@ -148,9 +159,13 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         from moefold.config.presets import load_preset, preset_names
 
         base = {"model": load_preset(name)} if name in preset_names() else {}
+    if isinstance(model, dict):
+        _put_layers(found["model"], base.get("model", {}))
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
+        if str(place) == LAYERS:
+            continue
         keys = found.get(section)
         if not isinstance(keys, dict) or key not in keys:
             continue
@@ -168,6 +183,43 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif value != NONE or value_at(path, base) is not None:
             _put(found, path, value)
     return found, unread
+
+
+def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
+    """Replace the number of layers and their patterns by their words; what is not understood stays, and is refused."""
+    # Checkpoints repeat the pattern, as long as the model.
+    model.pop("layer_kinds", None)
+    given = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}
+    if not given:
+        return
+    try:
+        rows = parse_layers(model.get("layers", preset.get("layers", 4)))
+        rows = repeat_layers(rows, len(parse_layers(given.get("num_layers", len(rows)))))
+        for key, (column, words) in PATTERNS.items():
+            if key in given:
+                letters = _expanded(given[key], words, len(rows))
+                rows = tuple(row._replace(**{column: words[letters[i % len(letters)]]}) for i, row in enumerate(rows))
+    except (TypeError, ValueError):
+        return
+    for key in given:
+        del model[key]
+    model["layers"] = spell_layers(rows)
+
+
+def _expanded(pattern: str, letters: Container[str], most: int) -> str:
+    """Spell a pattern of letters out: "D3M2" -> "DDDMM".
+
+    Raises:
+        ValueError: it has other letters, or is longer than the model.
+    """
+    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or any(char not in letters for char in pattern if char.isalpha()):
+        raise ValueError(f"unexpected pattern {pattern!r}")
+    found = ""
+    for letter, count in re.findall(r"([A-Z])(\d*)", pattern):
+        if not 0 < int(count or 1) <= most - len(found):
+            raise ValueError(f"{pattern!r} is longer than the model")
+        found += letter * int(count or 1)
+    return found
 
 
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
@@ -237,6 +289,8 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
     """
     place = MOVED[name]
     found, unread = upgraded(tree)
+    if str(place) == LAYERS and LAYERS.partition(".")[2] not in found["model"]:
+        return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
     if name in unread:
         kind = _kind_at(place.key, found, {})
         owners = place.kinds or kind_settings()[str(place)]
@@ -270,6 +324,11 @@ def moved_override_refusal(name: str, text: str) -> str:
 def _word(name: str, text: str) -> str:
     """Return an override of a flat key in format 2."""
     place = MOVED[name]
+    if str(place) == LAYERS:
+        key = name.partition(".")[2]
+        model: dict[str, Any] = {key: int(text) if text.isdecimal() else text}
+        _put_layers(model, {})
+        return f"{place}={shown_value(model.get('layers', '3 dense, 58 moe'))}"
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
     if str(place) in tables() and text in ("true", "false"):
@@ -294,9 +353,14 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     if name not in MOVED:
         return word
     keys = tree.get(section)
-    value = text.lower() == "true" if text in ("true", "false") else text
+    value: Any = text.lower() == "true" if text in ("true", "false") else text
+    if str(MOVED[name]) == LAYERS:
+        value = int(text) if text.isdecimal() else text
     tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: value}}
-    if name in upgraded(tree)[1]:
+    found, unread = upgraded(tree)
+    if str(MOVED[name]) == LAYERS and key not in found[section]:
+        return f"{LAYERS}={found[section]['layers']}"
+    if name in unread or key in found[section]:
         raise ConfigError(moved_key_refusal(tree, name))
     if MOVED[name].setting == KIND:
         raise ConfigError(moved_override_refusal(name, text))

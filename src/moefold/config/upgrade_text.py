@@ -66,7 +66,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     spelled = {
         str(MOVED[found.name]): found.value
         for found in statements
-        if found.name in MOVED and found.name not in unread and MOVED[found.name].setting != KIND
+        if found.name in MOVED and found.name not in unread and MOVED[found.name].setting not in (KIND, "layers")
     }
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
     entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items() if value is not None}

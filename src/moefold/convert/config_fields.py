@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
+from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import NONE
-from moefold.config.patterns import MAX_LAYERS
 from moefold.config.suggestions import default_of, tables
 from moefold.convert.key_reader import Json, mark_read, plain
 from moefold.errors import ConfigError
@@ -22,8 +22,13 @@ _MAX_NUMBER = 2**53
 
 
 def setting_of(model: ModelConfig, key: str) -> Any:
-    """Return the value of a key of a model by its path; of a setting of another kind, or of an absent table, 0."""
+    """Return the value of a key of a model by its path; of `layers` their number.
+
+    Of a setting of another kind, or of an absent table, it is 0.
+    """
     value: Any = model
+    if key == "layers":
+        return model.num_layers
     for name in key.split("."):
         value = getattr(value, name, None)
     if value is None and f"model.{key}" not in tables():

@@ -64,7 +64,7 @@ _NO_WINDOW: tuple[ConfigField, ...] = (
 )
 _QWEN_DENSE: tuple[ConfigField, ...] = (
     *_NO_WINDOW,
-    Constants({"layer_pattern": "D"}),
+    Constants({"layers.ffn": "dense"}),
     *renamed(intermediate_size="ffn.dense.intermediate_size"),
 )
 _QWEN_EXPERTS: tuple[ConfigField, ...] = (
@@ -146,7 +146,7 @@ DECODER_FAMILIES = {
             "LlamaForCausalLM",
             (
                 *attention_fields(1e-6, 1e4),
-                Constants({"layer_pattern": "D"}),
+                Constants({"layers.ffn": "dense"}),
                 *renamed(intermediate_size="ffn.dense.intermediate_size"),
                 attention_bias(has_output=True),
                 *allowed(mlp_bias=(False,)),
@@ -177,7 +177,7 @@ DECODER_FAMILIES = {
             "MixtralForCausalLM",
             (
                 *attention_fields(1e-5, 1e6),
-                Constants({"layer_pattern": "M", "ffn.moe.router.softmax": "post"}),
+                Constants({"ffn.moe.router.softmax": "post"}),
                 num_experts("num_local_experts"),
                 *renamed(num_experts_per_tok=("ffn.moe.top_k", 2), intermediate_size="ffn.moe.intermediate_size"),
                 UniformWindow(),
@@ -214,7 +214,7 @@ DECODER_FAMILIES = {
             "OlmoeForCausalLM",
             (
                 *attention_fields(1e-5, 1e4),
-                Constants({"layer_pattern": "M", "attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}),
+                Constants({"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}),
                 num_experts("num_experts"),
                 *renamed(num_experts_per_tok="ffn.moe.top_k", intermediate_size="ffn.moe.intermediate_size"),
                 NormTopKProb(default=False),
@@ -235,7 +235,6 @@ DECODER_FAMILIES = {
                 *allowed(attention_bias=(True,)),
                 Constants(
                     {
-                        "layer_pattern": "M",
                         "ffn.moe.router.softmax": "post",
                         "attention.qkv_bias": True,
                         "attention.output_bias": True,

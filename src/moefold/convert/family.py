@@ -324,7 +324,7 @@ def backbone_fields(
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (
-        layers or Renamed("num_hidden_layers", "num_layers"),
+        layers or Renamed("num_hidden_layers", "layers"),
         *renamed(hidden_size="hidden_size", num_attention_heads="attention.num_heads", vocab_size="vocab_size"),
         *renamed(
             rms_norm_eps=("norm.eps", norm_eps),

@@ -27,6 +27,7 @@ from moefold.convert.known_keys import (
     sort_keys,
     tokenizer_known_keys,
 )
+from moefold.convert.layer_fields import joined_layers
 from moefold.convert.mtp import count_mtp_layers, tensor_names
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
@@ -185,7 +186,7 @@ def inspect_config(
         for entry in family.config_fields:
             model |= entry.read(text)
         report = _sort_config(hf_config, whole, family, ignored_keys)
-        cfg = config_from_dict({"model": model})
+        cfg = config_from_dict({"model": joined_layers(model)})
         check_config(cfg, is_training=False)
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r} ({family.name}): {error}") from None

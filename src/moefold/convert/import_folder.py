@@ -287,7 +287,7 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
     """
     text = hf_config.get("text_config")
     coefficient = (text if isinstance(text, Mapping) else hf_config).get("router_aux_loss_coef")
-    layers = sum(layer.ffn.is_routed for layer in model.layers)
+    layers = sum(layer.ffn.is_routed for layer in model.decoder_layers)
     if not layers or isinstance(coefficient, bool) or not isinstance(coefficient, int | float):
         return None
     if not 0 <= coefficient < math.inf:

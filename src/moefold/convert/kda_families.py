@@ -151,7 +151,7 @@ _EXPERTS: tuple[ConfigField, ...] = (
 _KIMI_LINEAR: tuple[ConfigField, ...] = (
     *backbone_fields(1e-5, None),
     *latent_fields(has_head_dim=False),
-    Constants({"attention": "mla", "rope_pattern": "N"}),
+    Constants({"attention": "mla", "layers.position": "nope"}),
     *allowed(mla_use_nope=(True,)),
     KimiLinearSizes(),
     MlpLayerTypes(default=1),

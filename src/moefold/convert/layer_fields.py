@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
+from moefold.config.layer_words import LayerWords, parse_layers, spell_layers
 from moefold.config.model import ModelConfig
-from moefold.config.patterns import ATTENTION_KINDS, INDEX_KINDS, LAYER_KINDS, ROPE_KINDS, expand_layer_pattern
 from moefold.convert.config_fields import Renamed, interval_of, is_int, num_layers_of
 from moefold.convert.key_reader import Json, mark_read, overlay
 from moefold.errors import ConfigError
@@ -20,7 +20,7 @@ class SparseLayers:
     """Dense layers of a config.json without the list."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
+        """Read which layers have experts."""
         count = num_layers_of(hf_config)
         given = hf_config.get("decoder_sparse_step") is not None
         step = interval_of(hf_config, "decoder_sparse_step", 1) if given else 1
@@ -28,12 +28,12 @@ class SparseLayers:
         dense = list(self.default_dense) if dense is None else dense
         if not isinstance(dense, list) or not all(map(is_int, dense)):
             raise ConfigError(f"config.json has mlp_only_layers={dense!r}, which should be a list of whole numbers")
-        kinds = ["D" if i in dense or (i + 1) % step else "M" for i in range(count)]
-        return {"layer_pattern": shorten_pattern("".join(kinds))}
+        kinds = ["dense" if i in dense or (i + 1) % step else "moe" for i in range(count)]
+        return {"layers.ffn": kinds}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the list of dense layers."""
-        dense = [i for i, layer in enumerate(model.layers) if not layer.ffn.is_routed]
+        dense = [i for i, layer in enumerate(model.decoder_layers) if not layer.ffn.is_routed]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -45,16 +45,16 @@ class FirstKDense:
     default: int = 0
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
+        """Read which layers have experts."""
         dense = hf_config.get(self.hf_key, self.default) or 0
         count = num_layers_of(hf_config)
         if not is_int(dense) or not 0 <= dense < count:
             raise ConfigError(f"config.json has {self.hf_key}={dense!r} of num_hidden_layers={count!r}")
-        return {"layer_pattern": shorten_pattern("D" * dense + "M" * (count - dense))}
+        return {"layers.ffn": ["dense"] * dense + ["moe"] * (count - dense)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of leading dense layers."""
-        leading = takewhile(lambda layer: not layer.ffn.is_routed, model.layers)
+        leading = takewhile(lambda layer: not layer.ffn.is_routed, model.decoder_layers)
         return {self.hf_key: len(list(leading))}
 
 
@@ -65,17 +65,16 @@ class MlpLayerTypes:
     default: int
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
+        """Read which layers have experts."""
         kinds = hf_config.get("mlp_layer_types")
         if kinds is None:
             return FirstKDense(default=self.default).read(hf_config)
         mark_read(hf_config, "first_k_dense_replace")
-        letters = letters_of(hf_config, "mlp_layer_types", {"dense": "D", "sparse": "M"})
-        return {"layer_pattern": shorten_pattern(letters)}
+        return {"layers.ffn": words_of(hf_config, "mlp_layer_types", {"dense": "dense", "sparse": "moe"})}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer, and the number of leading dense ones."""
-        kinds = ["sparse" if layer.ffn.is_routed else "dense" for layer in model.layers]
+        kinds = ["sparse" if layer.ffn.is_routed else "dense" for layer in model.decoder_layers]
         return FirstKDense().write(model) | {"mlp_layer_types": kinds}
 
 
@@ -84,7 +83,7 @@ class ExpertLayerRange:
     """`moe_layer_start_index`, `_end_index` and `_interval` of ERNIE: every n-th layer of a range has experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
+        """Read which layers have experts."""
         count = num_layers_of(hf_config)
         found = {}
         for name, default in (("start_index", 1), ("end_index", -1), ("interval", 1)):
@@ -94,34 +93,30 @@ class ExpertLayerRange:
             found[name] = value
         last = count - 1 if found["end_index"] == -1 else found["end_index"]
         layers = [i for i in range(found["start_index"], last + 1) if (i + 1) % found["interval"] == 0]
-        return {"layer_pattern": shorten_pattern("".join("M" if i in layers else "D" for i in range(count)))}
+        return {"layers.ffn": ["moe" if i in layers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the range; other patterns read back as another model."""
-        numbers = [i for i, layer in enumerate(model.layers) if layer.ffn.is_routed]
+        numbers = [i for i, layer in enumerate(model.decoder_layers) if layer.ffn.is_routed]
         start = numbers[0] if numbers else 0
         interval = numbers[1] - start if len(numbers) > 1 else 1
         end = numbers[-1] if numbers else -1
         return {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": interval}
 
 
-def letters_of(hf_config: Json, key: str, letters: Mapping[str, str]) -> str:
-    """Return the letter of each layer from a list of its kinds."""
+def words_of(hf_config: Json, key: str, words: Mapping[str, str]) -> list[str]:
+    """Return the word of each layer in `model.layers` from a list of its kinds."""
     kinds = hf_config.get(key)
     count = num_layers_of(hf_config)
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(letters) for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in list(words) for kind in kinds):
         raise ConfigError(f"config.json has {key}={kinds!r}, which moefold does not compute")
-    return "".join(letters[kind] for kind in kinds)
+    return [words[kind] for kind in kinds]
 
 
-def attention_types(model: ModelConfig, letters: Mapping[str, str]) -> list[str]:
-    """Return the kind of every layer by its letter; kinds without one read back as full attention."""
-    names = {letter: kind for kind, letter in letters.items()}
-    found = [
-        "L" if layer.attention.is_recurrent else "W" if layer.window else "C" if layer.chunk else "F"
-        for layer in model.layers
-    ]
-    return [names.get(letter, names["F"]) for letter in found]
+def attention_types(model: ModelConfig, words: Mapping[str, str]) -> list[str]:
+    """Return the kind of every layer by its word; kinds without one read back as full attention."""
+    names = {word: kind for kind, word in words.items()}
+    return [names.get(row.attention, names["full"]) for row in model.layer_words]
 
 
 DefaultTypes = Callable[[Json, int], list[str]]
@@ -164,33 +159,32 @@ class LayerTypes:
     """`layer_types` of families whose layers differ in their attention alone.
 
     Attributes:
-        letters: letter of `model.attention_pattern` of each type.
+        words: word of each type in `model.layers`.
         default_types: types of a config.json without the key; None: it must have it.
     """
 
-    letters: Mapping[str, str]
+    words: Mapping[str, str]
     default_types: DefaultTypes | None = None
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the attention pattern."""
+        """Read the attention of the layers."""
         if isinstance(self.default_types, EveryNthFull):
             mark_read(hf_config, self.default_types.hf_key)
         if self.default_types is not None and hf_config.get("layer_types") is None:
             hf_config = overlay(hf_config, {"layer_types": self.default_types(hf_config, num_layers_of(hf_config))})
-        return {
-            "attention_pattern": shorten_pattern(letters_of(hf_config, "layer_types", self.letters), ATTENTION_KINDS)
-        }
+        return {"layers.attention": words_of(hf_config, "layer_types", self.words)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        return {"layer_types": attention_types(model, self.letters)}
+        return {"layer_types": attention_types(model, self.words)}
 
 
 LINEAR_LAYERS = LayerTypes(
-    {"linear_attention": "L", "full_attention": "F"}, EveryNthFull("full_attention_interval", 4, "linear_attention")
+    {"linear_attention": "linear", "full_attention": "full"},
+    EveryNthFull("full_attention_interval", 4, "linear_attention"),
 )
 """`layer_types` of hybrid models; without it, full attention in every n-th layer."""
-_WINDOWS = {"sliding_attention": "W", "full_attention": "F"}
+_WINDOWS = {"sliding_attention": "window", "full_attention": "full"}
 
 
 @dataclass(frozen=True)
@@ -201,26 +195,25 @@ class SlidingWindowLayers:
     default_types: DefaultTypes = alternating_types
     full_layers: Literal["rope", "nope", "nope with a window"] = "rope"
     """Position embedding of layers with full attention: RoPE, none, or none only if sliding_window is not null."""
-    letters: Mapping[str, str] = field(default_factory=lambda: _WINDOWS)
-    """Letter of `model.attention_pattern` of each type. Layers of kind L count as layers with RoPE."""
+    words: Mapping[str, str] = field(default_factory=lambda: _WINDOWS)
+    """Word of each type in `model.layers`."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the attention pattern, the window and the RoPE pattern."""
+        """Read the attention of the layers, the window and which layers have RoPE."""
         mark_read(hf_config, "sliding_window_pattern", "global_attn_every_n_layers", "max_window_layers")
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
-        letters = letters_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.letters)
-        found: dict[str, Any] = {"attention_pattern": shorten_pattern(letters, ATTENTION_KINDS), "sliding_window": 0}
-        if "W" in letters:
+        words = words_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
+        found: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
+        if "window" in words:
             found |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
         if self.full_layers == "nope" or (self.full_layers == "nope with a window" and window is not None):
-            kinds = "".join("N" if letter == "F" else "R" for letter in letters)
-            found["rope_pattern"] = shorten_pattern(kinds, ROPE_KINDS)
+            found["layers.position"] = ["nope" if word == "full" else "rope" for word in words]
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        return {"layer_types": attention_types(model, self.letters), "sliding_window": model.sliding_window or None}
+        return {"layer_types": attention_types(model, self.words), "sliding_window": model.sliding_window or None}
 
 
 @dataclass(frozen=True)
@@ -228,12 +221,12 @@ class UniformWindow:
     """`sliding_window` of all layers, null for none; one as long as `max_position_embeddings` limits nothing."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the attention pattern and the window."""
+        """Read the window."""
         window = hf_config.get("sliding_window")
         longest = hf_config.get("max_position_embeddings")
         if window is None or (is_int(window) and is_int(longest) and window >= longest):
-            return {"attention_pattern": "F", "sliding_window": 0}
-        return {"attention_pattern": "W", **Renamed("sliding_window", "sliding_window", least=1).read(hf_config)}
+            return {"sliding_window": 0}
+        return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", least=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the window; layers of several kinds read back as another model."""
@@ -272,7 +265,7 @@ class IndexerTypes:
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return the pattern of layers with and without an indexer."""
+        """Return which layers have an indexer."""
         num_layers = num_layers_of(hf_config)
         mark_read(hf_config, "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
         types = hf_config.get("indexer_types") or self._types(hf_config, num_layers)
@@ -287,12 +280,15 @@ class IndexerTypes:
                 f"config.json has indexer_types={types!r}; the first layer should be 'full', as none before it selects "
                 "keys"
             )
-        letters = "".join("F" if kind == "full" else "S" for kind in types)
-        return {"index_pattern": shorten_pattern(letters, INDEX_KINDS)}
+        return {"layers.selection": ["own" if kind == "full" else "shared" for kind in types]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
-        return {"indexer_types": ["shared" if layer.attention.shares_selection else "full" for layer in model.layers]}
+        return {
+            "indexer_types": [
+                "shared" if layer.attention.shares_selection else "full" for layer in model.decoder_layers
+            ]
+        }
 
     @staticmethod
     def _types(hf_config: Json, count: int) -> list[str]:
@@ -312,17 +308,19 @@ class IndexerTypes:
         return ["full" if max(i - offset + 1, 0) % max(every, 1) == 0 else "shared" for i in range(count)]
 
 
-def shorten_pattern(kinds: str, alphabet: str = LAYER_KINDS) -> str:
-    """Return the shortest layer pattern for the kinds of all layers: "DMMMMM" -> "DM5", "DMDM" -> "DM"."""
-    for size in range(1, len(kinds)):
-        if all(kind == kinds[i % size] for i, kind in enumerate(kinds)):
-            kinds = kinds[:size]
-            break
-    spelled = ""
-    i = 0
-    while i < len(kinds):
-        count = len(kinds[i:]) - len(kinds[i:].lstrip(kinds[i]))
-        spelled += kinds[i] + (str(count) if count > 1 else "")
-        i += count
-    assert expand_layer_pattern(spelled, alphabet) == kinds
-    return spelled
+def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of fields with `layers` in words, given its number and its columns as `layers.COLUMN`.
+
+    Args:
+        settings: settings of [model]; a column is a word of all layers, or a list with a word for each.
+    """
+    found = {key: value for key, value in settings.items() if not key.startswith("layers")}
+    rows = parse_layers(settings["layers"])
+    for column in LayerWords._fields:
+        words = settings.get(f"layers.{column}", [])
+        words = [words] * len(rows) if isinstance(words, str) else words
+        rows = tuple(
+            row._replace(**{column: word})
+            for row, word in zip(rows, words or [getattr(row, column) for row in rows], strict=True)
+        )
+    return found | {"layers": spell_layers(rows)}

@@ -24,7 +24,7 @@ from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import TensorBlock, TensorRule
 
 _LFM2: tuple[ConfigField, ...] = (
-    *renamed(num_hidden_layers="num_layers"),
+    *renamed(num_hidden_layers="layers"),
     *renamed(
         hidden_size="hidden_size",
         num_attention_heads="attention.num_heads",
@@ -36,7 +36,7 @@ _LFM2: tuple[ConfigField, ...] = (
     KEY_VALUE_HEADS,
     HeadSize(),
     Constants({"attention.qk_norm": {}, "linear_attention": "short_convolution", "ffn.moe.router": "sigmoid"}),
-    LayerTypes({"conv": "L", "full_attention": "F"}),
+    LayerTypes({"conv": "linear", "full_attention": "full"}),
     FirstKDense("num_dense_layers", default=2),
     num_experts("num_experts"),
     *renamed(

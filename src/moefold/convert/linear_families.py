@@ -191,7 +191,6 @@ QWEN_HYBRID_FAMILIES = (
         "Qwen3_5MoeForCausalLM",
         (
             *_QWEN_HYBRID,
-            Constants({"layer_pattern": "M"}),
             *allowed(attn_output_gate=(True,), mtp_use_dedicated_embeddings=(False,)),
             QwenMTPLayers("mtp_num_hidden_layers"),
         ),

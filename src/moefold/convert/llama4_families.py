@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.model import ModelConfig
-from moefold.config.patterns import ATTENTION_KINDS, ROPE_KINDS
 from moefold.convert.config_fields import (
     Constants,
     Renamed,
@@ -26,10 +25,10 @@ from moefold.convert.family import (
     untransposed_experts,
 )
 from moefold.convert.key_reader import Json, mark_read
-from moefold.convert.layer_fields import attention_types, letters_of, shorten_pattern
+from moefold.convert.layer_fields import attention_types, words_of
 from moefold.errors import ConfigError
 
-_CHUNKS = {"chunked_attention": "C", "full_attention": "F"}
+_CHUNKS = {"chunked_attention": "chunk", "full_attention": "full"}
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,21 @@ class ChunkedLayers:
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the patterns of the layers, and what depends on the kinds of layers that there are."""
+        """Read the kinds of the layers, and what depends on the kinds of layers that there are."""
         mark_read(hf_config, "attention_chunk_size", "no_rope_layer_interval", "attn_scale", "floor_scale")
         mark_read(hf_config, "attn_temperature_tuning", "use_qk_norm")
         has_rope = _layers_with_rope(hf_config)
-        letters = _attention_letters(hf_config, has_rope)
-        rope_letters = "".join("NR"[value] for value in has_rope)
+        words = _attention_words(hf_config, has_rope)
         found: dict[str, Any] = {
-            "attention_pattern": shorten_pattern(letters, ATTENTION_KINDS),
-            "rope_pattern": shorten_pattern(rope_letters, ROPE_KINDS),
+            "layers.attention": words,
+            "layers.position": ["rope" if value else "nope" for value in has_rope],
         }
-        if "C" in letters:
+        if "chunk" in words:
             found |= Renamed("attention_chunk_size", "attention_chunk_size").read(hf_config)
-        if _switch(hf_config, "use_qk_norm") and "R" in rope_letters:
+        if _switch(hf_config, "use_qk_norm") and any(has_rope):
             found |= {"attention.qk_norm.weight": False, "attention.qk_norm.after_rope": True}
-            found |= {"attention.qk_norm.in_nope": False} if "N" in rope_letters else {}
-        if _switch(hf_config, "attn_temperature_tuning") and "N" in rope_letters:
+            found |= {"attention.qk_norm.in_nope": False} if not all(has_rope) else {}
+        if _switch(hf_config, "attn_temperature_tuning") and not all(has_rope):
             scale = Renamed("attn_scale", "attention.temperature.scale", 0.1).read(hf_config)
             tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192).read(hf_config)
             found |= scale | tokens if "attention.temperature.scale" in scale else {}
@@ -66,7 +64,7 @@ class ChunkedLayers:
         """Write the kind of every layer; other options of norms and windows read back as another model."""
         scale = setting_of(model, "attention.temperature.scale")
         keys: dict[str, Any] = {
-            "no_rope_layers": [int(layer.attention.has_rope) for layer in model.layers],
+            "no_rope_layers": [int(layer.attention.has_rope) for layer in model.decoder_layers],
             "layer_types": attention_types(model, _CHUNKS),
             "attention_chunk_size": model.attention_chunk_size or None,
             "use_qk_norm": setting_of(model, "attention.qk_norm") is not None,
@@ -99,12 +97,12 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
     return [bool(value) for value in values[:count]]
 
 
-def _attention_letters(hf_config: Json, has_rope: list[bool]) -> str:
-    """Return C for each layer that attends within chunks, F for each other one."""
+def _attention_words(hf_config: Json, has_rope: list[bool]) -> list[str]:
+    """Return "chunk" for each layer that attends within chunks, "full" for each other one."""
     if hf_config.get("layer_types") is not None:
-        return letters_of(hf_config, "layer_types", _CHUNKS)
+        return words_of(hf_config, "layer_types", _CHUNKS)
     has_chunks = hf_config.get("attention_chunk_size") is not None
-    return "".join("C" if rope and has_chunks else "F" for rope in has_rope)
+    return ["chunk" if rope and has_chunks else "full" for rope in has_rope]
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class InterleavedExperts:
     """`moe_layers`; without it, every `interleave_moe_layer_step`-th layer has experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the layer pattern."""
+        """Read which layers have experts."""
         count = num_layers_of(hf_config)
         numbers = hf_config.get("moe_layers")
         mark_read(hf_config, "interleave_moe_layer_step")
@@ -121,11 +119,11 @@ class InterleavedExperts:
             numbers = list(range(step - 1, count, step))
         if not isinstance(numbers, list) or not all(is_int(number) for number in numbers):
             raise ConfigError(f"config.json has moe_layers={numbers!r}, which should be a list of whole numbers")
-        return {"layer_pattern": shorten_pattern("".join("M" if i in numbers else "D" for i in range(count)))}
+        return {"layers.ffn": ["moe" if i in numbers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the numbers of the layers with experts."""
-        return {"moe_layers": [i for i, layer in enumerate(model.layers) if layer.ffn.is_routed]}
+        return {"moe_layers": [i for i, layer in enumerate(model.decoder_layers) if layer.ffn.is_routed]}
 
 
 _TENSORS = {

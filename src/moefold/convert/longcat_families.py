@@ -7,8 +7,8 @@ the MoE layer, and `model.ffn.moe.shortcut` adds the output of its routed expert
 from dataclasses import dataclass
 from typing import Any
 
+from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
-from moefold.config.patterns import MAX_LAYERS
 from moefold.convert.config_fields import AllowedValues, Constants, Renamed, allowed, is_int, renamed
 from moefold.convert.family import (
     Family,
@@ -35,7 +35,7 @@ class LayerPairs:
         count = hf_config.get("num_layers", 28)
         if not is_int(count) or not 1 <= count <= MAX_LAYERS // 2:
             raise ConfigError(f"config.json has num_layers={count!r}, which should be 1 to {MAX_LAYERS // 2}")
-        return {"num_layers": 2 * count, "layer_pattern": "MD", "ffn.moe.shortcut": True}
+        return {"layers": 2 * count, "layers.ffn": ["moe", "dense"] * count, "ffn.moe.shortcut": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number of pairs; other patterns read back as another model."""

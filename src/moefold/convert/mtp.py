@@ -56,7 +56,7 @@ def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> Model
 
 def has_qwen_mtp(model: ModelConfig) -> bool:
     """Return whether an MTP layer of the model is as in folders of Qwen3-Next: experts and full attention."""
-    last = model.layers[-1]
+    last = model.decoder_layers[-1]
     is_full = not last.attention.is_recurrent and last.attention.span is None
     return model.norm.zero_centered and last.ffn.is_routed and is_full and not last.attention.shares_selection
 

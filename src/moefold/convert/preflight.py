@@ -6,6 +6,7 @@ They include the rules of upcycling: legal pairs of dense and expert model, equa
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moefold.checkpoint.checkpoint_dir import (
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.edit import edit_model
 from moefold.config.groups.router import RouterScorePart
+from moefold.config.layer_words import spell_layers
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
@@ -121,7 +123,8 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     # Experts keep the activation.
     experts = replace(dense.ffn.moe, activation=model.ffn.moe.activation)
     networks = model.ffn if has_dense_layers(model) else replace(model.ffn, dense=dense.ffn.dense)
-    comparable = replace(model, layer_pattern=dense.layer_pattern, ffn=replace(networks, moe=experts))
+    layers = spell_layers([words._replace(ffn="dense") for words in model.layer_words])
+    comparable = replace(model, layers=layers, ffn=replace(networks, moe=experts))
     comparable = without_upcycling(comparable)
     different = model_differences(model_sizes(dense), comparable, model)
     return f"it is of another shape: {different}" if different else ""
@@ -169,9 +172,6 @@ def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
     ]
 
 
-DERIVED_MODEL_KEYS = ("preset", "layer_kinds")
-
-
 def weights_path(name: str) -> Path:
     """Return the path of weights by a user's name.
 
@@ -211,7 +211,7 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     path = resolve_weights_folder(path)
     if is_hf_folder(path):
         return read_model_config(path, ignored_keys)
-    keys = {key: value for key, value in read_meta(path).model.items() if key not in DERIVED_MODEL_KEYS}
+    keys = {key: value for key, value in read_meta(path).model.items() if key != "preset"}
     try:
         model = config_from_dict({"model": keys}).model
         check_model(model)
@@ -247,7 +247,9 @@ def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfi
         # indexers that the weights lack start at random.
         indexer = replace(weights_model.attention.indexer, top_k=model.attention.indexer.top_k)
         attention = replace(weights_model.attention, indexer=indexer)
-        weights_model = replace(weights_model, attention=attention, index_pattern=model.index_pattern)
+        pairs = zip_longest(weights_model.layer_words, model.layer_words[: weights_model.num_layers])
+        layers = spell_layers([theirs._replace(selection=(ours or theirs).selection) for theirs, ours in pairs])
+        weights_model = replace(weights_model, attention=attention, layers=layers)
     elif model.attention.selector:
         # Weights of a dense model: all indexers start at random.
         model = replace(model, attention=replace(model.attention, indexer=None))

@@ -69,7 +69,6 @@ SIGMOID_FAMILIES = (
             *attention_fields(1e-5, 1e6, head_size=128),
             attention_bias(has_output=False),
             *allowed(use_qk_norm=(False, None), first_k_dense_replace=(0, None)),
-            Constants({"layer_pattern": "M"}),
             *_GLM_EXPERTS,
             *renamed(norm_topk_prob=("ffn.moe.router.normalize", True)),
             SharedExperts(default=1),
@@ -125,7 +124,7 @@ SIGMOID_FAMILIES = (
         "MiniMaxM2ForCausalLM",
         (
             *attention_fields(1e-6, RopeParameters(5e6, fraction=1.0, rotary_dim_key="rotary_dim"), head_size=128),
-            Constants({"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads", "layer_pattern": "M"}),
+            Constants({"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}),
             *allowed(use_qk_norm=(True, None), qk_norm_type=("per_layer", None)),
             num_experts("num_local_experts"),
             *renamed(intermediate_size="ffn.moe.intermediate_size"),

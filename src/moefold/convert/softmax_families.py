@@ -39,7 +39,7 @@ _GRANITE: tuple[ConfigField, ...] = (
         num_experts_per_tok=("ffn.moe.top_k", 2),
         intermediate_size="ffn.moe.intermediate_size",
     ),
-    Constants({"layer_pattern": "M", "ffn.moe.router.softmax": "post"}),
+    Constants({"ffn.moe.router.softmax": "post"}),
 )
 _GRANITE_LAYOUTS = layouts(
     layer_rules(
@@ -105,7 +105,6 @@ SOFTMAX_FAMILIES = (
                 {
                     "attention.qk_norm": {},
                     "attention.qk_norm.after_rope": True,
-                    "layer_pattern": "M",
                     "ffn.moe.router.softmax": "post",
                 }
             ),
@@ -137,7 +136,6 @@ SOFTMAX_FAMILIES = (
                     "attention.qk_norm": {},
                     "attention.qk_norm.over": "all_heads",
                     "residual": "post",
-                    "layer_pattern": "M",
                 }
             ),
             num_experts("num_experts"),
@@ -172,9 +170,7 @@ PHI_FAMILIES = (
             num_experts("num_local_experts"),
             # transformers chooses two experts whatever the key says.
             *allowed(num_experts_per_tok=(2,)),
-            Constants(
-                {"norm": "layernorm", "layer_pattern": "M", "ffn.moe.top_k": 2, "ffn.moe.router.softmax": "sparsemixer"}
-            ),
+            Constants({"norm": "layernorm", "ffn.moe.top_k": 2, "ffn.moe.router.softmax": "sparsemixer"}),
         ),
         mixtral_layouts(
             {"ffn.router.weight": "block_sparse_moe.gate.weight"},

@@ -89,7 +89,7 @@ def layer_adapters(layer: Layer, lora: LoraConfig) -> tuple[ParamSpec, ...]:
 def adaptable_names(model: ModelConfig) -> dict[str, None]:
     """Return what a target may name in a model, in the order of its layers: parts, matrices, and matrices of parts."""
     found: dict[str, None] = {ALL_TARGETS: None}
-    weights = [w for layer in model.layers for w in layer.params if _can_adapt(w, layer)]
+    weights = [w for layer in model.decoder_layers for w in layer.params if _can_adapt(w, layer)]
     leaves = [(weight.part, weight.name.rpartition(".")[2]) for weight in weights]
     found |= dict.fromkeys(part for part, _ in leaves)
     found |= dict.fromkeys(leaf for _, leaf in leaves)
@@ -101,7 +101,7 @@ def adapted_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec
     """Return the matrices of a model that have adapters, by name; layers of multi-token prediction have none."""
     found = (
         replace(weight, name=f"layers.{i}.{weight.name}")
-        for i, layer in enumerate(model.layers)
+        for i, layer in enumerate(model.decoder_layers)
         for weight in adapted_layer_weights(layer.kind, lora)
     )
     return {weight.name: weight for weight in found}

@@ -113,7 +113,7 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
     total = [1.0] * cfg.parallel.pp
     model_flops = train_flops_per_token(model, cfg.train.seq_len)
     for stage in plan.stages:
-        layers = [model.layers[i] for i in stage.parts.layers]
+        layers = [model.decoder_layers[i] for i in stage.parts.layers]
         layers += [model.mtp_layer] * stage.parts.num_mtp_layers
         for layer in layers:
             costs = _recompute_flops(model, layer, cfg.train.seq_len)

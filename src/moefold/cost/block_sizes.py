@@ -65,7 +65,7 @@ class BlockSizes:
 
         LayerNorm saves two numbers per token.
         """
-        return self.norm(self.tokens, self.cfg.model.hidden_size) * self.cfg.model.layers[0].norm.saved_numbers
+        return self.norm(self.tokens, self.cfg.model.hidden_size) * self.cfg.model.decoder_layers[0].norm.saved_numbers
 
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
         """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
@@ -74,7 +74,7 @@ class BlockSizes:
         """
         saved = BytesByPart()
         hidden = self.cfg.model.hidden_size
-        layer = self.cfg.model.layers[0]
+        layer = self.cfg.model.decoder_layers[0]
         if layer.residual.norms_output:
             saved["norms"] += self.hidden_norm() + self.hidden_bytes
         if "norms" not in self.recompute and layer.residual.norms_input:

@@ -155,7 +155,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         seq_len: tokens of the whole sequence, over all context-parallel ranks.
         causal: count the half of the attention core that a causal mask leaves, instead of all of it.
     """
-    core_flops = [_core_flops(layer, seq_len, causal=causal) for layer in model.layers]
+    core_flops = [_core_flops(layer, seq_len, causal=causal) for layer in model.decoder_layers]
     flops: Counter[ModelPart] = Counter()
     for kind, number in Counter(model.block_kinds).items():
         flops.update({part: number * count for part, count in _gemm_flops(model, kind.params).items()})

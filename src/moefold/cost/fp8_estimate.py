@@ -85,7 +85,7 @@ def estimate_fp8(cfg: Config) -> Fp8Estimate:
     if not model.moe_layer_numbers:
         tokens = cfg.train.seq_len // p.cp * cfg.train.micro_batch_size
         hidden = model.hidden_size
-        inner = model.layers[0].ffn.tp_unit[1] // p.tp
+        inner = model.decoder_layers[0].ffn.tp_unit[1] // p.tp
         return Fp8Estimate("a dense layer", tokens, hidden, inner, 2 * (hidden + inner), micro_batches)
     rows_of_rank = ExpertMemory(cfg, frozenset(), CUDA_KERNELS, 1.0).expert_tokens
     rows = rows_of_rank / (model.experts.num_experts // p.ep)

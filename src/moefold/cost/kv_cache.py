@@ -94,4 +94,4 @@ def _state_bytes(cfg: Config) -> Counter[int]:
 def _cores(cfg: Config) -> list[tuple[int, SoftmaxCore | RecurrentCore]]:
     """Return the pipeline rank of each layer, and what it computes without a weight."""
     ranks = plan_stages(cfg).rank_of_layers(cfg.model.num_layers)
-    return [(ranks[number], layer.core) for number, layer in enumerate(cfg.model.layers)]
+    return [(ranks[number], layer.core) for number, layer in enumerate(cfg.model.decoder_layers)]

@@ -36,14 +36,14 @@ def head_weights(model: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return the last norm, the output head unless embeddings are tied, and its bias."""
     weight = () if model.tie_embeddings else (replace(embedding_weight(model), part="head"),)
     bias = (ParamSpec("bias", (model.vocab_size,), "head", tp_dim=0),) if model.head_bias else ()
-    return (*weight, *bias, *model.layers[0].norm.params("norm", model.hidden_size))
+    return (*weight, *bias, *model.decoder_layers[0].norm.params("norm", model.hidden_size))
 
 
 @lru_cache(maxsize=16)
 def model_weights(model: ModelConfig) -> dict[str, ParamSpec]:
     """Return every parameter of a model by its name, in the order of the module."""
     found = list(prefixed("embedding", [embedding_weight(model)]))
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(model.decoder_layers):
         found += prefixed(f"layers.{i}", layer.params)
     for i in range(model.num_layers, model.num_layers + model.mtp_layers):
         found += prefixed(f"layers.{i}", mtp_layer_weights(model))

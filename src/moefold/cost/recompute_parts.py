@@ -23,17 +23,17 @@ def containing_part(part: str, parts: Sequence[str]) -> str | None:
 def missing_reason(part: str, model: ModelConfig) -> str:
     """Return why a model lacks a part; "" if it has it."""
     if part in ("core_attention", "mla_up") and not model.has_softmax_attention:
-        return f"all layers of model.attention_pattern={model.attention_pattern!r} have linear attention"
+        return f"all layers of model.layers={model.layers!r} have linear attention"
     if part in ("core_attention", "mla_up") and model.selected_keys:
         return f"the sparse attention of model.attention.indexer.top_k={model.selected_keys} does not have it as a part"
-    if part == "mla_up" and not any(part in layer.attention.recompute_parts for layer in model.layers):
+    if part == "mla_up" and not any(part in layer.attention.recompute_parts for layer in model.decoder_layers):
         return "model.attention is not 'mla'"
     if part == "dense_mlp" and not has_dense_layers(model):
-        return "no layer of model.layer_pattern is D"
+        return "no layer of model.layers is 'dense'"
     if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):
-        return "no layer of model.layer_pattern is M"
+        return "no layer of model.layers is 'moe'"
     if part == "shared_experts" and model.experts.shared_width == 0:
         return "model.ffn.moe.shared=none means none"
-    if part == "norms" and not model.layers[0].residual.norms_input:
-        return f"model.residual={model.layers[0].residual.kind!r} has no norms of inputs"
+    if part == "norms" and not model.decoder_layers[0].residual.norms_input:
+        return f"model.residual={model.decoder_layers[0].residual.kind!r} has no norms of inputs"
     return ""

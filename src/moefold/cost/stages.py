@@ -178,13 +178,13 @@ def _num_local(parallel: ParallelConfig, weights: Iterable[ParamSpec]) -> int:
 
 def _layer_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
     """Return the cost of every layer, in order; equal layers are counted once."""
-    loads = {layer: _kind_cost(model, parallel, train, lora, layer) for layer in set(model.layers)}
-    return [loads[layer] for layer in model.layers]
+    loads = {layer: _kind_cost(model, parallel, train, lora, layer) for layer in set(model.decoder_layers)}
+    return [loads[layer] for layer in model.decoder_layers]
 
 
 def layer_cost(cfg: Config, number: int) -> StageCost:
     """Return the cost of one layer."""
-    return _kind_cost(cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.model.layers[number])
+    return _kind_cost(cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.model.decoder_layers[number])
 
 
 def _kind_cost(

@@ -185,7 +185,7 @@ def _remove_model_size_hints(message: str) -> str:
     """Remove suggestions that change the sizes of the (trained) model from an error message."""
     message = _MODEL_SIZE_HINT.sub("; choose ", message)
     message = _MODEL_SIZE_ONLY_HINT.sub(_suggest_degrees, message)
-    return message.replace("; choose a pattern with M", "; the model is trained, so leave that degree out")
+    return message.replace("; name 'moe' in model.layers", "; the model is trained, so leave that degree out")
 
 
 def _suggest_degrees(match: re.Match[str]) -> str:

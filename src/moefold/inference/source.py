@@ -105,10 +105,9 @@ def checkpoint_source(path: Path) -> ModelSource:
         ConfigError: its metadata cannot be read, or is of another version.
     """
     meta = read_meta(path)
-    sizes = {key: value for key, value in meta.model.items() if key != "layer_kinds"}
     others = ("seed", "seq_len")
     data = {key: value for key, value in meta.order.items() if key not in others and "." not in key}
-    cfg = parse_run_config({"model": sizes | {"preset": ""}, "data": data}, path / META_FILE)
+    cfg = parse_run_config({"model": meta.model | {"preset": ""}, "data": data}, path / META_FILE)
     run = find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")
     # Old checkpoints do not record a dtype.

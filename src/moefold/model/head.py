@@ -41,7 +41,7 @@ class Head(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.norm: Norm = build_norm(cfg.layers[0].norm, cfg.hidden_size)
+        self.norm: Norm = build_norm(cfg.decoder_layers[0].norm, cfg.hidden_size)
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
         self.bias = nn.Parameter(torch.empty(cfg.vocab_size)) if cfg.head_bias else None
         self.input_factor = 1.0 / cfg.logits_divisor

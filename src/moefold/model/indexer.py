@@ -8,7 +8,7 @@ indexer learns the attention probabilities over all visible keys. sparse: each q
 model learns from the language-model loss alone and the indexer from the attention probabilities over these keys alone.
 
 A layer without an indexer attends to the keys that the nearest layer before it with one selected, and that indexer
-learns from both layers' probabilities (`model.index_pattern`, arXiv:2603.12201).
+learns from both layers' probabilities (`shared` in `model.layers`, arXiv:2603.12201).
 """
 
 from dataclasses import replace

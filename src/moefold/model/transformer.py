@@ -186,12 +186,12 @@ class MTPBlock(Block):
     def __init__(self, cfg: Config, number: int) -> None:
         super().__init__(cfg, number)
         hidden = cfg.model.hidden_size
-        self.embedding_norm = build_norm(cfg.model.layers[0].norm, cfg.model.hidden_size)
-        self.hidden_norm = build_norm(cfg.model.layers[0].norm, cfg.model.hidden_size)
+        self.embedding_norm = build_norm(cfg.model.decoder_layers[0].norm, cfg.model.hidden_size)
+        self.hidden_norm = build_norm(cfg.model.decoder_layers[0].norm, cfg.model.hidden_size)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = build_norm(cfg.model.layers[0].norm, cfg.model.hidden_size)
+        self.output_norm = build_norm(cfg.model.decoder_layers[0].norm, cfg.model.hidden_size)
 
     def forward(
         self,

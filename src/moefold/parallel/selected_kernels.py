@@ -49,7 +49,9 @@ def triton_kernels(
 
     routing, routing_message = _router_kernel(model, moe)
     block_attention, attention_message = block_attention_kernel(run, model, parallel, device, autotuner)
-    has_recurrence = any(isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in model.layers)
+    has_recurrence = any(
+        isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in model.decoder_layers
+    )
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,
@@ -70,7 +72,7 @@ def block_attention_kernel(
 
     Not with `run.deterministic`, which its backward pass need not be.
     """
-    needs_lse = any(layer.attention.has_sinks for layer in model.layers)
+    needs_lse = any(layer.attention.has_sinks for layer in model.decoder_layers)
     if parallel.cp > 1:
         needs_lse = not chosen_in(parallel, ContextPart).shards_heads
     if device.type != "cuda" or run.deterministic or not needs_lse:

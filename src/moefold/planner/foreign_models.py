@@ -106,13 +106,12 @@ class ForeignModel(ModelConfig):
 def _dense(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
     return _model(
         {
-            "num_layers": layers,
+            "layers": f"{layers} dense",
             "hidden_size": hidden,
             "attention.num_heads": heads,
             "attention.num_kv_heads": 8,
             "ffn.dense.intermediate_size": ffn,
             "vocab_size": 128256,
-            "layer_pattern": "D",
         }
     )
 
@@ -127,8 +126,8 @@ def _nemotron(
     """Build a hybrid whose layers are a Mamba-2 mixer, attention or experts, each alone; an MTP layer has both."""
     num_mamba, num_attention, num_experts = counts
     heads_of_attention = {"attention.num_heads": 32, "attention.num_kv_heads": 2, "attention.head_dim": 128}
-    model = _model({"num_layers": 1, "hidden_size": hidden, "vocab_size": 131072, **heads_of_attention, **experts})
-    whole = model.layers[0]
+    model = _model({"layers": 1, "hidden_size": hidden, "vocab_size": 131072, **heads_of_attention, **experts})
+    whole = model.decoder_layers[0]
     ffn = UngatedExperts(**{field.name: getattr(whole.ffn, field.name) for field in fields(whole.ffn)})
     both = replace(whole, ffn=ffn)
     attention = replace(whole, ffn=NoNetwork())
@@ -143,7 +142,7 @@ def _nemotron(
             layers.append(attention)
     blocks = (*layers, both)
     own = {field.name: getattr(model, field.name) for field in fields(model)}
-    return ForeignModel(**own | {"num_layers": len(layers), "mtp_layers": mtp_layers, "blocks": blocks})
+    return ForeignModel(**own | {"layers": len(layers), "mtp_layers": mtp_layers, "blocks": blocks})
 
 
 FOREIGN_MODELS: dict[str, ModelConfig] = {
@@ -153,7 +152,7 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
     # moonshotai/Moonlight-16B-A3B.
     "moonlight-16b": _model(
         {
-            "num_layers": 27,
+            "layers": "dense, 26 moe",
             "hidden_size": 2048,
             "attention.num_heads": 16,
             "attention": "mla",
@@ -163,7 +162,6 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
             "attention.v_head_dim": 128,
             "ffn.dense.intermediate_size": 11264,
             "vocab_size": 163840,
-            "layer_pattern": "DM26",
             "ffn.moe.num_experts": 64,
             "ffn.moe.top_k": 6,
             "ffn.moe.intermediate_size": 1408,
@@ -175,13 +173,12 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
     # Every other one of the 48 layers of Llama-4-Maverick has experts.
     "llama4-maverick": _model(
         {
-            "num_layers": 48,
+            "layers": "24 x (dense, moe)",
             "hidden_size": 5120,
             "attention.num_heads": 40,
             "attention.num_kv_heads": 8,
             "ffn.dense.intermediate_size": 16384,
             "vocab_size": 202048,
-            "layer_pattern": "DM",
             "ffn.moe.num_experts": 128,
             "ffn.moe.top_k": 1,
             "ffn.moe.router": "sigmoid",
@@ -192,12 +189,11 @@ FOREIGN_MODELS: dict[str, ModelConfig] = {
     ),
     "llama4-scout": _model(
         {
-            "num_layers": 48,
+            "layers": 48,
             "hidden_size": 5120,
             "attention.num_heads": 40,
             "attention.num_kv_heads": 8,
             "vocab_size": 202048,
-            "layer_pattern": "M",
             "ffn.moe.num_experts": 16,
             "ffn.moe.top_k": 1,
             "ffn.moe.router": "sigmoid",

@@ -42,7 +42,7 @@ class ModelSpec:
     def layers(self) -> tuple[int, ...]:
         """The kind of each layer in order, an index into `kinds`."""
         numbers = {kind: i for i, kind in enumerate(self.kinds)}
-        return tuple(numbers[_without_rope(layer)] for layer in self.config.layers)
+        return tuple(numbers[_without_rope(layer)] for layer in self.config.decoder_layers)
 
     @property
     def hidden_size(self) -> int:

@@ -209,7 +209,9 @@ class _Pricing:
             return 0.0
         model = self._cfg.model
         numel = sum(
-            weight.shard(degrees.tp, degrees.ep, degrees.etp).numel for layer in model.layers for weight in layer.params
+            weight.shard(degrees.tp, degrees.ep, degrees.etp).numel
+            for layer in model.decoder_layers
+            for weight in layer.params
         )
         return itemsize * numel / degrees.pp
 

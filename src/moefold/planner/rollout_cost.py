@@ -79,8 +79,8 @@ class SamplingCost:
         model = cfg.model
         per_rank = ceil(cfg.rl.updates * cfg.train.global_batch_size / degrees.dp)
         item = compute_dtype_bytes(cfg.run)
-        states = [core for layer in model.layers if isinstance(core := layer.core, RecurrentCore)]
-        cached = [layer.core for layer in model.layers if not isinstance(layer.core, RecurrentCore)]
+        states = [core for layer in model.decoder_layers if isinstance(core := layer.core, RecurrentCore)]
+        cached = [layer.core for layer in model.decoder_layers if not isinstance(layer.core, RecurrentCore)]
         is_expanded = rollout.cache == "heads"
         width = sum(core.cached_width(degrees.tp, expanded=is_expanded) for core in cached) / max(1, len(cached))
         rollout_bytes = ceil(lengths.total * ceil(len(cached) / degrees.pp) * width) * item

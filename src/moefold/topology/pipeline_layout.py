@@ -66,7 +66,7 @@ def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stag
         yield str(error)
         return
     yield from _validate_ends(symbols)
-    yield from _validate_count(symbols, "t", num_layers, f"model.num_layers={num_layers}")
+    yield from _validate_count(symbols, "t", num_layers, f"model.layers={num_layers}")
     yield from _validate_count(symbols, "m", num_mtp_layers, f"model.mtp_layers={num_mtp_layers}")
     yield from _validate_mtp_order(symbols)
     bars = [part.position for part in symbols if part.kind == "|"]

@@ -7,7 +7,7 @@ from moefold.config.model import ModelConfig
 
 def shares_selections(model: ModelConfig) -> bool:
     """Return whether some layers attend to the keys that an earlier layer selected."""
-    return any(layer.attention.shares_selection for layer in model.layers)
+    return any(layer.attention.shares_selection for layer in model.decoder_layers)
 
 
 @lru_cache(maxsize=256)
@@ -36,6 +36,8 @@ def stage_starts(model: ModelConfig) -> tuple[int, ...]:
     sources = selection_sources(model)
     for number in range(model.num_layers - 1, -1, -1):
         earliest = min(earliest, sources[number])
-        if earliest == number and not (number and model.has_shortcut and model.layers[number - 1].ffn.is_routed):
+        if earliest == number and not (
+            number and model.has_shortcut and model.decoder_layers[number - 1].ffn.is_routed
+        ):
             starts.append(number)
     return tuple(reversed(starts))

@@ -22,7 +22,7 @@ from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.forward_only import FORWARD_ONLY_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
-from moefold.validate.model import MODEL_RULES, layer_problems, validate_layer_pattern, validate_layers
+from moefold.validate.model import MODEL_RULES, layer_problems, validate_layer_words, validate_layers
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
 from moefold.validate.regroup import REGROUP_RULES
@@ -74,7 +74,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         if name in words and isinstance(kind := read_key(cfg, name), str) and kind not in kinds(group, words[name])
     )
     raise_all(range_problems(cfg))
-    raise_all(validate_layer_pattern(cfg.model))
+    raise_all(validate_layer_words(cfg.model))
     p = cfg.parallel
     layout = fold_mapping(p)
     # A model is used with the data section of its training, which names its tokenizer.
@@ -126,7 +126,7 @@ def check_model(model: ModelConfig) -> None:
     """
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
-    raise_all(validate_layer_pattern(cfg.model))
+    raise_all(validate_layer_words(cfg.model))
     messages = [message for rule in MODEL_RULES if rule is not validate_layers for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
     problems = [*layer_problems(cfg), *(problem for part in parts for problem in part_problems(part, cfg))]

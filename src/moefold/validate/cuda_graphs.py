@@ -81,7 +81,7 @@ def _module_obstacles(
     splits_backward = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
     late = "a delayed weight gradient reads memory that the next replay overwrites"
     yield f"parallel.schedule='{p.schedule}'", splits_backward, late
-    pattern = f"model.attention_pattern={model.attention_pattern!r}"
+    pattern = f"model.layers={model.layers!r}"
     recomputed = "linear attention is recomputed in the backward pass, and each graph would keep the memory for it"
     yield pattern, model.has_linear_attention, recomputed
     captured = [part for part in train.recompute if part not in RECOMPUTE_OUTSIDE_ATTENTION]

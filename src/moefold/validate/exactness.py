@@ -104,17 +104,17 @@ def caches_latents(layer: Layer) -> bool:
 def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: RolloutConfig) -> Iterator[str]:
     if lora.rank:
         yield f"lora.rank={lora.rank}: the products of adapters are added in another order; train all weights"
-    if rollout.cache != "heads" and any(caches_latents(layer) for layer in model.layers):
+    if rollout.cache != "heads" and any(caches_latents(layer) for layer in model.decoder_layers):
         yield (
             "rollout.cache='latents': latent attention decodes by absorbed projections, which training does not use; "
             "choose 'heads'"
         )
     if model.has_linear_attention:
         yield (
-            f"model.attention_pattern={model.attention_pattern!r}: linear attention trains in chunks and decodes token "
-            "by token, whose sums differ; choose a pattern without L"
+            f"model.layers={model.layers!r}: linear attention trains in chunks and decodes token "
+            "by token, whose sums differ; choose layers without 'linear'"
         )
-    if any(layer.chunk % PAGE_POSITIONS for layer in model.layers):
+    if any(layer.chunk % PAGE_POSITIONS for layer in model.decoder_layers):
         yield (
             f"model.attention_chunk_size={model.attention_chunk_size}: decoding reads pages of {PAGE_POSITIONS} "
             f"positions; choose {nearest_multiples(model.attention_chunk_size, PAGE_POSITIONS)}"

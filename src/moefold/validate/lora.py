@@ -20,8 +20,8 @@ def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[str]:
     names = adaptable_names(model)
     if len(names) == 1:
         yield (
-            f"lora.rank={lora.rank} has no matrix to adapt: all layers of model.attention_pattern="
-            f"{model.attention_pattern!r} are linear attention; choose lora.rank=0"
+            f"lora.rank={lora.rank} has no matrix to adapt: all layers of model.layers="
+            f"{model.layers!r} are linear attention; choose lora.rank=0"
         )
         return
     if not lora.targets:

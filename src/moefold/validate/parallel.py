@@ -132,9 +132,9 @@ def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator
     num_stages = parallel.pp * parallel.virtual_stages
     if num_stages > model.num_layers + 2:
         yield (
-            f"parallel.pipeline_layout='auto' splits the embedding, model.num_layers={model.num_layers} layers "
+            f"parallel.pipeline_layout='auto' splits the embedding, model.layers={model.num_layers} layers "
             f"and the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
-            f"model.num_layers={num_stages - 2}, or fewer stages"
+            f"model.layers={num_stages - 2}, or fewer stages"
         )
 
 
@@ -263,15 +263,15 @@ def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
         factor = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
         yield (
-            f"parallel.pp={pp}{factor} must be at most model.num_layers={layers}, one layer for each stage; "
-            f"choose model.num_layers={pp * chunks}"
+            f"parallel.pp={pp}{factor} must be at most model.layers={layers}, one layer for each stage; "
+            f"choose model.layers={pp * chunks}"
         )
 
 
 def _missing_moe_layers_message(name: str, degree: int, model: ModelConfig) -> str:
     return (
-        f"parallel.{name}={degree} needs MoE layers, and model.layer_pattern={model.layer_pattern!r} has none; "
-        "choose a pattern with M"
+        f"parallel.{name}={degree} needs MoE layers, and model.layers={model.layers!r} has none; "
+        "name 'moe' in model.layers"
     )
 
 
@@ -337,7 +337,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     step = lcm(cp * tp, 2 * cp if zigzag else 1)
     if seq_len % step == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
-        cores = (layer.core for layer in cfg.model.layers)
+        cores = (layer.core for layer in cfg.model.decoder_layers)
         taps = max((core.conv_kernel for core in cores if isinstance(core, RecurrentCore)), default=1)
         if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
             enough = step * -(-(taps - 1) * seq_len // segment // step)
@@ -436,8 +436,8 @@ def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train:
         return
     if not has_moe_layers(model):
         yield (
-            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and no layer of model.layer_pattern is M; "
-            "choose a pattern with M, or overlap_experts=false"
+            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and no layer of model.layers is 'moe'; "
+            "name 'moe' in model.layers, or overlap_experts=false"
         )
         return
     if parallel.ep * parallel.etp == 1:

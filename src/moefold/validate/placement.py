@@ -38,7 +38,7 @@ def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: Mo
     name, way_out = f"{context.key}.placement={context.placement!r}", WAY_OUT
     if model.has_linear_attention:
         yield (
-            f"{name} splits samples into parts of documents, and linear attention (model.attention_pattern) needs "
+            f"{name} splits samples into parts of documents, and linear attention (model.layers) needs "
             f"contiguous segments of samples; {way_out}"
         )
     if has_moe_layers(model):

@@ -15,9 +15,9 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
     part = model.routed
     if part is None or not part.shortcut:
         return
-    if model.layers[0].residual.norms_output:
+    if model.decoder_layers[0].residual.norms_output:
         yield (
-            f"{KEY} does not go with model.residual={model.layers[0].residual.kind!r}: the routed output would "
+            f"{KEY} does not go with model.residual={model.decoder_layers[0].residual.kind!r}: the routed output would "
             "be added without a norm; set residual='pre'"
         )
     if not part.shared_width:
@@ -25,12 +25,12 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             f"{KEY} adds the shared expert in the layer, and model.ffn.moe.shared=none means none; set "
             "model.ffn.moe.shared.intermediate_size"
         )
-    is_routed = [layer.ffn.is_routed for layer in model.layers]
+    is_routed = [layer.ffn.is_routed for layer in model.decoder_layers]
     if any(left and right for left, right in zip(is_routed, [*is_routed[1:], True], strict=True)):
         yield (
             f"{KEY} adds the routed output of a layer after the next one, which is dense, and "
-            f"model.layer_pattern={model.layer_pattern!r} has layers M without a D after them in model.num_layers="
-            f"{model.num_layers}; choose 'MD' with an even number of layers"
+            f"model.layers={model.layers!r} has layers 'moe' without a 'dense' one after "
+            f"them; choose '{max(1, model.num_layers // 2)} x (moe, dense)'"
         )
         return
     yield from shortcut_stage_errors(model, parallel, parallel.pipeline_layout)
@@ -40,7 +40,7 @@ def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline
     """Yield the errors of pipeline stages that end with an MoE layer, with this layout instead of the recipe's."""
     if not model.has_shortcut:
         return
-    is_routed = [layer.ffn.is_routed for layer in model.layers]
+    is_routed = [layer.ffn.is_routed for layer in model.decoder_layers]
     num_stages = parallel.pp * parallel.virtual_stages
     if num_stages == 1:
         return

@@ -96,7 +96,7 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
         )
     if sites.fragment_layers > model.num_layers:
         yield (
-            f"sites.fragment_layers={sites.fragment_layers} must be at most model.num_layers={model.num_layers}; "
+            f"sites.fragment_layers={sites.fragment_layers} must be at most model.layers={model.num_layers}; "
             "choose fewer layers, or 0 for all layers in one fragment"
         )
     if sites.grace_s > sites.timeout_s:

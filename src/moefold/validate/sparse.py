@@ -16,7 +16,7 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
     """Check the sizes of the indexer, and refuse what selects nothing."""
-    indexer = next((layer.attention.selector for layer in model.layers if layer.attention.selector), None)
+    indexer = next((layer.attention.selector for layer in model.decoder_layers if layer.attention.selector), None)
     if indexer is None:
         return
     top_k = indexer.top_k
@@ -27,30 +27,31 @@ def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
             "that have "
             f"RoPE; choose {rotated} or more"
         )
-    window = max(layer.window for layer in model.layers)
+    window = max(layer.window for layer in model.decoder_layers)
     if 0 < window <= top_k:
         yield (
             f"model.attention.indexer.top_k={top_k} selects all keys of model.sliding_window={window}; choose less "
-            f"than {window}, or a model.attention_pattern without W"
+            f"than {window}, or model.layers without 'window'"
         )
 
 
 def validate_shared_selections(model: ModelConfig) -> Iterator[str]:
     """Check that a layer which shares a selection follows one with an indexer and the same window."""
-    name = f"model.index_pattern={model.index_pattern!r}"
-    softmax = [layer.attention for layer in model.layers if not layer.attention.is_recurrent]
+    name = f"model.layers={model.layers!r}"
+    softmax = [layer.attention for layer in model.decoder_layers if not layer.attention.is_recurrent]
+    if any(words.selection == "shared" for words in model.layer_words) and not model.attention.selector:
+        yield f"{name} has layers 'shared', and model.attention.indexer=none selects no keys; leave 'shared' out"
     if softmax and softmax[0].shares_selection:
         yield (
-            f"{name} begins with a layer S, which attends to the keys that a layer before it selects; let the first "
-            "layer of softmax attention be F"
+            f"{name} begins with a layer 'shared', which attends to the keys that a layer before it selects; let the "
+            "first layer of softmax attention have its own"
         )
         return
     for number, source in enumerate(selection_sources(model)[: model.num_layers]):
-        if model.layers[number].window != model.layers[source].window:
+        if model.decoder_layers[number].window != model.decoder_layers[source].window:
             yield (
                 f"{name} lets layer {number} attend to the keys that layer {source} selects, and "
-                f"model.attention_pattern={model.attention_pattern!r} gives them different sliding windows; let layer "
-                f"{number} be F in index_pattern"
+                f"model.sliding_window holds for one of them; let layer {number} have its own"
             )
             return
 
@@ -74,7 +75,7 @@ def selection_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipelin
     if num_stages == 1:
         return
     num_groups = len(starts) - 1
-    name = f"model.index_pattern={model.index_pattern!r}"
+    name = f"model.layers={model.layers!r}"
     if num_stages > num_groups + 2:
         yield (
             f"{name} has {num_groups} groups of layers that share a selection of keys, each on one pipeline stage, and "
@@ -117,7 +118,7 @@ def validate_indexer_warmup(model: ModelConfig, train: TrainConfig, align: Align
     if not model.has_softmax_attention:
         yield (
             f"{name} trains the indexers alone, and linear attention, all layers of "
-            f"model.attention_pattern={model.attention_pattern!r}, has none; choose a pattern with F, or leave "
+            f"model.layers={model.layers!r}, has none; name 'full' in it, or leave "
             "indexer_stage out"
         )
     if rl.is_on or chosen_in(align, AlignmentPart).changes_training:

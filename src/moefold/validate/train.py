@@ -312,7 +312,7 @@ def validate_compile(run: RunConfig) -> Iterator[str]:
 
 def compiles_parts(model: ModelConfig) -> bool:
     """Return whether a model has a part that run.compile='blocks' compiles."""
-    has_head_norms = any(layer.attention.fuses_head_norms for layer in model.layers)
+    has_head_norms = any(layer.attention.fuses_head_norms for layer in model.decoder_layers)
     has_shared_expert = model.routed is not None and model.routed.shared_width > 0
     return has_head_norms or has_shared_expert or has_dense_layers(model)
 

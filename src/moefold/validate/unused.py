@@ -10,11 +10,11 @@ from typing import Any
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen_parts, read_key
 from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, default_of_field, settings_of
 from moefold.config.part_table import shown_value
-from moefold.config.patterns import MAX_LAYERS
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, part_keys
@@ -47,8 +47,8 @@ UNUSED_KEY_RULES = (
         "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every rollout.experts "
         "metrics.per_layer faults.check_dispatch",
         lambda cfg: not has_moe_layers(cfg.model),
-        "no layer of model.layer_pattern is M",
-        "choose a pattern with M",
+        "no layer of model.layers is 'moe'",
+        "name 'moe' in model.layers",
     ),
     UnusedKeyRule(
         "train.offload_dir",
@@ -120,7 +120,7 @@ UNUSED_KEY_RULES = (
     ),
     UnusedKeyRule(
         "rollout.cache",
-        lambda cfg: not any(caches_latents(layer) for layer in cfg.model.layers),
+        lambda cfg: not any(caches_latents(layer) for layer in cfg.model.decoder_layers),
         "only model.attention='mla' has latents, which sparse attention (model.attention.indexer) always caches",
         "choose model.attention='mla' without model.attention.indexer",
     ),
@@ -243,8 +243,8 @@ def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
 
 
 def _has_layers(model: ModelConfig) -> bool:
-    """Return whether the patterns and sizes of a model describe layers."""
-    if not 0 < model.num_layers <= MAX_LAYERS or not 0 <= model.mtp_layers <= MAX_LAYERS:
+    """Return whether the layers and sizes of a model describe layers."""
+    if not 0 <= model.mtp_layers <= MAX_LAYERS:
         return False
     try:
         return bool(model.all_layers)

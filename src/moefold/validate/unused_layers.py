@@ -1,62 +1,41 @@
 """Keys without effect in models without certain kinds of layers and experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from moefold.config.groups.attention import AttentionPart
-from moefold.config.model import ModelConfig, has_dense_layers
+from moefold.config.schema import Config
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
-def has_nope(model: ModelConfig) -> bool:
-    """Return whether a layer of softmax attention has no RoPE."""
-    return not all(part.has_rope for part in _attentions(model))
-
-
-def _attentions(model: ModelConfig) -> Iterator[AttentionPart]:
-    return (layer.attention for layer in model.layers)
+def _has_no(word: str) -> Callable[[Config], bool]:
+    return lambda cfg: all(word not in words for words in cfg.model.layer_words)
 
 
 LAYER_RULES = (
-    UnusedKeyRule(
-        "model.attention.qk_norm.in_nope model.attention.temperature",
-        lambda cfg: not has_nope(cfg.model),
-        "no layer of model.rope_pattern is N",
-        "choose a pattern with N",
+    *(
+        UnusedKeyRule(keys, _has_no(word), f"no layer of model.layers is {word!r}", f"name {word!r} in model.layers")
+        for word, keys in {
+            "nope": "model.attention.qk_norm.in_nope model.attention.temperature",
+            "linear": "model.linear_attention",
+            "window": "model.sliding_window",
+            "chunk": "model.attention_chunk_size",
+        }.items()
     ),
     UnusedKeyRule(
-        "model.linear_attention",
-        lambda cfg: not cfg.model.has_linear_attention,
-        "no layer of model.attention_pattern is L",
-        "choose a pattern with L",
-    ),
-    UnusedKeyRule(
-        "model.sliding_window",
-        lambda cfg: not any(layer.window for layer in cfg.model.layers),
-        "no layer of model.attention_pattern is W",
-        "choose a pattern with W",
-    ),
-    UnusedKeyRule(
-        "model.attention_chunk_size",
-        lambda cfg: not any(layer.chunk for layer in cfg.model.layers),
-        "no layer of model.attention_pattern is C",
-        "choose a pattern with C",
-    ),
-    UnusedKeyRule(
-        "model.attention model.rope model.rope_pattern",
+        "model.attention model.rope",
         lambda cfg: not cfg.model.has_softmax_attention,
-        "all layers of model.attention_pattern are L, without softmax attention",
-        "choose a pattern with F",
+        "all layers of model.layers are 'linear', without softmax attention",
+        "name 'full' in model.layers",
     ),
     UnusedKeyRule(
         "model.rope model.attention.rope_fraction model.attention.qk_norm.after_rope",
         lambda cfg: not cfg.model.has_rope,
-        "no layer of kind F or W of model.attention_pattern is R in model.rope_pattern",
-        "choose patterns with such a layer",
+        "no layer of softmax attention in model.layers has RoPE",
+        "name a layer without 'nope'",
     ),
     UnusedKeyRule(
         "model.ffn.dense",
-        lambda cfg: not has_dense_layers(cfg.model),
-        "no layer of model.layer_pattern is D",
-        "choose a pattern with D, or set model.ffn.moe.intermediate_size, the width of an expert",
+        _has_no("dense"),
+        "no layer of model.layers is 'dense'",
+        "name 'dense' in model.layers, or set model.ffn.moe.intermediate_size, the width of an expert",
     ),
 )

@@ -132,7 +132,7 @@ class Oracle:
         self.cfg = cfg
         self._is_frozen_expert = is_frozen_expert
         self._objective: OracleLoss = objective or formula_of(chosen_in(cfg.train, LossPart))
-        self._residual_norm = formula_of(cfg.model.layers[0].norm)
+        self._residual_norm = formula_of(cfg.model.decoder_layers[0].norm)
         for name in LAYER_KEYS:
             # A test shows that a formula reads each field of its part.
             read_key(cfg, name)

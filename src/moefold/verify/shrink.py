@@ -12,7 +12,8 @@ from moefold.config.data import DataConfig
 from moefold.config.groups.attention import AttentionPart, SpanPart
 from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.layers import Layer, with_layers_of
+from moefold.config.layer_words import spell_layers
+from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -222,7 +223,7 @@ def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
 
 def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     """Return a model of few of its layers, of each kind at least one if the pipeline layout leaves room."""
-    attentions = [layer.attention for layer in model.layers]
+    attentions = [layer.attention for layer in model.decoder_layers]
     kinds = [(type(part), part.span, part.has_rope) for part in attentions]
     stages = p.pp * p.virtual_stages
     # An uneven split into stages stays uneven.
@@ -240,8 +241,13 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     if shares_selections(model):
         is_shared = _shared_selections([attentions[number] for number in kept], stage_sizes)
     # The routed experts of a layer go with the dense layer after it.
-    networks = list(range(num_layers)) if model.has_shortcut else _spread_kinds(model.layers, num_layers)
-    return with_layers_of(model, kept, networks, is_shared)
+    networks = list(range(num_layers)) if model.has_shortcut else _spread_kinds(model.decoder_layers, num_layers)
+    words = model.layer_words
+    rows = [
+        words[of_attention]._replace(ffn=words[of_network].ffn, selection="shared" if shares else "own")
+        for of_attention, of_network, shares in zip(kept, networks, is_shared, strict=True)
+    ]
+    return replace(model, layers=spell_layers(rows))
 
 
 def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:

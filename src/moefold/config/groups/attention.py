@@ -170,7 +170,7 @@ class QueryKeyNorm(Table):
     weight: bool = True
     """Learned weights; false: the norms only divide by the root mean square (Llama 4)."""
     in_nope: bool = True
-    """Apply the norms in layers without RoPE (model.rope_pattern) as well."""
+    """Apply the norms in layers without RoPE ('nope' in model.layers) as well."""
 
     @property
     def over_all_heads(self) -> bool:

@@ -204,6 +204,6 @@ class Networks(Table):
     """Feed-forward networks of the layers."""
 
     dense: Annotated[DensePart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
-    """Network of layers D of model.layer_pattern."""
+    """Network of layers 'dense' of model.layers."""
     moe: Annotated[RoutedPart, KindOf("ffn", ("moe",))] = by_default("ffn", "moe")
-    """Network of layers M of model.layer_pattern: a mixture of experts."""
+    """Network of layers 'moe' of model.layers: a mixture of experts."""

@@ -23,7 +23,7 @@ FAMILY = Family(
             intermediate_size="ffn.moe.intermediate_size",
         ),
         SharedExperts("moe_num_shared_experts", default=2, width_key="intermediate_size"),
-        Constants({"layer_pattern": "M", "ffn.moe.router.softmax": "post"}),
+        Constants({"ffn.moe.router.softmax": "post"}),
     ),
     layouts(
         layer_rules({"ffn.router.weight": "mlp.router.weight"}),

@@ -27,10 +27,10 @@ class PlannedContext(PlannedPart):
             )
             way_out = "choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
             yield Problem(self.key, self.kind, rule, way_out)
-        if any(layer.chunk for layer in model.layers):
+        if any(layer.chunk for layer in model.decoder_layers):
             rule = (
-                f"plans attention within documents, and model.attention_pattern={model.attention_pattern!r} has layers "
-                "of kind C, which divide them into chunks"
+                f"plans attention within documents, and model.layers={model.layers!r} has layers "
+                "'chunk', which divide them into chunks"
             )
             yield Problem(self.key, self.kind, rule, "choose parallel.context='ring'")
         if self.balances_hosts and rl.is_on:

@@ -59,7 +59,7 @@ class Yarn(ContextScaling):
         if self.mscale and not self.mscale_all_dim:
             rule = "is divided by the factor of model.rope.scaling.mscale_all_dim, not given"
             yield Problem("model.rope.scaling.mscale", self.mscale, rule, "give both or neither")
-        scales_scores = any(layer.attention.has_score_factor for layer in recipe.model.layers)
+        scales_scores = any(layer.attention.has_score_factor for layer in recipe.model.decoder_layers)
         if self.mscale_all_dim and not self.mscale and not scales_scores:
             rule = "divides the factor of model.rope.scaling.mscale, which is not given"
             yield Problem("model.rope.scaling.mscale_all_dim", self.mscale_all_dim, rule, "give both or neither")

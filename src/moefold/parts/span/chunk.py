@@ -21,17 +21,17 @@ class ChunkSpan(SpanPart):
 
     def check(self, recipe: Any) -> Iterator[Problem]:
         """Yield a chunk of no token, and an indexer."""
-        key, pattern, topk = "model.attention_pattern", recipe.model.attention_pattern, recipe.model.selected_keys
+        key, pattern, topk = "model.layers", recipe.model.layers, recipe.model.selected_keys
         if not self.tokens:
             yield Problem(
                 key,
                 pattern,
-                "has layers of kind C, which attend within model.attention_chunk_size=0 tokens",
-                "set model.attention_chunk_size, or choose 'F'",
+                "has layers 'chunk', which attend within model.attention_chunk_size=0 tokens",
+                "set model.attention_chunk_size, or choose 'full'",
             )
         if topk:
-            rule = f"has layers of kind C, and model.attention.indexer.top_k={topk} selects keys of the whole document"
-            yield Problem(key, pattern, rule, "choose 'F' or 'W', or indexer='none'")
+            rule = f"has layers 'chunk', and model.attention.indexer.top_k={topk} selects keys of the whole document"
+            yield Problem(key, pattern, rule, "choose 'full' or 'window', or indexer='none'")
 
     @property
     def chunk(self) -> int:

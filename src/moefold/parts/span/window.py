@@ -23,10 +23,10 @@ class WindowSpan(SpanPart):
         """Yield a window of no token."""
         if not self.tokens:
             yield Problem(
-                "model.attention_pattern",
-                recipe.model.attention_pattern,
-                "has layers of kind W, which attend to model.sliding_window=0 tokens",
-                "set model.sliding_window, or choose 'F'",
+                "model.layers",
+                recipe.model.layers,
+                "has layers 'window', which attend to model.sliding_window=0 tokens",
+                "set model.sliding_window, or choose 'full'",
             )
 
     @property

@@ -71,8 +71,8 @@ class MlaPart(SoftmaxAttentionPart):
             rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
             yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")
         if self.span and self.span.chunk:
-            rule = f"has layers of kind C, and model.attention={self.kind!r} has no chunks"
-            yield Problem("model.attention_pattern", model.attention_pattern, rule, "choose 'F' or 'W'")
+            rule = f"has layers 'chunk', and model.attention={self.kind!r} has no chunks"
+            yield Problem("model.layers", model.layers, rule, "choose 'full' or 'window'")
         dims = self.qk_rope_head_dim
         if self.has_rope and dims % 2:
             way_out = f"choose {nearest_multiples(dims, 2)}"
@@ -205,7 +205,7 @@ class MlaPart(SoftmaxAttentionPart):
         p = sizes.cfg.parallel
         context = chosen_in(p, ContextPart)
         attends_in_blocks = context.shares_work or (p.cp > 1 and not context.shards_heads)
-        has_windows = any(layer.window for layer in sizes.cfg.model.layers)
+        has_windows = any(layer.window for layer in sizes.cfg.model.decoder_layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
             return 2 * self.head_dim + self.v_head_dim

@@ -108,9 +108,9 @@ def _lacking_groups(model: "ModelConfig") -> dict[str, str]:
     """Return the groups of matrices that a model lacks, each with the reason."""
     lacking = {}
     if not has_dense_layers(model):
-        lacking["dense_mlp"] = "no layer of model.layer_pattern is D"
+        lacking["dense_mlp"] = "no layer of model.layers is 'dense'"
     if not has_moe_layers(model):
-        lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layer_pattern is M")
+        lacking |= dict.fromkeys(("experts", "shared_experts", "router"), "no layer of model.layers is 'moe'")
     elif not model.experts.shared_width and not model.experts.latent_size:
         lacking["shared_experts"] = "model.ffn.moe.shared=none"
     if not model.mtp_layers:
