@@ -73,7 +73,7 @@ def experts() -> None:
     layers = {}
     for name, is_inside in (("expert outputs", False), ("inside experts", True)):
         layers[name] = _init_weights(
-            MODEL.layers[0].ffn.build(Config(model=MODEL, moe=MoEConfig(weight_in_expert=is_inside)), 0)
+            MODEL.decoder_layers[0].ffn.build(Config(model=MODEL, moe=MoEConfig(weight_in_expert=is_inside)), 0)
         )
     runs = {name: (lambda layer=layer: layer(x).sum()) for name, layer in layers.items()}
     _compare(runs)

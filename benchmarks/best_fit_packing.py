@@ -48,7 +48,7 @@ def _step_seconds(share: float) -> float:
         {"hidden_size": 256, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "ffn.moe.intermediate_size": 256},
     )
     torch.manual_seed(0)
-    layer = model.layers[0].ffn.build(Config(model=model), 0)
+    layer = model.decoder_layers[0].ffn.build(Config(model=model), 0)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.1)

@@ -40,7 +40,7 @@ COMMON = (
     "train.eval_samples=128",
     "checkpoint.resume=never",
 )
-HYBRID = ("model.attention_pattern=LLLF", "model.linear_attention.num_key_heads=2")
+HYBRID = ("model.layers=3 linear, full", "model.linear_attention.num_key_heads=2")
 VARIANTS = {
     "full attention": (),
     "Gated DeltaNet hybrid": (

@@ -52,7 +52,9 @@ def predict(model: ModelSpec, gpu: str, degrees: dict[str, int], *, coupled: boo
     cp = degrees.get("cp", 1)
     workload = TrainingWorkload(seq_len=TOKENS * cp, global_batch_size=1, is_coupled=coupled)
     cost_model = LayerCostModel(model, load_device(gpu), workload)
-    block = cost_model.feed_forward(model.layers[-1], 1, cp, 1, degrees["ep"], degrees.get("etp", 1), "alltoall")
+    block = cost_model.feed_forward(
+        model.decoder_layers[-1], 1, cp, 1, degrees["ep"], degrees.get("etp", 1), "alltoall"
+    )
     part_ms = dict.fromkeys(PARTS, 0.0)
     for item in (*block.forward, *block.backward):
         part_ms[item.part] += 1e3 * item.seconds

@@ -37,7 +37,7 @@ from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool
 
 COMMON = ["data.kind=synthetic", "run.device=cpu", "train.micro_batch_size=1", "train.global_batch_size=12"]
-LARGE = ["model.hidden_size=512", "model.num_layers=8", "model.ffn.moe.intermediate_size=1024"]
+LARGE = ["model.hidden_size=512", "model.layers=8", "model.ffn.moe.intermediate_size=1024"]
 MEMBERS = (0, 1, 3)
 
 

@@ -36,7 +36,7 @@ from moefold.verify.ranks.pool import WorkerPool
 COMMON = ["data.kind=synthetic", "run.device=cpu", "train.micro_batch_size=1"]
 TRAIN = "world_size=4 tp=2 cp=1 pp=1 ep=2 zero=1"
 SAMPLE = "world_size=4 tp=1 cp=1 pp=2 ep=2 zero=0"
-LARGE = ["model.hidden_size=512", "model.num_layers=8", "model.ffn.moe.intermediate_size=1024"]
+LARGE = ["model.hidden_size=512", "model.layers=8", "model.ffn.moe.intermediate_size=1024"]
 SECONDS = dict[str, list[float]]
 
 

@@ -165,7 +165,7 @@ class StepBreakdown:
         count = train_flops_per_token(model, self._cfg.train.seq_len, causal=True)
         flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
         rotation = self._model.rope
-        core = model.layers[0].core
+        core = model.decoder_layers[0].core
         heads = (core.heads + core.kv_heads) * core.key_value_width if isinstance(core, SoftmaxCore) else 0
         # Input, output and both gradients; heads in forward and backward, and their gradients.
         moved_bytes = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(

@@ -19,7 +19,7 @@ COMMON = (
     "data.kind=python-docs",
     "run.dtype=float32",
     "run.device=cpu",
-    "model.num_layers=4",
+    "model.layers=4",
     "model.hidden_size=128",
     "model.attention.num_heads=4",
     "model.attention.num_kv_heads=2",
@@ -31,7 +31,7 @@ COMMON = (
     "train.lr_schedule.min_lr=1e-4",
     "checkpoint.resume=never",
 )
-DENSE = ("model.layer_pattern=D", "model.ffn.dense.intermediate_size=512")
+DENSE = ("model.layers=4 dense", "model.ffn.dense.intermediate_size=512")
 COPIES = ("model.ffn.moe.num_experts=8", "model.ffn.moe.top_k=2", "model.ffn.moe.intermediate_size=512")
 SLICES = ("model.ffn.moe.num_experts=16", "model.ffn.moe.top_k=4", "model.ffn.moe.intermediate_size=256")
 VARIANTS = {

@@ -3,11 +3,31 @@
 from collections.abc import Mapping
 from typing import Any
 
+import moefold.config.edit
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings
 from moefold.config.tree import nested
+from moefold.config.upgrade import upgraded
+
+
+def layers_in_words(settings: Mapping[str, Any], layers: int | str = ModelConfig.layers) -> dict[str, Any]:
+    """Return settings of a model with `layers` in place of patterns of format 1, such as `layer_pattern`.
+
+    Cases are combined from dicts, of which one may set the attention of the layers and another one their experts.
+
+    Args:
+        settings: settings by "key" and "key.setting".
+        layers: the layers that the patterns change.
+    """
+    keys = {
+        key: value for key, value in settings.items() if key.endswith("_pattern") or key in ("num_layers", "layers")
+    }
+    if keys.keys() <= {"layers"}:
+        return dict(settings)
+    others = {key: value for key, value in settings.items() if key not in keys}
+    return others | upgraded({"model": {"layers": layers} | keys})[0]["model"]
 
 
 def model_of(settings: Mapping[str, Any]) -> ModelConfig:
@@ -15,13 +35,19 @@ def model_of(settings: Mapping[str, Any]) -> ModelConfig:
 
     Settings that the chosen kinds do not have are left out: one dict has the sizes of models of several kinds.
     """
-    [tree] = nested({"model": dict(settings)}).values()
+    [tree] = nested({"model": layers_in_words(settings)}).values()
     return config_from_dict({"model": _read("model", tree)}).model
 
 
 def config_of(tree: Mapping[str, Any]) -> Config:
     """Return a config of a tree, whose section [model] is as of `model_of`."""
-    return config_from_dict({**tree, "model": _read("model", nested({"model": tree.get("model", {})})["model"])})
+    model = nested({"model": layers_in_words(tree.get("model", {}))})["model"]
+    return config_from_dict({**tree, "model": _read("model", model)})
+
+
+def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
+    """Return a model with other settings, see `moefold.config.edit`; patterns change its layers."""
+    return moefold.config.edit.edit_model(model, layers_in_words(settings, model.layers))
 
 
 def _read(path: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,11 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
     norm = getattr(model.attention, "qk_norm", None)
     if model.attention.kind != "gqa" or getattr(norm, "over", "head") == "all_heads" or model.attention.sinks:
         return "it supports only grouped-query attention"
-    if any(layer.chunk for layer in model.layers) or not getattr(norm, "weight", True) or model.ffn.moe.probs_on_input:
+    if (
+        any(layer.chunk for layer in model.decoder_layers)
+        or not getattr(norm, "weight", True)
+        or model.ffn.moe.probs_on_input
+    ):
         return "it supports neither chunks of attention, norms without weights, nor routing weights on inputs"
     if (
         getattr(norm, "after_rope", False)
@@ -54,7 +58,7 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
     if (
         model.rope.interleaved
         or model.attention.rope_fraction < 1
-        or not all(layer.attention.has_rope for layer in model.layers)
+        or not all(layer.attention.has_rope for layer in model.decoder_layers)
     ):
         return "its RoPE rotates all dims of all layers, in halves"
     return ""

@@ -3,12 +3,11 @@
 from moefold.bench.device_probe import ProbeSizes
 
 SIZES = [
-    "model.num_layers=2",
+    "model.layers=2",
     "model.hidden_size=32",
     "model.attention.num_heads=4",
     "model.attention.num_kv_heads=2",
     "model.vocab_size=64",
-    "model.layer_pattern=M",
     "model.ffn.moe.num_experts=8",
     "model.ffn.moe.top_k=2",
     "model.ffn.moe.intermediate_size=24",

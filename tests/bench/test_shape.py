@@ -10,9 +10,11 @@ def test_every_shape_has_a_recipe():
         for tokens in (4096, 16384):
             cfg = bench_config(shape, dtype="bfloat16", tokens=tokens)
             assert cfg.train.tokens_per_step == tokens
-            assert [layer.ffn.kind for layer in cfg.model.layers] == ["moe"] * {"model": 4, "layer": 1, "stack": 2}[
-                shape.part
-            ]
+            assert [layer.ffn.kind for layer in cfg.model.decoder_layers] == ["moe"] * {
+                "model": 4,
+                "layer": 1,
+                "stack": 2,
+            }[shape.part]
 
 
 def test_operations_of_a_mixtral_layer():

@@ -7,11 +7,11 @@ import torch
 
 from benchmarks.race import other_frameworks
 from benchmarks.race.other_frameworks import PEERS, Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
-from moefold.config.edit import edit_model
 from moefold.model.mlp import SwiGLU
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
 from tests.model.moe.layers import moe_layer
+from tests.models import edit_model
 
 CPU = torch.device("cpu")
 MEGATRON, TORCHTITAN = PEERS

@@ -25,15 +25,15 @@ from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
+from tests.models import edit_model, model_of
 
-MODEL = ModelConfig(num_layers=2)
+MODEL = model_of({"num_layers": 2})
 
 
 def meta(step: int, model: ModelConfig = MODEL) -> CheckpointMeta:
@@ -300,15 +300,15 @@ def test_sizes_that_nothing_reads_and_other_spellings_of_a_pattern_are_the_same_
     same = edit_model(MODEL, {"ffn.dense.intermediate_size": 64, "layer_pattern": "MM"})
     assert find_resume(recipe(tmp_path, model=same)) == path
     with pytest.raises(ConfigError, match="layer_kinds 'MM' there, 'DM' here"):
-        find_resume(recipe(tmp_path, model=replace(MODEL, layer_pattern="DM")))
+        find_resume(recipe(tmp_path, model=edit_model(MODEL, {"layer_pattern": "DM"})))
 
 
 def test_windows_are_compared_by_layer_and_not_by_spelling(tmp_path):
-    path = write(tmp_path, 5, replace(MODEL, attention_pattern="WF", sliding_window=8))
-    same = replace(MODEL, attention_pattern="W1F1", sliding_window=8)
+    path = write(tmp_path, 5, replace(edit_model(MODEL, {"attention_pattern": "WF"}), sliding_window=8))
+    same = replace(edit_model(MODEL, {"attention_pattern": "W1F1"}), sliding_window=8)
     assert find_resume(recipe(tmp_path, model=same)) == path
     with pytest.raises(ConfigError, match=r"layer_windows \[8, 0\] there, \[8, 8\] here"):
-        find_resume(recipe(tmp_path, model=replace(same, attention_pattern="W")))
+        find_resume(recipe(tmp_path, model=edit_model(same, {"attention_pattern": "W"})))
 
 
 def test_another_batch_size_takes_the_same_samples(tmp_path):

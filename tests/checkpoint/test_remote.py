@@ -106,7 +106,7 @@ def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text("")
     run = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "train.seq_len=16", "train.global_batch_size=2"]
-    run += ["model.vocab_size=64", "train.eval_every=0", "model.num_layers=1", "model.hidden_size=32"]
+    run += ["model.vocab_size=64", "train.eval_every=0", "model.layers=1", "model.hidden_size=32"]
     run += [f"checkpoint.dir=file://{tmp_path}/store", "checkpoint.every=1"]
     assert main(["train", "recipe.toml", *run, "run.steps=2"]) == 0
     store = RemotePath(f"file://{tmp_path}/store")

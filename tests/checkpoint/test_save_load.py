@@ -43,7 +43,6 @@ from moefold.checkpoint.save_load import (
 )
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.edit import edit_model
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
@@ -51,6 +50,7 @@ from moefold.optim.states import named_moments
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.models import edit_model
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

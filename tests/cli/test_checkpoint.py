@@ -11,6 +11,7 @@ import pytest
 from moefold.checkpoint.checkpoint_dir import META_FILE
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.cli.main import main
+from tests.models import edit_model
 from tests.train.test_trainer import _train, recipe
 
 pytestmark = pytest.mark.parity
@@ -165,7 +166,7 @@ def test_diff_shortens_what_is_long(run, capsys):
 
 def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
     cfg = recipe(tmp_path, 2)
-    pool.run(1, _train, replace(cfg, model=replace(cfg.model, num_layers=1, vocab_size=64)))
+    pool.run(1, _train, replace(cfg, model=replace(edit_model(cfg.model, {"num_layers": 1}), vocab_size=64)))
     assert main(_words("diff", run / "checkpoints" / STEPS[0], tmp_path, "--json")) == 1
     what = {d["name"]: d["what"] for d in json.loads(capsys.readouterr().out)["tensors"]}
     assert what["model.layers.1.attention.wq"] == "only in the first"

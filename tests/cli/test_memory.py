@@ -17,7 +17,7 @@ from moefold.train.memory_profile import MeasuredMemory
 
 pytestmark = pytest.mark.usefixtures("forks_without_threads")
 
-SMALL = ["model.num_layers=2", "train.seq_len=64", "train.micro_batch_size=1", "train.global_batch_size=8"]
+SMALL = ["model.layers=2", "train.seq_len=64", "train.micro_batch_size=1", "train.global_batch_size=8"]
 RECIPE = "recipes/quickstart.toml"
 SSD = ["train.offload_to=ssd", "train.offload_min_kib=0"]
 TWO = ["parallel.world_size=2", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "parallel.ep=2"]
@@ -36,7 +36,7 @@ def test_dry_has_a_row_for_each_stage_and_finds_the_model_as_computed(capsys):
 
 
 def test_dry_has_no_moments_of_frozen_weights(capsys):
-    words = ["model.num_layers=2", "model.layer_pattern=DM", "train.indexer_stage=warmup"]
+    words = ["model.layers=dense, moe", "train.indexer_stage=warmup"]
     assert main(["memory", "recipes/sparse.toml", *words, "--json", "--dry"]) == 0
     assert json.loads(capsys.readouterr().out)["faults"] == []
 
@@ -110,7 +110,7 @@ def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
 
 
 def test_by_formula_what_is_offloaded_is_gone_but_for_two_parts_in_transit(capsys):
-    deep = ["--dry", "model.num_layers=8"]
+    deep = ["--dry", "model.layers=8"]
     words = [*deep, *SSD, "train.offload_dir=/tmp"]
     plain = _json(capsys, *deep)
     found = _json(capsys, *words, 'train.offload=["layer"]')

@@ -201,7 +201,7 @@ def test_a_path_through_a_file_cannot_be_read(tmp_path):
 
 
 def test_keys_beside_a_preset_win_over_it():
-    cfg = load_config(None, ["model.preset=mixtral-8x7b", "model.num_layers=2"])
+    cfg = load_config(None, ["model.preset=mixtral-8x7b", "model.layers=2"])
     assert cfg.model.num_layers == 2
     assert cfg.model.hidden_size == 4096
     assert cfg.model.preset == "mixtral-8x7b"

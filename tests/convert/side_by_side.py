@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -32,6 +31,7 @@ from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.convert.hf_models import save_model
 from tests.convert.regions import full_region
+from tests.models import edit_model
 
 SEQ_LEN = 16
 STEPS = 10

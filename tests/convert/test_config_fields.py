@@ -1,12 +1,10 @@
 """config.json against [model]: families, presets, and the spellings of older folders. No torch."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
 from moefold.convert.config_fields import (
@@ -30,7 +28,7 @@ from moefold.convert.layer_fields import (
 )
 from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 FAMILY_OF = {
     "deepseek-v3.2": "deepseek_v32",
@@ -257,7 +255,7 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
 def test_layers_that_share_a_selection_are_read_and_written(keys, pattern):
     model = read_keys(_keys_of_glm(keys), Path("hf"))
     assert (model.attention.indexer.top_k, model.index_pattern) == (32, pattern)
-    expected = ["shared" if layer.attention.shares_selection else "full" for layer in model.layers]
+    expected = ["shared" if layer.attention.shares_selection else "full" for layer in model.decoder_layers]
     assert FAMILIES["glm_moe_dsa"].write(model)["indexer_types"] == expected
     reason = family_unsupported_reason(
         FAMILIES["deepseek_v32"], edit_model(model, {"attention.indexer.rope_interleaved": False})
@@ -326,7 +324,9 @@ def test_yarn_takes_the_models_context_where_none_is_given():
 
 def test_sparse_layers_come_by_step_and_by_list():
     keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert [layer.ffn.is_routed for layer in model_of({"num_layers": 6, **SparseLayers().read(keys)}).layers] == [
+    assert [
+        layer.ffn.is_routed for layer in model_of({"num_layers": 6, **SparseLayers().read(keys)}).decoder_layers
+    ] == [
         False,
         True,
         False,
@@ -458,7 +458,9 @@ def test_a_value_of_a_newer_family_that_cannot_be_is_named(family, keys, message
 
 
 def test_released_kimi_linear_folders_nest_the_sizes_of_linear_attention() -> None:
-    keys = FAMILIES["kimi_linear"].write(replace(_model_for("kimi_linear"), attention_pattern="LF", num_layers=5))
+    keys = FAMILIES["kimi_linear"].write(
+        edit_model(_model_for("kimi_linear"), {"attention_pattern": "LF", "num_layers": 5})
+    )
     nested = {
         "head_dim": keys["linear_head_dim"],
         "num_heads": keys["linear_num_heads"],
@@ -474,7 +476,7 @@ def test_released_kimi_linear_folders_nest_the_sizes_of_linear_attention() -> No
 
 
 def _linear_layers(model):
-    return [i for i, layer in enumerate(model.layers) if layer.attention.is_recurrent]
+    return [i for i, layer in enumerate(model.decoder_layers) if layer.attention.is_recurrent]
 
 
 def test_full_attention_interval_of_qwen3_next() -> None:

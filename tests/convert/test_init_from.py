@@ -187,7 +187,7 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     fewer = [
         "checkpoint.init_from=runs/warm",
         "model.attention.indexer.top_k=5",
-        "model.index_pattern=FS",
+        "model.layers=2 x (full, shared)",
         "run.dir=runs/fewer",
     ]
     assert main(["train", *sparse[:-1], *fewer]) == 0

@@ -13,13 +13,13 @@ from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
-from moefold.config.edit import edit_model
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.convert.merge import MergedSource, check_same_tokenizer, matched_rows, unaligned_reasons
 from moefold.errors import ConfigError
 from moefold.remote_path import to_path
 from tests.convert.regions import full_region
+from tests.models import edit_model
 from tests.train.test_trainer import _train, losses, recipe
 
 pytestmark = pytest.mark.parity

@@ -15,7 +15,7 @@ from tests.convert.hf_models import make_model, save_model, transformers
 
 END = "<|endoftext|>"
 TEXT = "Rivers carry 12345 stones, and it's far  to the sea.\n\n" * 40
-SIZES = ["model.num_layers=1", "model.hidden_size=32", "model.attention.num_heads=4", "model.attention.num_kv_heads=4"]
+SIZES = ["model.layers=1", "model.hidden_size=32", "model.attention.num_heads=4", "model.attention.num_kv_heads=4"]
 SIZES += ["model.ffn.moe.intermediate_size=16", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]
 RUN = ["run.device=cpu", "run.dtype=float32", "run.steps=1", "train.seq_len=16", "train.global_batch_size=2"]
 RUN += ["checkpoint.every=1", "data.validation_fraction=0.2"]

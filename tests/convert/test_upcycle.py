@@ -12,7 +12,6 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups, World
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -30,6 +29,7 @@ from moefold.validate.config import check_config
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.regions import full_region
 from tests.convert.test_round_trip import add_tokenizer
+from tests.models import edit_model
 
 SEQ_LEN = 16
 SETTINGS: dict[str, dict[str, object]] = {

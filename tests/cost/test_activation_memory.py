@@ -45,7 +45,7 @@ from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_memory
-from tests.models import model_of
+from tests.models import edit_model, model_of
 from tests.slow import slow
 
 MODEL = {
@@ -370,7 +370,7 @@ def test_one_rank_holds_its_states_to_the_byte():
 
 def test_a_formula_that_forgets_a_layer_is_found():
     cfg = _config()
-    less = replace(cfg, model=replace(cfg.model, num_layers=1))
+    less = replace(cfg, model=edit_model(cfg.model, {"num_layers": 1}))
     measured = _on_one_rank(cfg)
     with pytest.raises(AssertionError):
         _assert_close(less, [measured])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefold.config.edit import edit_model
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -17,7 +16,7 @@ from moefold.cost.flops import count_parameters, step_flops_per_token, train_flo
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.transformer import build_model
 from moefold.ops.rope import NO_ROPE
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MIXTRAL_8X7B = model_of(
     {
@@ -132,7 +131,7 @@ def test_tied_embeddings_count_once_but_the_head_still_works() -> None:
 
 
 def test_parts_a_model_lacks_are_zero() -> None:
-    dense = replace(SMALL, layer_pattern="D")
+    dense = edit_model(SMALL, {"layer_pattern": "D"})
     count = count_parameters(dense)
     assert (count.router, count.experts, count.shared_experts, count.active_experts) == (0, 0, 0, 0)
     assert count.active == count.total
@@ -176,7 +175,7 @@ def test_causal_counts_half_of_the_core_and_nothing_else() -> None:
 
 
 def test_a_window_counts_the_keys_that_it_leaves() -> None:
-    windowed = replace(SMALL, attention_pattern="WFW", sliding_window=4)
+    windowed = replace(edit_model(SMALL, {"attention_pattern": "WFW"}), sliding_window=4)
     plain, causal = train_flops_per_token(windowed, 16), train_flops_per_token(windowed, 16, causal=True)
     keys = 4 - 4 * 4 / 32
     assert plain.attention_core == 4 * 20 * (2 * keys + 16)
@@ -246,7 +245,7 @@ def run_products(model: ModelConfig, seq_len: int, batch: int) -> torch.Tensor:
         return projected.repeat_interleave(heads // count, dim=1)
 
     x_TH = weight(tokens, hidden)
-    for layer in model.layers:
+    for layer in model.decoder_layers:
         q, k, v = heads_of(x_TH, heads), heads_of(x_TH, groups), heads_of(x_TH, groups)
         attended = (q @ k.transpose(-1, -2) @ v).transpose(1, 2).reshape(tokens, heads * head_dim)
         x_TH = x_TH + attended @ weight(heads * head_dim, hidden)
@@ -303,7 +302,7 @@ def test_sparse_attention_by_hand() -> None:
     rank, rope = latent.kv_lora_rank, latent.qk_rope_head_dim
     assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
     # A layer that shares a selection has neither the scores nor the weights of an indexer.
-    shared = replace(latent, index_pattern="FS2")
+    shared = edit_model(latent, {"index_pattern": "FS2"})
     assert train_flops_per_token(shared, 64).attention_core == 3 * 2 * 6 * 4 * (2 * rank + rope) + scores
     assert count_parameters(latent).attention - count_parameters(shared).attention == 2 * (2 * 8 * 6 + (8 + 2) * 12)
     # With fewer keys than are selected, all are read.

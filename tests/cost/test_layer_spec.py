@@ -1,18 +1,15 @@
 """The table of parameters equals the real model: names, shapes, order; and its shard dims and groups by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.convert.weights import parameter_shapes
 from moefold.cost.layer_spec import model_weights
 from moefold.model.transformer import build_model
 from moefold.recipe import load_config
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MODEL = model_of(
     {
@@ -63,7 +60,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_shapes_equal_the_module(name: str) -> None:
     """Build the model on the meta device and compare every parameter, in order, and every buffer."""
-    model = replace(MODELS[name], num_layers=min(8, MODELS[name].num_layers))
+    model = edit_model(MODELS[name], {"num_layers": min(8, MODELS[name].num_layers)})
     with torch.device("meta"):
         built = build_model(Config(model=model))
     shapes = [(key, tuple(parameter.shape)) for key, parameter in built.named_parameters()]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -23,7 +22,7 @@ from moefold.cost.overlap_memory import (
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.cost.stages import plan_stages
 from moefold.topology.collective_order import stage_collectives
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 Intervals = tuple[CommInterval, ...]
 

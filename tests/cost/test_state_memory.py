@@ -155,7 +155,7 @@ def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     cfg = Config(run=run, model=model, parallel=parallel, train=train)
     check_config(cfg)
     experts = 3 * 48 * 32 * 4 // ep
-    layer = sum(weight.numel for weight in model.layers[-1].params) - 3 * 48 * 32 * 4
+    layer = sum(weight.numel for weight in model.decoder_layers[-1].params) - 3 * 48 * 32 * 4
     router = 48 * 4
     ends = 2 * 96 * 48 + 48
     ahead = {0: 0, 1: layer + experts, "dense": layer}[prefetched]

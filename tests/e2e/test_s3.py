@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 INSTALL = "pip install s3fs 'moto[server]'"
 RUN = ["run.device=cpu", "run.dtype=float32", "train.seq_len=16", "train.global_batch_size=8", "train.eval_every=0"]
 RUN += [
-    "model.num_layers=2",
+    "model.layers=2",
     "model.hidden_size=32",
     "model.ffn.moe.num_experts=4",
     "model.ffn.moe.intermediate_size=16",

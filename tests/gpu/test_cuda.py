@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from tests.gpu.runs import losses_on, small_recipe
+from tests.models import edit_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -46,7 +46,7 @@ class Example:
     def __init__(self, kind: dict[str, object], window: int) -> None:
         limits = {"attention_pattern": "W", "sliding_window": window} if window else {}
         self.cfg = config_of({"model": SIZES | kind | limits}).model
-        self.layer = build_attention(self.cfg.layers[0], self.cfg).double()
+        self.layer = build_attention(self.cfg.decoder_layers[0], self.cfg).double()
         self.current_pass = CurrentPass()
         generator = torch.Generator().manual_seed(4)
         for parameter in self.layer.parameters():

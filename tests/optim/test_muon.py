@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from moefold.config.chosen import chosen
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -18,7 +17,7 @@ from moefold.parts.optimizer.muon.module import logical_matrices, newton_schulz
 from moefold.parts.optimizer.muon.oracle import matrix_indices
 from moefold.parts.optimizer.muon.oracle import newton_schulz as oracle_newton_schulz
 from moefold.parts.optimizer.muon.part import MUON_GROUPS, Muon
-from tests.models import model_of
+from tests.models import edit_model, model_of
 from tests.optim.alone import build_alone
 
 MODEL = model_of(

@@ -150,6 +150,6 @@ def _cached_bytes(cfg: Config) -> int:
 def test_the_memory_formula_counts_every_quantised_weight(pool, attention):
     model = {"mtp_layers": 1, "ffn.moe.bias": True}
     cfg = CacheCase({"ep": 2}, 0.0, model=model | attention).config()
-    units = (*cfg.model.layers, "mtp")
+    units = (*cfg.model.decoder_layers, "mtp")
     weights = [weight.shard(1, 2, 1) for unit in units for weight in unit_weights(cfg.model, cfg.lora, unit)]
     assert pool.run(2, _cached_bytes, cfg) == [quantized_copy_bytes(weights)] * 2

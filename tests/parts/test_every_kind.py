@@ -146,7 +146,7 @@ def attend(q, k, v, documents=None, sinks=None, scale=None):
 def test_its_core_flops_are_counted(kind):
     """By torch, with keys as wide as values, which would be padded else."""
     cfg = tiny(**merged(settings("attention", kind), {"model": {"attention.v_head_dim": 6}}))
-    layer = cfg.model.layers[0]
+    layer = cfg.model.decoder_layers[0]
     model = build_model(cfg)
     model.set_positions(torch.arange(16))
     module = model.layers["0"].attention.double()

@@ -23,6 +23,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.architecture import imports
+from tests.models import edit_model
 
 PACKAGE = moefold.parts.__name__
 PARTS = Path(moefold.parts.__file__).parent
@@ -71,9 +72,9 @@ def test_a_kind_that_a_program_misspells_is_refused_as_in_a_recipe(name):
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention", "norm"])
 def test_the_layers_of_a_misspelled_kind_are_refused_by_its_key(key):
-    model = replace(Config().model, attention_pattern="FL", **{key: "mlaa"})
+    model = replace(edit_model(Config().model, {"attention_pattern": "FL"}), **{key: "mlaa"})
     with pytest.raises(ConfigError, match=f"^model.{key}='mlaa' must be one of "):
-        model.layers  # noqa: B018
+        model.decoder_layers  # noqa: B018
 
 
 @pytest.mark.parametrize(("group", "kind"), KINDS, ids=ids)

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 SMALL = model_of(
     {
@@ -55,15 +54,16 @@ RECIPES = {
         parallel=ParallelConfig(pipeline_layout="auto"),
     ),
     "another order of the ranks": Config(
-        model=replace(SMALL, num_layers=2),
+        model=edit_model(SMALL, {"num_layers": 2}),
         train=TrainConfig(seq_len=8, global_batch_size=4),
         parallel=ParallelConfig(order="dp-pp-cp-tp", moe_order="edp-pp-ep-etp"),
     ),
     "dense": Config(
-        model=replace(SMALL, num_layers=2, layer_pattern="D"), train=TrainConfig(seq_len=8, global_batch_size=4)
+        model=edit_model(SMALL, {"num_layers": 2, "layer_pattern": "D"}),
+        train=TrainConfig(seq_len=8, global_batch_size=4),
     ),
     "stages spelled out": Config(
-        model=replace(SMALL, num_layers=3),
+        model=edit_model(SMALL, {"num_layers": 3}),
         train=TrainConfig(seq_len=8, global_batch_size=8),
         parallel=ParallelConfig(pipeline_layout="Et|t|t|L"),
     ),

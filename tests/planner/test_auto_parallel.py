@@ -51,7 +51,7 @@ def test_sparse_attention_is_searched_with_the_context_parallelism_that_it_allow
 def test_a_margin_of_memory_stays_free(tmp_path):
     # 16 GiB for four ranks, less half a GiB for each process.
     assert "0.2 of 3.5 GiB (5%) are left free" in planned(tmp_path)[1]
-    large = ("model.hidden_size=8192", "model.num_layers=12")
+    large = ("model.hidden_size=8192", "model.layers=12")
     with pytest.raises(ConfigError, match=r"\(0\.502 less 0\.0 kept free\)"):
         planned(tmp_path, *large, "parallel.world_size=4", "parallel.tp=1", "parallel.pp=1", memory_gib=4.008)
 

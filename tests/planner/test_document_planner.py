@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -21,6 +20,7 @@ from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.document_search import candidate_strategies
 from moefold.recipe import load_config
+from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
 from tests.planner.search.test_search import every_mapping
 

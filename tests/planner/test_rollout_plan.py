@@ -18,7 +18,7 @@ from moefold.planner.rollout import plan_rollouts
 from moefold.planner.rollout_cost import RolloutLengths, SamplingCost
 from moefold.recipe import load_config
 from moefold.topology.rollout_mapping import rollout_config
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MODEL = model_of(
     {
@@ -72,7 +72,7 @@ def test_keys_and_values_are_read_for_each_token():
 
 def test_states_are_read_and_written_for_each_token_whatever_its_position():
     """Three of four layers are linear, with a state of 4 heads of 32 x 32 and the last 3 tokens of 3 x 128 channels."""
-    hybrid = replace(MODEL, attention_pattern="L3F")
+    hybrid = edit_model(MODEL, {"attention_pattern": "L3F"})
     cost = DecodeCost(hybrid, IDEAL, "bfloat16", 2)
     short, long = (cost.pass_s(ALONE, rows=1, keys=keys) for keys in (1000, 3000))
     rate = IDEAL.hbm_bytes_per_s * IDEAL.hbm_fraction
@@ -85,12 +85,14 @@ def test_states_are_read_and_written_for_each_token_whatever_its_position():
 def test_the_cache_of_a_hybrid_rollout_has_keys_of_its_softmax_layers_and_states_of_the_others(tmp_path):
     (tmp_path / "rl.toml").write_text(RECIPE)
     lengths = RolloutLengths(prompt=20, new=12)
-    words = ["model.num_layers=4", "model.attention_pattern=L3F"]
+    words = [
+        "model.layers=3 linear, full",
+    ]
     cfg = load_config(tmp_path / "rl.toml", words)
     model = cfg.model
     found = SamplingCost(cfg, IDEAL, lengths).times(ALONE).rollout_bytes
     keys = 32 * 2 * model.attention.num_kv_heads * model.softmax_attention.head_dim * 2
-    assert found == keys + 3 * model.layers[0].core.state_bytes(1, 2)
+    assert found == keys + 3 * model.decoder_layers[0].core.state_bytes(1, 2)
 
 
 def test_a_cache_of_heads_is_priced_as_such(tmp_path):

@@ -38,7 +38,8 @@ def test_it_has_the_parameters_flops_and_cache_of_the_built_in_one():
     assert count_parameters(mine) == count_parameters(theirs)
     # gqa replicates heads of keys where tp exceeds them; here that is refused.
     mine_by_name, theirs_by_name = (
-        {weight.name: replace(weight, tp_heads=0) for weight in model.layers[0].params} for model in (mine, theirs)
+        {weight.name: replace(weight, tp_heads=0) for weight in model.decoder_layers[0].params}
+        for model in (mine, theirs)
     )
     assert mine_by_name == theirs_by_name
     assert mine.layers[0].core == theirs.layers[0].core

@@ -72,7 +72,7 @@ def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(change
     word = changed(ATTENTION, before, after)
 
     def run(cfg: Config) -> None:
-        assert cfg.model.layers[0].core.heads == 4
+        assert cfg.model.decoder_layers[0].core.heads == 4
         built(cfg)
 
     message = refusal(run, word)

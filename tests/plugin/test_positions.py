@@ -95,7 +95,7 @@ def test_another_number_of_first_values_is_refused(word, tmp_path):
 )
 @pytest.mark.parametrize(
     "words",
-    [("model.vocab_size=16", "data.document_end=3"), *slow([((),), (("model.rope_pattern=N",),)])],
+    [("model.vocab_size=16", "data.document_end=3"), *slow([((),), (("model.layers=4 nope",),)])],
     ids=["documents", "one document", "without RoPE"],
 )
 def test_the_oracle_judges_its_positions(pool, word, mapping, words):

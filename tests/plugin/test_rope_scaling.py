@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.config.part import describe_part
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import family_unsupported_reason
@@ -15,6 +14,7 @@ from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.shrink import shrink
+from tests.models import edit_model
 from tests.verify.oracle import TOLERANCE, assert_equals_oracle
 from tests.verify.recipes import tiny
 

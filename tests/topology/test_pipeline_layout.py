@@ -68,8 +68,8 @@ def test_wrong_strings_are_refused_with_the_position(text, message):
         ("tt|tL", "E, the embedding, is missing"),
         ("Ett|t", "L, the loss, is missing"),
         ("EtL|tt", "L at character 3 must be the last letter"),
-        ("Ettt|tL", "it has t 4 times, and model.num_layers=3; the first too many is at character 6"),
-        ("Et|tL", "it has t 2 times, and model.num_layers=3; add 1, after character 4"),
+        ("Ettt|tL", "it has t 4 times, and model.layers=3; the first too many is at character 6"),
+        ("Et|tL", "it has t 2 times, and model.layers=3; add 1, after character 4"),
         (
             "Ett|t|L",
             "parallel.pp*parallel.virtual_stages=2; the first | too many is at character 6",

@@ -12,6 +12,7 @@ from moefold.metrics.memory_breakdown import ACTIVATIONS, PARTS, RELOADED
 from moefold.parallel.memory_tracking import DISPATCH_PART, TRACKED_LAYERS, TRACKED_METHODS
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
+from tests.models import edit_model
 from tests.slow import slow
 from tests.verify.recipes import tiny
 from tests.verify.same_bits import assert_equal_bits
@@ -91,7 +92,7 @@ def test_with_a_saver(pool, name):
 
 def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
     cfg = _recipe(TRAINS["offload"])
-    cfg = replace(cfg, model=replace(cfg.model, num_layers=6))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"num_layers": 6}))
     memory = pool.run(1, run_distributed, _measured(cfg, 2), 2)[0].steps[1].memory_by_part
     # No formula has the workspace of the backward pass.
     measured = sum(sizes[0] for part, sizes in memory.peak_bytes.items() if part != "workspace")

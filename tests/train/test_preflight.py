@@ -132,7 +132,7 @@ def test_trackers_that_nobody_asks_for_need_no_package():
     check_packages(cfg.model, cfg.parallel, cfg.metrics)
 
 
-REPLAY = ("model.num_layers=2", "train.seq_len=8", "train.global_batch_size=2", "run.steps=2")
+REPLAY = ("model.layers=2", "train.seq_len=8", "train.global_batch_size=2", "run.steps=2")
 
 
 def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
@@ -154,7 +154,7 @@ def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
     ("word", "message"),
     [
         ("train.seq_len=16", r"moe\.replay='.*' was traced with train\.seq_len=8, and this run has 16"),
-        ("model.layer_pattern=DM", r"traced with the MoE layers=\[0, 1\], and this run has \[1\]"),
+        ("model.layers=2 x (dense, moe)", r"traced with the MoE layers=\[0, 1\], and this run has \[1\]"),
         ("model.ffn.moe.num_experts=16", "traced with model.ffn.moe.num_experts=8, and this run has 16"),
         ("run.steps=3", r"must hold every step from 1 to run\.steps=3, and step 3 is missing"),
     ],

@@ -13,12 +13,12 @@ import pytest
 
 from moefold.comm.groups import World
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
 from moefold.inference.vllm_server import VllmServer, serve_command
 from moefold.train.start import check_vllm
+from tests.models import edit_model
 from tests.train.test_rollout_loader import _train, recipe, records, under
 
 COMMAND = os.environ.get("MOEFOLD_VLLM", "")

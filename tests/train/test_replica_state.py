@@ -10,12 +10,12 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.models import edit_model
 from tests.train.test_trainer import recipe
 
 pytestmark = pytest.mark.parity

@@ -16,7 +16,6 @@ from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -48,7 +47,7 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_sampling_memory, min_training_memory
 from tests.metrics.undefined import undefined
-from tests.models import model_of
+from tests.models import edit_model, model_of
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 
@@ -395,7 +394,7 @@ def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
 
 def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe(tmp_path):
     cfg = recipe(tmp_path)
-    cfg = replace(cfg, model=replace(cfg.model, attention_pattern="FL"))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"attention_pattern": "FL"}))
     few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
     few = replace(few, rollout=replace(few.rollout, cache_gib=cache_bytes(few, 1, 8) / 2**30))
     check_rollout_cache(few)
@@ -426,7 +425,7 @@ def test_the_memory_of_the_reference_is_counted(pool, tmp_path, zero):
     [
         ({"tp": 3}, "rollouts cannot be sampled under tp=3 pp=1 ep=1 etp=1: rollout.tp=3 must divide"),
         ({"ep": 2, "etp": 4}, "rollout.ep=2 must divide"),
-        ({"pp": 4}, "model.num_layers=2"),
+        ({"pp": 4}, "model.layers=2"),
     ],
 )
 def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):

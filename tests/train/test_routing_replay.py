@@ -9,7 +9,6 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_replay import RolloutReplay
@@ -19,6 +18,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.replay import replays_routing
+from tests.models import edit_model
 from tests.ops.c_kernels import needs_compiler
 from tests.train.test_rollout_loader import _train, recipe, records, under, weights
 

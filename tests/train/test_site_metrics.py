@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.train.routing_probe import count_equal_choices
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
+from tests.models import edit_model
 from tests.train.site_results import TOLERANCE, checkpoint, records, tensors
 from tests.train.test_sites import STREAMING, recipe, train_sites
 from tests.verify.recipes import without_mapping

@@ -16,7 +16,6 @@ from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.lora import LoraConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -38,6 +37,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.ranks.pool import WorkerError
+from tests.models import edit_model
 from tests.slow import slow
 from tests.train.oracle_sites import OracleSites
 from tests.train.site_jobs import Server, of_site, run_sites

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefold.config.edit import edit_model
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
+from tests.models import edit_model
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, tensors
 from tests.train.test_sites import recipe, train_sites
 

@@ -29,6 +29,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.train_step import STOP_POLL_EVERY, TrainingStep
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.models import edit_model
 from tests.slow import slow
 from tests.verify.recipes import tiny
 
@@ -257,7 +258,7 @@ def _resume_and_stop(cfg: Config) -> int:
 
 def test_a_dense_model_has_no_expert_load(pool, tmp_path):
     cfg = recipe(tmp_path, 1, every=0)
-    dense = replace(cfg, model=replace(cfg.model, layer_pattern="D"))
+    dense = replace(cfg, model=edit_model(cfg.model, {"layer_pattern": "D"}))
     pool.run(1, _train, dense)
     (record,) = records(tmp_path)
     assert (record["expert_load"], record["aux_loss"], record["dropped_fraction"]) == ([], 0.0, 0.0)

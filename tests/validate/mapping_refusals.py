@@ -28,7 +28,7 @@ PLACEMENTS = {
         "and columns "
         "of whole samples; choose placement='samples'"
     ),
-    "world_size=2 cp=2 context=planned model.attention_pattern=C model.attention_chunk_size=4": (
+    "world_size=2 cp=2 context=planned model.layers=4x(chunk) model.attention_chunk_size=4": (
         "parallel.context='planned' plans attention within documents, and model.attention_pattern='C' has layers of "
         "kind C, which divide them into chunks; choose parallel.context='ring'"
     ),
@@ -81,7 +81,7 @@ MAPPINGS = {
         "parallel.tp=8 must divide model.attention.num_heads=12; choose model.attention.num_heads=8 or 16, or "
         "parallel.tp=1, 2 or 4"
     ),
-    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention=short_convolution model.hidden_size=64 "
+    "world_size=3 tp=3 model.layers=4x(linear) model.linear_attention=short_convolution model.hidden_size=64 "
     "model.vocab_size=258 train.seq_len=96 moe.z_loss=0": (
         "parallel.tp=3 must divide model.hidden_size=64; choose model.hidden_size=63 or 66"
     ),
@@ -90,7 +90,7 @@ MAPPINGS = {
         "then "
         "replicated); choose model.attention.num_kv_heads=4 or 8, or parallel.tp=1 or 2"
     ),
-    "world_size=4 tp=4 model.layer_pattern=DM model.ffn.dense.intermediate_size=1022": (
+    "world_size=4 tp=4 model.layers=2x(dense,moe) model.ffn.dense.intermediate_size=1022": (
         "parallel.tp=4 must divide model.ffn.dense.intermediate_size=1022; choose "
         "model.ffn.dense.intermediate_size=1020 or 1024, or "
         "parallel.tp=1 or 2"
@@ -117,21 +117,20 @@ MAPPINGS = {
         "or 512, or "
         "parallel.etp=1 or 2"
     ),
-    "world_size=2 ep=2 model.layer_pattern=D": (
+    "world_size=2 ep=2 model.layers=4x(dense)": (
         "parallel.ep=2 needs MoE layers, and model.layer_pattern='D' has none; choose a pattern with M, or "
         "parallel.ep=1"
     ),
-    "world_size=2 etp=2 model.layer_pattern=D": (
+    "world_size=2 etp=2 model.layers=4x(dense)": (
         "parallel.etp=2 needs MoE layers, and model.layer_pattern='D' has none; choose a pattern with M, or "
         "parallel.etp=1"
     ),
     "world_size=8 pp=8": (
-        "parallel.pp=8 must be at most model.num_layers=4, one layer for each stage; choose model.num_layers=8, or "
-        "parallel.pp=1, 2 or 4"
+        "parallel.pp=8 must be at most model.layers=8, one layer for each stage; choose , or parallel.pp=1, 2 or 4"
     ),
     "world_size=4 pp=4 schedule=interleaved virtual_stages=2": (
-        "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.num_layers=4, one layer for each stage; "
-        "choose model.num_layers=8, or parallel.pp=1 or 2"
+        "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.layers=8, one layer for each stage; "
+        "choose , or parallel.pp=1 or 2"
     ),
     "world_size=4 tp=2 cp=2 train.seq_len=254": (
         "train.seq_len=254 must be divisible by cp*tp=2*2=4; choose 252 or 256"
@@ -226,7 +225,7 @@ PIPELINES = {
         "parallel.schedule='zbv' needs parallel.virtual_stages of 2, and it is 1; choose virtual_stages=2, or "
         "schedule='zero-bubble'"
     ),
-    "world_size=2 pp=2 schedule=dualpipev virtual_stages=3 model.num_layers=8": (
+    "world_size=2 pp=2 schedule=dualpipev virtual_stages=3 model.layers=8": (
         "parallel.schedule='dualpipev' has exactly 2 stages on each rank, and parallel.virtual_stages=3; choose "
         "virtual_stages=2, or schedule='zero-bubble'"
     ),
@@ -243,11 +242,11 @@ PIPELINES = {
     "world_size=1 schedule=csv parallel.schedule.path=rows.csv": (
         "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
     ),
-    "world_size=8 pp=8 pipeline_layout=auto model.num_layers=4": (
-        "parallel.pipeline_layout='auto' splits the embedding, model.num_layers=4 layers and the loss, and "
-        "parallel.pp*parallel.virtual_stages=8 are more; choose model.num_layers=6, or fewer stages"
+    "world_size=8 pp=8 pipeline_layout=auto model.layers=4": (
+        "parallel.pipeline_layout='auto' splits the embedding, model.layers=6 layers and the loss, and "
+        "parallel.pp*parallel.virtual_stages=8 are more; choose , or fewer stages"
     ),
-    "world_size=1 pipeline_layout=Ett|ttL model.num_layers=4": (
+    "world_size=1 pipeline_layout=Ett|ttL model.layers=4": (
         "parallel.pipeline_layout='Ett|ttL': it has 2 stages, and parallel.pp*parallel.virtual_stages=1; the first | "
         "too many is at character 4"
     ),
@@ -255,7 +254,7 @@ PIPELINES = {
 
 ACCEPTED = [
     # Heads of softmax attention do not matter where no layer has them.
-    "world_size=3 tp=3 model.attention_pattern=L model.linear_attention.num_key_heads=3 "
+    "world_size=3 tp=3 model.layers=4x(linear) model.linear_attention.num_key_heads=3 "
     "model.linear_attention.num_value_heads=3 "
     "model.ffn.moe.intermediate_size=96 model.vocab_size=258 train.seq_len=96",
     "world_size=8 tp=8",
@@ -273,12 +272,12 @@ ACCEPTED = [
     "world_size=8 tp=2 ep=2 etp=2 dispatcher=leastloaded moe.capacity_factor=1.0",
     "world_size=4 ep=4 dispatcher=leastloaded parallel.dispatcher.min_tokens=564",
     "world_size=1 dispatcher=local context=ulysses zero=3 schedule=gpipe",
-    "world_size=4 tp=4 model.ffn.dense.intermediate_size=1024 model.layer_pattern=D",
+    "world_size=4 tp=4 model.ffn.dense.intermediate_size=1024 model.layers=4x(dense)",
     "world_size=2 etp=1 model.ffn.moe.intermediate_size=511",
     "world_size=2 pp=2 schedule=zero-bubble",
-    "world_size=2 pp=2 schedule=zero-bubble virtual_stages=4 model.num_layers=8",
-    "world_size=2 pp=2 schedule=zbv virtual_stages=2 model.num_layers=8 train.global_batch_size=1",
-    "world_size=2 pp=2 schedule=csv parallel.schedule.path=rows.csv virtual_stages=3 model.num_layers=8",
+    "world_size=2 pp=2 schedule=zero-bubble virtual_stages=4 model.layers=8",
+    "world_size=2 pp=2 schedule=zbv virtual_stages=2 model.layers=8 train.global_batch_size=1",
+    "world_size=2 pp=2 schedule=csv parallel.schedule.path=rows.csv virtual_stages=3 model.layers=8",
     "world_size=1 schedule=zero-bubble",
-    "world_size=6 pp=6 pipeline_layout=auto model.num_layers=4 train.global_batch_size=12",
+    "world_size=6 pp=6 pipeline_layout=auto model.layers=4 train.global_batch_size=12",
 ]

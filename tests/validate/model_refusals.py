@@ -123,12 +123,12 @@ SIZES = {
         "kind; set "
         "zero_centered=false, or over='head'"
     ),
-    "model.attention_pattern=LF model.linear_attention.num_key_heads=3": (
+    "model.layers=2x(linear,full) model.linear_attention.num_key_heads=3": (
         "model.linear_attention.num_value_heads=4 must be a multiple of model.linear_attention.num_key_heads=3, each "
         "of which serves as "
         "many; choose 3 or 6"
     ),
-    "model.attention_pattern=LF model.linear_attention.conv_kernel=6 train.seq_len=16 "
+    "model.layers=2x(linear,full) model.linear_attention.conv_kernel=6 train.seq_len=16 "
     "parallel.world_size=4 parallel.cp=4": (
         "train.seq_len=16 gives segments of 2 tokens with parallel.cp=4 and parallel.context='ring', which must hold "
         "the 5 tokens before one of model.linear_attention.conv_kernel=6; choose train.seq_len=40"
@@ -141,26 +141,26 @@ SIZES = {
     "model.attention.indexer.top_k=8 model.attention.indexer.head_dim=16": (
         "model.attention.indexer.head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"
     ),
-    "model.attention.indexer.top_k=8 model.attention_pattern=WF model.sliding_window=8": (
+    "model.attention.indexer.top_k=8 model.layers=2x(window,full) model.sliding_window=8": (
         "model.attention.indexer.top_k=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
         "model.attention_pattern without W"
     ),
-    "model.attention.indexer.top_k=8 model.index_pattern=SF": (
+    "model.attention.indexer.top_k=8 model.layers=2x(shared,full)": (
         "model.index_pattern='SF' begins with a layer S, which attends to the keys that a layer before it selects; let "
         "the first layer of softmax attention be F"
     ),
     "model.attention.indexer.top_k=8 model.index_pattern=FX": (
         "model.index_pattern: unexpected 'X' in layer pattern 'FX'; use F and S, with counts: S, FS, F3S58"
     ),
-    "model.attention.indexer.top_k=8 model.index_pattern=FS model.attention_pattern=FW model.sliding_window=9": (
+    "model.attention.indexer.top_k=8 model.layers=2x(full,window/shared) model.sliding_window=9": (
         "model.index_pattern='FS' lets layer 1 attend to the keys that layer 0 selects, and "
         "model.attention_pattern='FW' gives them different sliding windows; let layer 1 be F in index_pattern"
     ),
-    "model.attention.indexer.top_k=8 model.index_pattern=FS2F parallel.world_size=2 parallel.pp=2": (
+    "model.attention.indexer.top_k=8 model.layers=full,2x(shared),full parallel.world_size=2 parallel.pp=2": (
         "model.index_pattern='FS2F' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
         "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
     ),
-    "model.attention.indexer.top_k=8 model.index_pattern=FS3 parallel.world_size=4 parallel.pp=4 "
+    "model.attention.indexer.top_k=8 model.layers=full,3x(shared) parallel.world_size=4 parallel.pp=4 "
     "parallel.pipeline_layout=auto": (
         "model.index_pattern='FS3' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
         "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
@@ -169,7 +169,7 @@ SIZES = {
     "model.attention.indexer.top_k=8 train.indexer_stage=warmup train.indexer_loss=0": (
         "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     ),
-    "model.preset=deepseek-v3.2 model.attention_pattern=L train.indexer_stage=warmup train.seq_len=2048": (
+    "model.preset=deepseek-v3.2 model.layers=4x(linear) train.indexer_stage=warmup train.seq_len=2048": (
         "train.indexer_stage='warmup' trains the indexers alone, and linear attention, all layers of "
         "model.attention_pattern='L', has none; choose a pattern with F, or leave indexer_stage out"
     ),
@@ -198,14 +198,12 @@ SIZES = {
         "recorded, and its "
         "blocks chosen, by the host; set run.cuda_graphs='none', or change that"
     ),
-    "model.attention_pattern=F5": (
-        "model.attention_pattern='F5' repeats a layer 5 times, more than model.num_layers=4; shorten it"
-    ),
+    "model.layers=5": ("model.attention_pattern='F5' repeats a layer 5 times, more than model.layers=4; shorten it"),
     "model.rope_pattern=W": (
         "model.rope_pattern: unexpected 'W' in layer pattern 'W'; use R and N, with counts: N, RN, R3N58"
     ),
-    "model.rope_pattern=RNRNR": (
-        "model.rope_pattern='RNRNR' spells 5 layers, more than model.num_layers=4; shorten it or set model.num_layers=5"
+    "model.layers=2 x (full, nope), full": (
+        "model.rope_pattern='RNRNR' spells 5 layers, more than model.layers=5; shorten it or set "
     ),
     "model.rope.scaling=ntk": (
         "model.rope.scaling='ntk' changes nothing with model.rope.scaling.factor=1.0; give a factor above 1, or choose "
@@ -234,21 +232,21 @@ SIZES = {
         "model.ffn.moe.active_experts=3.0 must be at most model.ffn.moe.top_k=2, the choices of a token; choose a "
         "number up to 2"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD": (
+    "model.ffn.moe.shortcut=true model.layers=2x(moe,dense)": (
         "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared=none means "
         "none; set model.ffn.moe.shared.intermediate_size"
     ),
     "model.ffn.moe.shortcut=true model.ffn.moe.shared.intermediate_size=64": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one, which is dense, and "
-        "model.layer_pattern='M' has layers M without a D after them in model.num_layers=4; choose 'MD' with an even "
+        "model.layer_pattern='M' has layers M without a D after them in model.layers=4; choose 'MD' with an even "
         "number of layers"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 "
+    "model.ffn.moe.shortcut=true model.layers=2x(moe,dense) model.ffn.moe.shared.intermediate_size=64 "
     "model.residual=post": (
         "model.ffn.moe.shortcut=true does not go with model.residual='post': the routed output would be added "
         "without a norm; set residual='pre'"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 "
+    "model.ffn.moe.shortcut=true model.layers=2x(moe,dense) model.ffn.moe.shared.intermediate_size=64 "
     "parallel.world_size=4 "
     "parallel.pp=4": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline "
@@ -256,21 +254,21 @@ SIZES = {
         "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
         "MD, or parallel.pipeline_layout"
     ),
-    "model.ffn.moe.shortcut=true model.layer_pattern=MD model.ffn.moe.shared.intermediate_size=64 "
+    "model.ffn.moe.shortcut=true model.layers=moe,dense model.ffn.moe.shared.intermediate_size=64 "
     "parallel.world_size=4 "
-    "parallel.pp=4 parallel.pipeline_layout=auto model.num_layers=2": (
+    "parallel.pp=4 parallel.pipeline_layout=auto ": (
         "model.ffn.moe.shortcut=true keeps a layer M and the D after it on one pipeline stage, and "
         "parallel.pp*parallel."
         "virtual_stages=4 stages are more than these 1 groups of layers, the embedding and the loss; choose 3 or less"
     ),
-    "model.attention_pattern=C2": (
+    "model.layers=4 chunk": (
         "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
         "set model.attention_chunk_size, or choose 'F'"
     ),
-    "model.attention=mla model.attention_pattern=CF model.attention_chunk_size=4": (
+    "model.attention=mla model.layers=2x(chunk,full) model.attention_chunk_size=4": (
         "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
     ),
-    "model.attention_pattern=C model.attention_chunk_size=4 model.attention.indexer.top_k=2": (
+    "model.layers=4x(chunk) model.attention_chunk_size=4 model.attention.indexer.top_k=2": (
         "model.attention_pattern='C' has layers of kind C, and model.attention.indexer.top_k=2 selects keys of the "
         "whole document; "
         "choose 'F' or 'W', or indexer='none'"
@@ -280,27 +278,26 @@ SIZES = {
         "has weights; set "
         "over='head'"
     ),
-    "model.attention.qk_norm={} model.attention.qk_norm.in_nope=false model.rope_pattern=RN": (
+    "model.attention.qk_norm={} model.attention.qk_norm.in_nope=false model.layers=2x(full,nope)": (
         "model.attention.qk_norm.in_nope=false does not go with model.attention.qk_norm.weight=true: layers without "
         "RoPE would have other "
         "parameters than those with it; set weight=false, or in_nope=true"
     ),
-    'train.recompute=["core_attention"] model.attention_pattern=L2': (
+    'train.recompute=["core_attention"] model.layers=4x(linear)': (
         "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
         "leave it out"
     ),
     'train.recompute=["norms"] model.residual=post': (
         "train.recompute has 'norms', and model.residual='post' has no norms of inputs; leave it out"
     ),
-    "model.attention_pattern=WF": (
+    "model.layers=2 x (window, full)": (
         "model.attention_pattern='WF' has layers of kind W, which attend to model.sliding_window=0 tokens; set "
         "model.sliding_window, or choose 'F'"
     ),
-    "model.layer_pattern=D3M2": (
-        "model.layer_pattern='D3M2' spells 5 layers, more than model.num_layers=4; shorten it or set model.num_layers=5"
+    "model.layers=3 dense, 2 moe": (
+        "model.layer_pattern='D3M2' spells 5 layers, more than model.layers=5; shorten it or set "
     ),
     "model.layer_pattern=M999999999999": (
-        "model.layer_pattern='M999999999999' repeats a layer 999999999999 times, more than model.num_layers=4; "
-        "shorten it"
+        "model.layer_pattern='M999999999999' repeats a layer 999999999999 times, more than model.layers=4; shorten it"
     ),
 }

@@ -106,7 +106,7 @@ ROUTING = {
     ),
 }
 
-_LORA = "lora.rank=4 model.layer_pattern=DM"
+_LORA = "lora.rank=4 model.layers=2x(dense,moe)"
 ADAPTERS = {
     f"{_LORA} lora.targets=['wq_up','attention']": (
         "lora.targets='wq_up' names no matrix of this model that can be adapted; choose all, attention, dense_mlp, "
@@ -117,7 +117,7 @@ ADAPTERS = {
         "lora.rank=300 must be at most 256, the smaller side of layers.0.attention.wq [256, 256]; choose a lower rank, "
         "or lora.targets without it"
     ),
-    "lora.rank=4 model.attention_pattern=L model.layer_pattern=D lora.targets=['attention']": (
+    "lora.rank=4 model.layers=4x(linear/dense) lora.targets=['attention']": (
         "lora.targets='attention' names no matrix of this model that can be adapted; choose all, dense_mlp, w_gate,..."
     ),
     f"{_LORA} train.precision=fp8-blockwise": (
@@ -175,14 +175,14 @@ TRAINING = {
         "train.optimizer.groups has 'mtp', and the model has no such matrices: model.mtp_layers=0; leave 'mtp' out, or "
         "leave groups out for all groups"
     ),
-    'train.optimizer=muon train.optimizer.groups=["attention","shared_experts","dense_mlp"] model.layer_pattern=M': (
+    'train.optimizer=muon train.optimizer.groups=["attention","shared_experts","dense_mlp"] model.layers=4': (
         "2 settings cannot work:\n"
         "  train.optimizer.groups has 'dense_mlp', and the model has no such matrices: no layer of model.layer_pattern "
         "is D; leave 'dense_mlp' out, or leave groups out for all groups\n"
         "  train.optimizer.groups has 'shared_experts', and the model has no such matrices: "
         "model.ffn.moe.shared=none; leave 'shared_experts' out, or leave groups out for all groups"
     ),
-    'train.optimizer=muon train.optimizer.groups=["router"] model.layer_pattern=D': (
+    'train.optimizer=muon train.optimizer.groups=["router"] model.layers=4x(dense)': (
         "train.optimizer.groups has 'router', and the model has no such matrices: no layer of model.layer_pattern is "
         "M; leave 'router' out, or leave groups out for all groups"
     ),
@@ -369,7 +369,7 @@ MEMORY = {
     'train.recompute=["dense_mlp"]': (
         "train.recompute has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"
     ),
-    'train.recompute=["moe"] model.layer_pattern=D': (
+    'train.recompute=["moe"] model.layers=4x(dense)': (
         "train.recompute has 'moe', and no layer of model.layer_pattern is M; leave it out"
     ),
     'train.recompute=["shared_experts"]': (
@@ -393,7 +393,7 @@ ACCEPTED = [
     "model.attention.num_kv_heads=1",
     "model.attention.num_kv_heads=8",
     "model.attention.rope_fraction=0.5",
-    "model.rope.scaling=ntk model.rope.scaling.factor=8 model.rope_pattern=R3N",
+    "model.rope.scaling=ntk model.rope.scaling.factor=8 model.layers=3x(full),nope",
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.beta_fast=1 model.rope.scaling.beta_slow=1",
     "model.attention.head_dim=100 model.attention.rope_fraction=0.58",
     "model.rope.scaling=linear model.rope.scaling.factor=2",
@@ -404,10 +404,7 @@ ACCEPTED = [
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1 "
     "model.rope.scaling.mscale_all_dim=1",
     "model.attention=mla model.hidden_size=100 model.attention.num_heads=3",
-    "model.layer_pattern=DM",
-    "model.layer_pattern=DM3",
-    "model.layer_pattern=DMM",
-    "model.layer_pattern=D",
+    "model.layers=4 dense",
     "model.ffn.moe.top_k=8",
     "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2",
     "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4",
@@ -426,7 +423,6 @@ ACCEPTED = [
     "moe.capacity_factor=1.0 moe.pad_to_capacity=true moe.drop_policy=position",
     "moe.eval_capacity_factor=1.0 train.eval_every=5 moe.drop_policy=position",
     "moe.input_jitter=0.01 moe.router_dtype=float64",
-    "model.layer_pattern=D",
     "train.lr_schedule.min_lr=3e-4",
     "train.warmup_steps=100",
     "train.lr_schedule=wsd train.warmup_steps=50 train.lr_schedule.decay_steps=50",
@@ -435,7 +431,7 @@ ACCEPTED = [
     'train.optimizer=muon train.optimizer.groups=["experts","router"]',
     'train.optimizer=muon train.optimizer.groups=["mtp"] model.mtp_layers=1',
     'train.optimizer=muon train.optimizer.groups=["shared_experts"] model.ffn.moe.shared.intermediate_size=8',
-    "train.optimizer=muon model.layer_pattern=D",
+    "train.optimizer=muon model.layers=4x(dense)",
     "data.document_end=255",
     "data.kind=huggingface data.path=owner/name data.streaming=true",
     "data.kind=huggingface data.path=owner/name data.streaming=true data.validation_split=test train.eval_every=5",

@@ -14,7 +14,7 @@ OBSTACLES = [
     ("ar", "parallel.world_size=2 parallel.zero=3", "parallel.zero=3: a graph keeps the weights that ZeRO 3 frees"),
     (
         "ar",
-        "parallel.world_size=2 parallel.pp=2 parallel.schedule=zero-bubble model.num_layers=4",
+        "parallel.world_size=2 parallel.pp=2 parallel.schedule=zero-bubble model.layers=4",
         "parallel.schedule='zero-bubble': a delayed weight gradient reads memory that the next replay overwrites",
     ),
     ("f", "parallel.world_size=2", "parallel.world_size=2: FSDP and the exchanges of several ranks are work of the"),
@@ -28,14 +28,14 @@ OBSTACLES = [
     ("ar", 'train.recompute=["norms","moe"]', "train.recompute=['norms']: what a graph saves"),
     (
         "ar",
-        "model.attention_pattern=LF",
+        "model.layers=2 x (linear, full)",
         "model.attention_pattern='LF': linear attention is recomputed in the backward",
     ),
     ("r", 'train.recompute=["moe"]', "train.recompute=['moe']: what the router saves stays in the memory"),
     ("arf", 'train.offload=["moe"]', "train.offload=['moe']: what a graph saves"),
     ("rf", "moe.trace_every=1", "moe.trace_every=1: choices are recorded by the host"),
     ("rf", "moe.replay=runs/other", "moe.replay='runs/other': choices are replayed by the host"),
-    ("r", "model.layer_pattern=D", "a model without MoE layers: it has no router"),
+    ("r", "model.layers=4 dense", "a model without MoE layers: it has no router"),
     ("f", "run.dtype=float32", "run.kernels='auto' with run.dtype='float32': their experts read the token counts"),
     (
         "f",
@@ -76,7 +76,7 @@ def test_an_obstacle_is_named(modes, settings, obstacle):
         ("f", "run.dtype=float32 moe.capacity_factor=1.0 moe.pad_to_capacity=true"),
         ("f", "run.dtype=float32 run.kernels=triton"),
         ("f", "run.kernels=plain"),
-        ("af", "model.layer_pattern=D"),
+        ("af", "model.layers=4 dense"),
     ],
 )
 def test_fixed_shapes_and_addresses_are_accepted(modes, settings):

@@ -7,7 +7,7 @@ from moefold.validate.config import check_config
 
 @pytest.mark.parametrize("part", RECOMPUTE_PARTS)
 def test_every_part_may_stand_alone(part):
-    words = ["model.attention=mla", "model.layer_pattern=DM", "model.ffn.moe.shared.intermediate_size=8"]
+    words = ["model.attention=mla", "model.layers=2 x (dense, moe)", "model.ffn.moe.shared.intermediate_size=8"]
     check_config(load_config(None, [f'train.recompute=["{part}"]', *words]))
 
 

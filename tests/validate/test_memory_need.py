@@ -84,7 +84,7 @@ def test_the_least_is_at_most_what_the_formulas_say(words, device_type):
 
 
 def test_a_step_of_very_many_passes_counts_states_alone():
-    cfg = recipe("model.num_layers=1024", "parallel.pp=256", "parallel.world_size=256", "train.global_batch_size=65536")
+    cfg = recipe("model.layers=1024", "parallel.pp=256", "parallel.world_size=256", "train.global_batch_size=65536")
     cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
     before_s = processor_s()
     needs = min_training_memory(cfg, "cpu")
@@ -173,7 +173,7 @@ def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
 
 def test_pages_and_states_of_rollouts_share_the_limit_of_the_cache():
     """The states of all slots come first, also of those that shared prompts may take; pages have the rest."""
-    cfg = recipe(*RL, "rollout.max_tokens=64", "model.attention_pattern=LF")
+    cfg = recipe(*RL, "rollout.max_tokens=64", "model.layers=2 x (linear, full)")
     states = 16 * recurrent_state_bytes(cfg)
     full = kv_cache_bytes(cfg, 16 * 64, 1)
     assert min_rollout_cache_bytes(cfg) == full + states

@@ -31,14 +31,14 @@ def test_the_width_of_dense_layers_does_not_matter_without_them():
     overrides = [*ranks(3, tp=3), "model.preset=tiny", "model.attention.num_heads=6", "model.attention.num_kv_heads=3"]
     sizes = ["model.hidden_size=96", "model.vocab_size=258", "train.seq_len=255", "train.global_batch_size=3"]
     assert accepts(*overrides, *sizes)
-    assert "model.ffn.dense.intermediate_size=128" in refused(*overrides, *sizes, "model.layer_pattern=DM")
+    assert "model.ffn.dense.intermediate_size=128" in refused(*overrides, *sizes, "model.layers=2 x (dense, moe)")
 
 
 @pytest.mark.parametrize(("pp", "count", "legal"), [(4, 10, True), (4, 3, True), (4, 9, False), (4, 8, True)])
 def test_interleaved_rounds_equal_torch(pp, count, legal):
     # The first two are the examples that torch.distributed.pipelining.ScheduleInterleaved1F1B gives itself.
     overrides = ranks(pp, pp=pp, schedule="interleaved", virtual_stages=2)
-    assert accepts(*overrides, "model.num_layers=8", f"train.global_batch_size={count}") == legal
+    assert accepts(*overrides, "model.layers=8", f"train.global_batch_size={count}") == legal
 
 
 def test_degrees_offered_in_errors_are_legal():
@@ -65,6 +65,6 @@ def test_degrees_offered_in_errors_are_legal():
 
 def test_one_forward_one_backward_needs_a_micro_batch_for_each_stage():
     for pp, count in itertools.product((2, 3, 4), range(1, 14)):
-        overrides = [*ranks(pp, pp=pp), "model.num_layers=8", f"train.global_batch_size={count}"]
+        overrides = [*ranks(pp, pp=pp), "model.layers=8", f"train.global_batch_size={count}"]
         assert accepts(*overrides) == (count >= pp)
         assert accepts(*overrides, "parallel.schedule=gpipe")

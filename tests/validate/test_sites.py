@@ -42,7 +42,7 @@ REFUSED = [
     ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
     ((*TWO, "sites.overlap=31"), "choose at most 29, or 30 to exchange a round during the whole next one"),
-    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
+    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.layers=2"), "must be below the 15 steps"),
     ((*TWO, "sites.density=0.5", "sites.precision=int8"), "sites.density=0.5 sends values of sites.values bits"),
     (
         (*TWO, "sites.density=0.015625", "sites.residual=0.95", "sites.momentum=0.9"),
@@ -53,7 +53,7 @@ REFUSED = [
         "sites.moments='average' would replace moments by the moments of",
     ),
     (
-        (*TWO, "sites.moments=reset", "sites.fragment_layers=1", "model.num_layers=2"),
+        (*TWO, "sites.moments=reset", "sites.fragment_layers=1", "model.layers=2"),
         "sites.moments='reset' resets the moments of all layers",
     ),
     ((*TWO, "faults.spike=rollback", "checkpoint.every=5"), "faults.spike='rollback' goes back to weights"),
@@ -62,7 +62,7 @@ REFUSED = [
         "sites.overlap=50 exchanges a round during the whole next one",
     ),
     ((*OWN, "sites.moments=average"), "sites.moments='average' needs moments of the same experts on all sites"),
-    ((*OWN, "model.layer_pattern=D"), 'sites.experts="own" needs MoE layers, and the model has none'),
+    ((*OWN, "model.layers=4 dense"), 'sites.experts="own" needs MoE layers, and the model has none'),
     ((*OWN, "sites.count=3"), "sites.count=3 must divide the 8 experts of a rank (parallel.ep=1), so that each rank"),
     (
         (*OWN, "parallel.world_size=8", "parallel.ep=4"),
@@ -134,14 +134,14 @@ def test_routing_is_compared_every_tenth_round_and_at_the_end():
         (("sites.every=3",), [3, 33, 63, 93, 100]),
         (("sites.every=3", "sites.first=50"), [51, 81, 100]),
         (("sites.every=4", "sites.fragment_layers=1"), [4, 44, 84, 100]),
-        (("sites.every=3", "model.layer_pattern=D"), []),
+        (("sites.every=3", "model.layers=4 dense"), []),
     ):
         cfg = load_config(None, [*TWO, *words])
         assert [step for step in range(1, 101) if is_probed(cfg.run, cfg.model, cfg.sites, step)] == steps
 
 
 def test_fragments_have_rounds_at_steps_of_their_own():
-    found = rounds("sites.every=40", "sites.fragment_layers=1", "model.num_layers=4")
+    found = rounds("sites.every=40", "sites.fragment_layers=1", "model.layers=4")
     assert found == {
         10: (1,), 20: (2,), 30: (3,), 40: (0,), 50: (1,), 60: (2,), 70: (3,), 80: (0,), 90: (1,), 100: (0, 1, 2, 3)
     }  # fmt: skip
@@ -154,7 +154,7 @@ def test_fragments_have_rounds_at_steps_of_their_own():
 @pytest.mark.parametrize("first", [0, 7, 99, 100])
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_rounds_are_counted_and_found_again(first, layers):
-    overrides = (f"sites.first={first}", "sites.every=12", f"sites.fragment_layers={layers}", "model.num_layers=4")
+    overrides = (f"sites.first={first}", "sites.every=12", f"sites.fragment_layers={layers}", "model.layers=4")
     cfg = load_config(None, [*TWO, *overrides])
     steps = [step for step in range(1, 101) if fragments_due(cfg.run, cfg.model, cfg.sites, step)]
     assert [rounds_until(cfg.run, cfg.model, cfg.sites, step) for step in range(101)] == [

@@ -29,6 +29,7 @@ from moefold.config.schema import Config
 from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.models import edit_model
 from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
 from tests.verify.recipes import tiny, without_mapping, write_split_rows
 
@@ -262,7 +263,7 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(pool, zero):
     """In pairs of micro-batches, where FSDP has no hooks; with three pipeline ranks two first parts are pending."""
     plain = _plain(("ep", "dtype", "bfloat16", "adamw"))
     train = replace(plain.train, global_batch_size=12)
-    plain = replace(plain, model=replace(plain.model, num_layers=6), train=train)
+    plain = replace(plain, model=edit_model(plain.model, {"num_layers": 6}), train=train)
     changes = {"world_size": 6, "pp": 3, "schedule": "dualpipev", "virtual_stages": 2, "overlap_experts": True}
     cfg = replace(plain, parallel=replace(plain.parallel, zero=zero, **changes))
     check_config(cfg)

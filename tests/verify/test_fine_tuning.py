@@ -17,6 +17,7 @@ from moefold.model.init import init_weights
 from moefold.model.transformer import Transformer, build_model
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.models import edit_model
 from tests.slow import slow
 from tests.verify.recipes import tiny, without_mapping
 
@@ -112,7 +113,7 @@ def test_padded_samples_drop_alike_under_every_mapping(pool, scope, mapping, tmp
     layers = mapping.get("pp", 2)
     cfg = replace(
         cfg,
-        model=replace(cfg.model, num_layers=layers),
+        model=edit_model(cfg.model, {"num_layers": layers}),
         moe=replace(cfg.moe, capacity_factor=0.5, drop_scope=scope),
     )
     alone = cfg if scope == "sub_sequence" else without_mapping(cfg)

@@ -239,7 +239,7 @@ def test_the_oracle_names_each_field_that_it_reads_around_a_formula():
 @pytest.mark.parametrize("key", ["attention", "linear_attention"])
 def test_an_attention_without_a_formula_is_refused(key):
     cfg = _small(model={"attention_pattern": "L" if key == "linear_attention" else "F"})
-    unknown = _without_formula(cfg.model.layers[0].attention)
+    unknown = _without_formula(cfg.model.decoder_layers[0].attention)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.attention=.*Unknown"):
         _train(_with(cfg, f"model.{key}", unknown), cfg)
 

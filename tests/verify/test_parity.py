@@ -192,7 +192,7 @@ def test_a_shrunk_preset_of_gpt_oss(pool):
         }
     )
     small = shrink(cfg)
-    assert [layer.window for layer in small.model.layers] == [SmallSizes.span, 0]
+    assert [layer.window for layer in small.model.decoder_layers] == [SmallSizes.span, 0]
     assert small.model.ffn.moe.bias
     assert small.model.attention.sinks
     assert_equals_oracle(pool, small)

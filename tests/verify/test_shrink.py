@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -14,7 +13,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from moefold.verify.shrink import changed_axes, shrink
-from tests.models import config_of
+from tests.models import config_of, edit_model
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 PRESETS = ("mixtral-8x7b", "mixtral-8x22b", "qwen2-57b-a14b", "qwen3-30b-a3b", "qwen3-235b-a22b", "quickstart")
@@ -110,16 +109,20 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     assert small.num_layers == 5
     assert {layer.ffn.is_routed for layer in small.layers} == {False, True}
     assert (small.tie_embeddings, small.attention.qk_norm is not None) == (True, True)
-    assert [layer.ffn.kind for layer in shrink(replace(cfg, model=replace(model, layer_pattern="M"))).model.layers] == [
-        "moe"
-    ] * 5
+    assert [
+        layer.ffn.kind
+        for layer in shrink(replace(cfg, model=edit_model(model, {"layer_pattern": "M"}))).model.decoder_layers
+    ] == ["moe"] * 5
 
 
 def test_each_kind_of_attention_stays_where_windows_and_rope_have_patterns_of_their_own():
-    words = ["model.attention_pattern=W2F", "model.sliding_window=9", "model.rope_pattern=R3N", "model.num_layers=12"]
+    words = [
+        "model.layers=2 window, full, window/nope, window, full, window, window/nope, full, 2 window, full/nope",
+        "model.sliding_window=9",
+    ]
     large = load_config(None, words)
     kinds = [
-        {(layer.attention.window > 0, layer.attention.has_rope) for layer in model.layers}
+        {(layer.attention.window > 0, layer.attention.has_rope) for layer in model.decoder_layers}
         for model in (large.model, shrink(large).model)
     ]
     assert kinds[0] == kinds[1]

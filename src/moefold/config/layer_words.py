@@ -77,9 +77,7 @@ def spell_layers(rows: Sequence[LayerWords]) -> int | str:
     names = []
     for row in rows:
         kept = [
-            word
-            for column, word in row._asdict().items()
-            if word != getattr(default, column) or column in is_mixed
+            word for column, word in row._asdict().items() if word != getattr(default, column) or column in is_mixed
         ]
         names.append("/".join(kept) or default.attention)
     found = ", ".join(_runs(names))

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.mlp import SwiGLU
@@ -16,7 +15,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.token_group import TokenColumns
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights, moe_reference, swiglu
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
 PLAIN = MoEConfig(aux_loss=0.0, z_loss=0.0)

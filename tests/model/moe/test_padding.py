@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import make_part
@@ -16,7 +15,7 @@ from moefold.model.moe.router import FusedRouting
 from moefold.model.moe.token_group import TokenColumns
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
 SIGMOID = edit_model(MODEL, {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True})

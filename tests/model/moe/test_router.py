@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from tests.model.moe.layers import moe_router
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MODEL = model_of({"hidden_size": 5, "ffn.moe.num_experts": 6, "ffn.moe.top_k": 2})
 S = 7

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
@@ -15,7 +14,7 @@ from moefold.model.moe.token_group import TokenColumns
 from moefold.ops.triton.router import RouterOutput
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import make_weights
-from tests.models import model_of
+from tests.models import edit_model, model_of
 
 MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})
 S, B, N = 4, 2, 6

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
@@ -26,6 +25,7 @@ from moefold.ops.swiglu import SwiGLUActivation
 from moefold.parallel.select_ops import select_kernels
 from moefold.validate.config import check_config
 from moefold.validate.train import check_kernel_device
+from tests.models import edit_model
 from tests.ops.c_kernels import assert_same_losses, needs_compiler
 from tests.slow import slow
 from tests.verify.recipes import tiny

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.model.rope import build_rope
 from moefold.ops.triton.rope import apply_rope
+from tests.models import edit_model
 from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

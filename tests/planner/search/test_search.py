@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moefold.config.chosen import part_of_kind
-from moefold.config.edit import edit_model
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
@@ -20,6 +19,7 @@ from moefold.planner.search.search import PlannedMapping, Search
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
+from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
 from tests.slow import slow
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.rule import ask
@@ -29,6 +28,7 @@ from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.validate.config import RULES, check_config
 from moefold.validate.memory import OFFLOAD_PARTS
+from tests.models import edit_model
 from tests.planner.recipes import RECIPES, SMALL, on_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")

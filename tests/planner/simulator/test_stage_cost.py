@@ -89,7 +89,7 @@ def test_without_a_pipeline_nothing_waits(pricer):
 
 
 def test_the_stages_of_a_recipe_stand_where_its_layout_has_them(tmp_path):
-    words = ["model.num_layers=6", "model.layer_pattern=DMM", "model.mtp_layers=1"]
+    words = ["model.layers=2 x (dense, 2 moe)", "model.mtp_layers=1"]
     words += ["parallel.world_size=4", "parallel.pp=4", "parallel.pipeline_layout=E|tt|t*3|tmL"]
     cfg = load_config(None, [*words, "train.global_batch_size=8"])
     shape = model_spec_from_config(cfg.model)

@@ -17,7 +17,7 @@ from moefold.convert.key_reader import Json
 from moefold.convert.layer_fields import SlidingWindowLayers
 from moefold.convert.linear_families import DELTANET
 
-_KINDS = {"linear_attention": "L", "sliding_attention": "W", "full_attention": "F"}
+_KINDS = {"linear_attention": "linear", "sliding_attention": "window", "full_attention": "full"}
 _PARTS = [f"attention.w{x}" for x in "qkvgba"]
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import Resumable
-from moefold.config.edit import edit_model
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.errors import ConfigError
@@ -20,7 +19,7 @@ from moefold.topology.layout import Layout, fold
 from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.layers import moe_layer
 from tests.model.moe.reference import Weights, make_weights, moe_reference
-from tests.models import model_of
+from tests.models import edit_model, model_of
 from tests.verify.covering import few_else_slow
 
 MODEL = model_of({"hidden_size": 6, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8})

@@ -6,12 +6,12 @@ import pytest
 from torch import Tensor
 
 from moefold.comm import async_collectives
-from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.verify.distributed_run import create_groups
+from tests.models import edit_model
 from tests.verify.recipes import tiny
 
 
