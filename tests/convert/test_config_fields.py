@@ -24,7 +24,6 @@ from moefold.convert.layer_fields import (
     MlpLayerTypes,
     SlidingWindowLayers,
     SparseLayers,
-    shorten_pattern,
 )
 from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
@@ -48,14 +47,6 @@ FAMILY_OF |= {"glm": "glm4_moe", "minimax": "minimax_m2", "ernie": "ernie4_5_moe
 FAMILY_OF |= {"granite": "granitemoe", "hunyuan": "hunyuan_v1_moe", "kimi": "deepseek_v3"}
 FAMILY_OF |= {"llama-4": "llama4_text", "longcat": "longcat_flash"}
 FAMILY_OF |= {"gpt-oss": "gpt_oss", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "pattern"),
-    [("M", "M"), ("MMMM", "M"), ("DMMM", "DM3"), ("DMDM", "DM"), ("DDDMM", "D3M2"), ("DMMDMM", "DM2"), ("MD", "MD")],
-)
-def test_patterns_are_short(kinds, pattern):
-    assert shorten_pattern(kinds) == pattern
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(tuple(FAMILY_OF))])
@@ -198,7 +189,7 @@ def _model_for(family: str) -> ModelConfig:
         ({"attention.qk_norm": {}}, "attention.qk_norm 'given' there, 'none' here"),
         ({"ffn.moe.router": "sigmoid"}, "ffn.moe.router 'sigmoid' there, 'softmax' here"),
         ({"ffn.moe.shared.intermediate_size": 8}, "ffn.moe.shared 'given' there"),
-        ({"layer_pattern": "DM"}, "layer_kinds"),
+        ({"layer_pattern": "DM"}, "layers"),
         ({"attention.rope_fraction": 0.5}, "attention.rope_fraction"),
     ],
 )
@@ -244,8 +235,8 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
     ("keys", "pattern"),
     [
         ({"indexer_types": ["full", "shared", "full"]}, "FS"),
-        ({"index_topk_pattern": "FFS"}, "F2S"),
-        ({"index_topk_pattern": "FFF"}, "F"),
+        ({"index_topk_pattern": "FFS"}, "2 full, shared"),
+        ({"index_topk_pattern": "FFF"}, 3),
         ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "FS2"),
         ({"index_topk_freq": 1}, "F"),
         ({"layer_types": ["indexed_attention"] * 3}, "F"),
@@ -254,7 +245,7 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
 )
 def test_layers_that_share_a_selection_are_read_and_written(keys, pattern):
     model = read_keys(_keys_of_glm(keys), Path("hf"))
-    assert (model.attention.indexer.top_k, model.index_pattern) == (32, pattern)
+    assert (model.attention.indexer.top_k, model.layers) == (32, layers)
     expected = ["shared" if layer.attention.shares_selection else "full" for layer in model.decoder_layers]
     assert FAMILIES["glm_moe_dsa"].write(model)["indexer_types"] == expected
     reason = family_unsupported_reason(

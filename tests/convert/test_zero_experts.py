@@ -35,7 +35,7 @@ def _published(tensors):
 def test_a_published_folder_comes_back(tmp_path, folder):
     _edit(folder, _published)
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
-    assert 'layer_pattern = "MD"\n' in (tmp_path / "ckpt" / "recipe.toml").read_text()
+    assert 'layers = "2 x (moe, dense)"\n' in (tmp_path / "ckpt" / "recipe.toml").read_text()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")
 

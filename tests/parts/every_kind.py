@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from moefold.config.chosen import chosen
 from moefold.config.find import built_in_kinds, find_group, find_part
-from moefold.config.layers import SPANS
 from moefold.config.part import Part, default_of_field
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings, part_keys
@@ -75,7 +74,7 @@ def settings(group: str, kind: str) -> Settings:
     elif group == "ffn":
         found["model"]["layer_pattern"] = {"swiglu": "D", "moe": "M"}[kind]
     elif group == "span":
-        found["model"]["attention_pattern"] = next(letter for letter, (word, _) in SPANS.items() if word == kind)
+        found["model"]["attention_pattern"] = {"window": "W", "chunk": "C"}[kind]
     elif group != "indexer":
         section, _, key = find_group(group).key.partition(".")
         found.setdefault(section, {})[key] = kind
