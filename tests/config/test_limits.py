@@ -83,7 +83,7 @@ def test_every_number_has_an_upper_bound_that_is_enforced():
         ('[data]\npath = ["a\\u0000b"]', "data.path=['a\\x00b'] has a NUL character"),
         ('[run]\ndir = "a\\u0000b"', "has a NUL character"),
         ("[data]\nweights = [1e300]", "must hold numbers of at most 1e+15"),
-        ("[model]\nlayer_pattern = 'M" + "9" * 6000 + "'", "model.layer_pattern="),
+        ("[model]\nlayers = '" + "9" * 6000 + " moe'", "model.layers="),
         ("[parallel]\npp = 2\nworld_size = 2\npipeline_layout = 'E" + "(" * 9000 + "t'", "groups within each other"),
         ("[parallel]\npp = 2\nworld_size = 2\npipeline_layout = 'E((t*99999)*99999)*99999L'", "letters and bars"),
     ],
@@ -110,7 +110,7 @@ def test_hostile_recipes_are_one_message_at_once(tmp_path, capsys, text, message
         ),
         ("train {recipe} model.hidden_size=99999999999999999999", "model.hidden_size=99999999999999999999 must be at"),
         ("train {recipe} model.ffn.moe.num_experts=1000000007", "model.ffn.moe.num_experts=1000000007 must be at most"),
-        ("train {recipe} model.num_layers=1000000007", "model.num_layers=1000000007 must be at most"),
+        ("train {recipe} model.layers=1000000007", "model.layers=1000000007 must be at most 10000"),
         ("train {recipe} train.global_batch_size=1000000000000000000", "train.global_batch_size=1000000000000000000 "),
         ("train {recipe} run.steps=100000000000000000000", "run.steps=100000000000000000000 must be at most 10"),
         (
@@ -195,6 +195,6 @@ def test_text_that_spells_no_number_is_none():
 
 
 def test_bounds_hold_for_trees_of_other_origin():
-    tree = tomllib.loads("[model]\nnum_layers = 4000000000")
-    with pytest.raises(ConfigError, match="model.num_layers=4000000000 must be at most 10000"):
+    tree = tomllib.loads("[model]\nlayers = 4000000000")
+    with pytest.raises(ConfigError, match="model.layers=4000000000 must be at most 10000"):
         config_from_dict(tree)

@@ -101,7 +101,7 @@ def test_wrong_types_name_key_value_and_expected_type(word, message):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("model.num_layer=3", "unknown key model.num_layer; did you mean model.num_layers?"),
+        ("model.layer=3", "unknown key model.layer; did you mean model.layers?"),
         ("model.seq_len=3", "unknown key model.seq_len; did you mean train.seq_len?"),
         ("metrics.zzz=3", "unknown key metrics.zzz; the keys of [metrics] are tensorboard, wandb, wandb_project"),
         ("parallel.dp=2", "parallel.dp follows from world_size/(tp*cp*pp)"),

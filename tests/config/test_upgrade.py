@@ -93,9 +93,12 @@ def test_every_place_exists_and_no_key_has_two():
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
         assert key not in key_types(section)
+        if str(place) == "model.layers":
+            continue
         is_here = str(place) in (*kind_settings(), *tables())
         assert is_here or not set(place.kinds) & set(built_in_kinds(part_keys()[place.key]))
-    assert len({(str(place), place.kinds) for place in MOVED.values()}) == len(MOVED)
+    places = [(str(place), place.kinds) for place in MOVED.values() if str(place) != "model.layers"]
+    assert len(set(places)) == len(places) == len(MOVED) - 5
 
 
 def test_an_old_key_is_refused_with_the_new_word(tmp_path):
@@ -146,6 +149,43 @@ def test_words_of_a_command_line():
         upgraded_word("train.decay_steps=5", {})
 
 
+@pytest.mark.parametrize(
+    ("flat", "layers"),
+    [
+        ({"num_layers": 4}, 4),
+        ({"layer_pattern": "D"}, "4 dense"),
+        ({"num_layers": 61, "layer_pattern": "D3M58"}, "3 dense, 58 moe"),
+        ({"num_layers": 8, "attention_pattern": "L3F"}, "2 x (3 linear, full)"),
+        ({"num_layers": 8, "attention_pattern": "C3F", "rope_pattern": "R3N"}, "2 x (3 chunk, full/nope)"),
+        ({"num_layers": 4, "layer_pattern": "DM", "attention_pattern": "WF"}, "2 x (window/dense, full/moe)"),
+        ({"num_layers": 6, "index_pattern": "F2S", "layer_kinds": "MMMMMM"}, "2 x (2 full, shared)"),
+        ({"preset": "gpt-oss-20b", "num_layers": 5}, "2 x (window, full), window"),
+        ({"preset": "deepseek-v3", "layer_pattern": "M"}, 61),
+        ({"preset": "deepseek-v3", "num_layers": 62}, "3 dense, 58 moe, dense"),
+    ],
+    ids=str,
+)
+def test_patterns_are_layers_in_words(flat, layers):
+    [found, unread] = upgraded({"model": flat})
+    assert found == {"model": {key: flat[key] for key in flat if key == "preset"} | {"layers": layers}}
+    assert not unread
+
+
+@pytest.mark.parametrize("flat", [{"layer_pattern": "DX"}, {"num_layers": 0}, {"num_layers": "4"}, {"layer_pattern": "M5"}])
+def test_a_pattern_that_is_not_understood_is_refused_as_it_stands(flat):
+    assert upgraded({"model": flat})[0] == {"model": flat}
+    with pytest.raises(ConfigError, match="is model.layers now: write the layers by name"):
+        config_from_dict({"model": flat})
+
+
+def test_words_of_layers():
+    assert upgraded_word("model.num_layers=8", {}) == "model.layers=8"
+    assert upgraded_word("model.num_layers=2", {"model": {"preset": "gpt-oss-20b"}}) == "model.layers=window, full"
+    assert upgraded_word("model.layer_pattern=D3M", {"model": {"num_layers": 8}}) == "model.layers=2 x (3 dense, moe)"
+    with pytest.raises(ConfigError, match="model.layer_pattern is model.layers now"):
+        upgraded_word("model.layer_pattern=X", {})
+
+
 def test_another_kind_keeps_what_it_has_too_and_says_what_it_leaves_out(tmp_path):
     (tmp_path / "r.toml").write_text(UPGRADED)
     found = load_recipe(tmp_path / "r.toml", ["train.lr_schedule=linear"])
@@ -169,9 +209,10 @@ def test_an_old_run_has_the_same_settings():
         section, _, key = name.partition(".")
         value = read_key(cfg, str(place))
         kind = getattr(read_key(cfg, place.key), "kind", None)
-        if value is None or str(place) in tables() or (place.kinds and kind not in place.kinds):
+        if value is None or str(place) in (*tables(), "model.layers") or (place.kinds and kind not in place.kinds):
             continue
         assert (list(value) if isinstance(value, tuple) else value) == tree[section][key]
+    assert cfg.model.layers == tree["model"]["num_layers"]
     assert config_from_dict(config_to_dict(cfg)) == cfg
     assert upgraded(config_to_dict(cfg)) == (config_to_dict(cfg), [])
 

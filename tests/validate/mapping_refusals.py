@@ -29,8 +29,8 @@ PLACEMENTS = {
         "of whole samples; choose placement='samples'"
     ),
     "world_size=2 cp=2 context=planned model.layers=4x(chunk) model.attention_chunk_size=4": (
-        "parallel.context='planned' plans attention within documents, and model.attention_pattern='C' has layers of "
-        "kind C, which divide them into chunks; choose parallel.context='ring'"
+        "parallel.context='planned' plans attention within documents, and model.layers='4x(chunk)' has layers "
+        "'chunk', which divide them into chunks; choose parallel.context='ring'"
     ),
     f"{PLACED} data.kind=task rl.group_size=4": (
         "parallel.context.placement='balanced' splits samples between ranks, and rollouts have columns of whole "
@@ -118,19 +118,19 @@ MAPPINGS = {
         "parallel.etp=1 or 2"
     ),
     "world_size=2 ep=2 model.layers=4x(dense)": (
-        "parallel.ep=2 needs MoE layers, and model.layer_pattern='D' has none; choose a pattern with M, or "
+        "parallel.ep=2 needs MoE layers, and model.layers='4x(dense)' has none; name 'moe' in model.layers, or "
         "parallel.ep=1"
     ),
     "world_size=2 etp=2 model.layers=4x(dense)": (
-        "parallel.etp=2 needs MoE layers, and model.layer_pattern='D' has none; choose a pattern with M, or "
+        "parallel.etp=2 needs MoE layers, and model.layers='4x(dense)' has none; name 'moe' in model.layers, or "
         "parallel.etp=1"
     ),
     "world_size=8 pp=8": (
-        "parallel.pp=8 must be at most model.layers=8, one layer for each stage; choose , or parallel.pp=1, 2 or 4"
+        "parallel.pp=8 must be at most model.layers=4, one layer for each stage; choose model.layers=8, or parallel.pp=1, 2 or 4"
     ),
     "world_size=4 pp=4 schedule=interleaved virtual_stages=2": (
-        "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.layers=8, one layer for each stage; "
-        "choose , or parallel.pp=1 or 2"
+        "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.layers=4, one layer for each stage; "
+        "choose model.layers=8, or parallel.pp=1 or 2"
     ),
     "world_size=4 tp=2 cp=2 train.seq_len=254": (
         "train.seq_len=254 must be divisible by cp*tp=2*2=4; choose 252 or 256"
@@ -243,8 +243,8 @@ PIPELINES = {
         "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
     ),
     "world_size=8 pp=8 pipeline_layout=auto model.layers=4": (
-        "parallel.pipeline_layout='auto' splits the embedding, model.layers=6 layers and the loss, and "
-        "parallel.pp*parallel.virtual_stages=8 are more; choose , or fewer stages"
+        "parallel.pipeline_layout='auto' splits the embedding, model.layers=4 layers and the loss, and "
+        "parallel.pp*parallel.virtual_stages=8 are more; choose model.layers=6, or fewer stages"
     ),
     "world_size=1 pipeline_layout=Ett|ttL model.layers=4": (
         "parallel.pipeline_layout='Ett|ttL': it has 2 stages, and parallel.pp*parallel.virtual_stages=1; the first | "

@@ -63,17 +63,31 @@ SIZES = {
     "model.attention=mla model.attention.qk_rope_head_dim=5": (
         "model.attention.qk_rope_head_dim=5 must be even, because RoPE rotates pairs; choose 4 or 6"
     ),
-    "model.layer_pattern=": ("model.layer_pattern: an empty layer pattern; use D and M, with counts: M, DM, D3M58"),
-    "model.layer_pattern=MX": (
-        "model.layer_pattern: unexpected 'X' in layer pattern 'MX'; use D and M, with counts: M, DM, D3M58"
+    "model.layers=": (
+        "model.layers='' is not understood from '' on; write \"COUNT NAME, ...\" or \"COUNT x (COUNT NAME, ...)\""
     ),
-    "model.layer_pattern=3M": (
-        "model.layer_pattern: unexpected '3' in layer pattern '3M'; use D and M, with counts: M, DM, D3M58"
+    "model.layers=dense,": (
+        "model.layers='dense,' is not understood from 'dense,' on; write \"COUNT NAME, ...\" or \"COUNT x (COUNT NAME, "
+        '...)"'
     ),
-    "model.layer_pattern=DM0": ("model.layer_pattern: a count of 0 in layer pattern 'DM0'"),
-    "model.attention_pattern=D": (
-        "model.attention_pattern: unexpected 'D' in layer pattern 'D'; use F, W, C and L, with counts: W, FW, F3W58"
+    "model.layers=2x(2x(dense))": ("model.layers='2x(2x(dense))' is not understood from '2x(2x(dense))' on; write ..."),
+    "model.layers=0x(dense)": ("model.layers='0x(dense)' must be 1 to 10000 layers"),
+    "model.layers=9999x(dense,moe)": ("model.layers='9999x(dense,moe)' must be 1 to 10000 layers"),
+    "model.layers=0": ("model.layers=0 must be 1 to 10000 layers"),
+    "model.layers=full,delta": (
+        "model.layers='full,delta' names 'delta'; the names are full, window, chunk, linear, rope, nope, own, shared, moe, "
+        "dense"
     ),
+    "model.layers=dense/moe": ("model.layers='dense/moe' has both 'dense' and 'moe' in 'dense/moe', of which a layer has one"),
+    "model.layers=linear/nope": (
+        "model.layers='linear/nope' has 'linear/nope', and linear attention has no RoPE and selects no keys"
+    ),
+    "model.layers=shared": ("model.layers='shared' has layers 'shared', and model.attention.indexer=none selects no keys; ..."),
+    "model.preset=deepseek-v3 model.layers=4": (
+        "model.layers=4 does not say which layers; write them by name, such as '3 dense, moe'"
+    ),
+    "model.layer_pattern=D": ("model.layer_pattern is model.layers now: write model.layers='4 dense'"),
+    "model.num_layers=8": ("model.num_layers is model.layers now: write model.layers=8"),
     "model.norm.zero_centered=true model.norm=layernorm": (
         "model.norm.zero_centered=true does not go with model.norm='layernorm', whose weights start at 1; set "
         "zero_centered=false, or norm='rmsnorm'"
@@ -142,27 +156,24 @@ SIZES = {
         "model.attention.indexer.head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"
     ),
     "model.attention.indexer.top_k=8 model.layers=2x(window,full) model.sliding_window=8": (
-        "model.attention.indexer.top_k=8 selects all keys of model.sliding_window=8; choose less than 8, or a "
-        "model.attention_pattern without W"
+        "model.attention.indexer.top_k=8 selects all keys of model.sliding_window=8; choose less than 8, or "
+        "model.layers without 'window'"
     ),
     "model.attention.indexer.top_k=8 model.layers=2x(shared,full)": (
-        "model.index_pattern='SF' begins with a layer S, which attends to the keys that a layer before it selects; let "
-        "the first layer of softmax attention be F"
-    ),
-    "model.attention.indexer.top_k=8 model.index_pattern=FX": (
-        "model.index_pattern: unexpected 'X' in layer pattern 'FX'; use F and S, with counts: S, FS, F3S58"
+        "model.layers='2x(shared,full)' begins with a layer 'shared', which attends to the keys that a layer before it selects; let "
+        "the first layer of softmax attention have its own"
     ),
     "model.attention.indexer.top_k=8 model.layers=2x(full,window/shared) model.sliding_window=9": (
-        "model.index_pattern='FS' lets layer 1 attend to the keys that layer 0 selects, and "
-        "model.attention_pattern='FW' gives them different sliding windows; let layer 1 be F in index_pattern"
+        "model.layers='2x(full,window/shared)' lets layer 1 attend to the keys that layer 0 selects, and "
+        "model.sliding_window holds for one of them; let layer 1 have its own"
     ),
     "model.attention.indexer.top_k=8 model.layers=full,2x(shared),full parallel.world_size=2 parallel.pp=2": (
-        "model.index_pattern='FS2F' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
+        "model.layers='full,2x(shared),full' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
         "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
     ),
     "model.attention.indexer.top_k=8 model.layers=full,3x(shared) parallel.world_size=4 parallel.pp=4 "
     "parallel.pipeline_layout=auto": (
-        "model.index_pattern='FS3' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
+        "model.layers='full,3x(shared)' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
         "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
         "less"
     ),
@@ -171,7 +182,7 @@ SIZES = {
     ),
     "model.preset=deepseek-v3.2 model.layers=4x(linear) train.indexer_stage=warmup train.seq_len=2048": (
         "train.indexer_stage='warmup' trains the indexers alone, and linear attention, all layers of "
-        "model.attention_pattern='L', has none; choose a pattern with F, or leave indexer_stage out"
+        "model.layers='4x(linear)', has none; name 'full' in it, or leave indexer_stage out"
     ),
     "model.attention.indexer.top_k=8 train.indexer_stage=warmup data.kind=task rl.group_size=4": (
         "train.indexer_stage='warmup' freezes the weights that rl.group_size=4 would train; choose 'sparse', or leave "
@@ -197,13 +208,6 @@ SIZES = {
         "run.cuda_graphs='attention' does not go with model.attention.indexer.top_k=8: the indexer's loss is "
         "recorded, and its "
         "blocks chosen, by the host; set run.cuda_graphs='none', or change that"
-    ),
-    "model.layers=5": ("model.attention_pattern='F5' repeats a layer 5 times, more than model.layers=4; shorten it"),
-    "model.rope_pattern=W": (
-        "model.rope_pattern: unexpected 'W' in layer pattern 'W'; use R and N, with counts: N, RN, R3N58"
-    ),
-    "model.layers=2 x (full, nope), full": (
-        "model.rope_pattern='RNRNR' spells 5 layers, more than model.layers=5; shorten it or set "
     ),
     "model.rope.scaling=ntk": (
         "model.rope.scaling='ntk' changes nothing with model.rope.scaling.factor=1.0; give a factor above 1, or choose "
@@ -238,8 +242,7 @@ SIZES = {
     ),
     "model.ffn.moe.shortcut=true model.ffn.moe.shared.intermediate_size=64": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one, which is dense, and "
-        "model.layer_pattern='M' has layers M without a D after them in model.layers=4; choose 'MD' with an even "
-        "number of layers"
+        "model.layers=4 has layers 'moe' without a 'dense' one after them; choose '2 x (moe, dense)'"
     ),
     "model.ffn.moe.shortcut=true model.layers=2x(moe,dense) model.ffn.moe.shared.intermediate_size=64 "
     "model.residual=post": (
@@ -261,17 +264,17 @@ SIZES = {
         "parallel.pp*parallel."
         "virtual_stages=4 stages are more than these 1 groups of layers, the embedding and the loss; choose 3 or less"
     ),
-    "model.layers=4 chunk": (
-        "model.attention_pattern='C2' has layers of kind C, which attend within model.attention_chunk_size=0 tokens; "
-        "set model.attention_chunk_size, or choose 'F'"
+    "model.layers=4x(chunk)": (
+        "model.layers='4x(chunk)' has layers 'chunk', which attend within model.attention_chunk_size=0 tokens; "
+        "set model.attention_chunk_size, or choose 'full'"
     ),
     "model.attention=mla model.layers=2x(chunk,full) model.attention_chunk_size=4": (
-        "model.attention_pattern='CF' has layers of kind C, and model.attention='mla' has no chunks; choose 'F' or 'W'"
+        "model.layers='2x(chunk,full)' has layers 'chunk', and model.attention='mla' has no chunks; choose 'full' or 'window'"
     ),
     "model.layers=4x(chunk) model.attention_chunk_size=4 model.attention.indexer.top_k=2": (
-        "model.attention_pattern='C' has layers of kind C, and model.attention.indexer.top_k=2 selects keys of the "
+        "model.layers='4x(chunk)' has layers 'chunk', and model.attention.indexer.top_k=2 selects keys of the "
         "whole document; "
-        "choose 'F' or 'W', or indexer='none'"
+        "choose 'full' or 'window', or indexer='none'"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.weight=false model.attention.qk_norm.over=all_heads": (
         "model.attention.qk_norm.weight=false does not go with model.attention.qk_norm.over='all_heads', whose norm "
@@ -284,20 +287,14 @@ SIZES = {
         "parameters than those with it; set weight=false, or in_nope=true"
     ),
     'train.recompute=["core_attention"] model.layers=4x(linear)': (
-        "train.recompute has 'core_attention', and all layers of model.attention_pattern='L2' have linear attention; "
+        "train.recompute has 'core_attention', and all layers of model.layers='4x(linear)' have linear attention; "
         "leave it out"
     ),
     'train.recompute=["norms"] model.residual=post': (
         "train.recompute has 'norms', and model.residual='post' has no norms of inputs; leave it out"
     ),
-    "model.layers=2 x (window, full)": (
-        "model.attention_pattern='WF' has layers of kind W, which attend to model.sliding_window=0 tokens; set "
-        "model.sliding_window, or choose 'F'"
-    ),
-    "model.layers=3 dense, 2 moe": (
-        "model.layer_pattern='D3M2' spells 5 layers, more than model.layers=5; shorten it or set "
-    ),
-    "model.layer_pattern=M999999999999": (
-        "model.layer_pattern='M999999999999' repeats a layer 999999999999 times, more than model.layers=4; shorten it"
+    "model.layers=2x(window,full)": (
+        "model.layers='2x(window,full)' has layers 'window', which attend to model.sliding_window=0 tokens; set "
+        "model.sliding_window, or choose 'full'"
     ),
 }

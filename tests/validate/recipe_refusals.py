@@ -177,14 +177,14 @@ TRAINING = {
     ),
     'train.optimizer=muon train.optimizer.groups=["attention","shared_experts","dense_mlp"] model.layers=4': (
         "2 settings cannot work:\n"
-        "  train.optimizer.groups has 'dense_mlp', and the model has no such matrices: no layer of model.layer_pattern "
-        "is D; leave 'dense_mlp' out, or leave groups out for all groups\n"
+        "  train.optimizer.groups has 'dense_mlp', and the model has no such matrices: no layer of model.layers "
+        "is 'dense'; leave 'dense_mlp' out, or leave groups out for all groups\n"
         "  train.optimizer.groups has 'shared_experts', and the model has no such matrices: "
         "model.ffn.moe.shared=none; leave 'shared_experts' out, or leave groups out for all groups"
     ),
     'train.optimizer=muon train.optimizer.groups=["router"] model.layers=4x(dense)': (
-        "train.optimizer.groups has 'router', and the model has no such matrices: no layer of model.layer_pattern is "
-        "M; leave 'router' out, or leave groups out for all groups"
+        "train.optimizer.groups has 'router', and the model has no such matrices: no layer of model.layers is "
+        "'moe'; leave 'router' out, or leave groups out for all groups"
     ),
     "train.optimizer.moment_dtype=bfloat16 train.optimizer.beta2=0.99": (
         "train.optimizer.beta2=0.99 must be at most 0.98 with train.optimizer.moment_dtype='bfloat16': what a step "
@@ -339,7 +339,7 @@ MEMORY = {
     ),
     'train.offload=["moe","moe"]': ("train.offload names 'moe' 2 times; name it once"),
     'train.offload=["dense_mlp"]': (
-        "train.offload has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"
+        "train.offload has 'dense_mlp', and no layer of model.layers is 'dense'; leave it out"
     ),
     'train.offload=["shared_experts"]': (
         "train.offload has 'shared_experts', and model.ffn.moe.shared=none means none; leave it out"
@@ -367,10 +367,10 @@ MEMORY = {
     'train.recompute=["moe","moe"]': ("train.recompute names 'moe' 2 times; name it once"),
     'train.recompute=["mla_up"]': ("train.recompute has 'mla_up', and model.attention is not 'mla'; leave it out"),
     'train.recompute=["dense_mlp"]': (
-        "train.recompute has 'dense_mlp', and no layer of model.layer_pattern is D; leave it out"
+        "train.recompute has 'dense_mlp', and no layer of model.layers is 'dense'; leave it out"
     ),
     'train.recompute=["moe"] model.layers=4x(dense)': (
-        "train.recompute has 'moe', and no layer of model.layer_pattern is M; leave it out"
+        "train.recompute has 'moe', and no layer of model.layers is 'moe'; leave it out"
     ),
     'train.recompute=["shared_experts"]': (
         "train.recompute has 'shared_experts', and model.ffn.moe.shared=none means none; leave it out"
@@ -404,7 +404,7 @@ ACCEPTED = [
     "model.rope.scaling=yarn model.rope.scaling.factor=8 model.rope.scaling.mscale=1 "
     "model.rope.scaling.mscale_all_dim=1",
     "model.attention=mla model.hidden_size=100 model.attention.num_heads=3",
-    "model.layers=4 dense",
+    "model.layers=4x(dense)",
     "model.ffn.moe.top_k=8",
     "model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2",
     "model.ffn.moe.router.num_groups=8 model.ffn.moe.router.top_groups=4",

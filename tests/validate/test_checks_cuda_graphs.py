@@ -28,14 +28,14 @@ OBSTACLES = [
     ("ar", 'train.recompute=["norms","moe"]', "train.recompute=['norms']: what a graph saves"),
     (
         "ar",
-        "model.layers=2 x (linear, full)",
-        "model.attention_pattern='LF': linear attention is recomputed in the backward",
+        "model.layers=2x(linear,full)",
+        "model.layers='2x(linear,full)': linear attention is recomputed in the backward",
     ),
     ("r", 'train.recompute=["moe"]', "train.recompute=['moe']: what the router saves stays in the memory"),
     ("arf", 'train.offload=["moe"]', "train.offload=['moe']: what a graph saves"),
     ("rf", "moe.trace_every=1", "moe.trace_every=1: choices are recorded by the host"),
     ("rf", "moe.replay=runs/other", "moe.replay='runs/other': choices are replayed by the host"),
-    ("r", "model.layers=4 dense", "a model without MoE layers: it has no router"),
+    ("r", "model.layers=4x(dense)", "a model without MoE layers: it has no router"),
     ("f", "run.dtype=float32", "run.kernels='auto' with run.dtype='float32': their experts read the token counts"),
     (
         "f",
@@ -76,7 +76,7 @@ def test_an_obstacle_is_named(modes, settings, obstacle):
         ("f", "run.dtype=float32 moe.capacity_factor=1.0 moe.pad_to_capacity=true"),
         ("f", "run.dtype=float32 run.kernels=triton"),
         ("f", "run.kernels=plain"),
-        ("af", "model.layers=4 dense"),
+        ("af", "model.layers=4x(dense)"),
     ],
 )
 def test_fixed_shapes_and_addresses_are_accepted(modes, settings):

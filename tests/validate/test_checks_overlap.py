@@ -47,7 +47,7 @@ def test_what_can_be_is_taken(parallel):
 
 
 def test_a_model_without_experts_has_nothing_to_hide():
-    with pytest.raises(ConfigError, match=r"no layer of model.layer_pattern is M; choose a pattern with M"):
+    with pytest.raises(ConfigError, match=r"no layer of model.layers is 'moe'; name 'moe' in model.layers"):
         tiny(model={"layer_pattern": "D"}, train=SEVERAL, **SOUND | {"ep": 1})
 
 

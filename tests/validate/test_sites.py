@@ -36,7 +36,7 @@ REFUSED = [
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
-    ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.num_layers="),
+    ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.layers="),
     ((*TWO, "sites.topology=pairs", "sites.overlap=30"), "sites.topology='pairs' needs a sites.overlap below"),
     ((*TWO, "sites.topology=pairs", "sites.experts=own"), "sites.topology='pairs' exchanges with one other site"),
     ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),

@@ -133,7 +133,6 @@ CASES = [
     ("model.attention.temperature={}", [], ["model.layers=2 x (full, nope)"]),
     ("model.attention.rope_fraction=0.5", ["model.layers=4 linear"], ["model.layers=2 x (linear, full)"]),
     ("model.attention.qk_norm.after_rope=true", ["model.layers=4 nope"], []),
-    ("model.layers=2 x (full, nope)", ["model.layers=4 linear"], ["model.layers=2 x (linear, full)"]),
     ("train.offload_dir=/scratch", ['train.offload=["moe"]'], ['train.offload=["moe"]', "train.offload_to=ssd"]),
     ("model.ffn.dense.intermediate_size=64", [], ["model.layers=2 x (dense, moe)"]),
     ("model.upcycle_from=dense", ["model.layers=4 dense"], ["model.layers=4"]),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
@@ -60,9 +60,10 @@ def bounds() -> tuple[tuple[str, str, Bound], ...]:
 def max_magnitude(section: str, key: str) -> float | None:
     """Return the largest magnitude of a key, or None for a key that takes no number."""
     hint = key_types(section)[key]
-    if hint not in (int, float):
+    types = get_args(hint) or (hint,)
+    if int not in types and float not in types:
         return None
-    return own_maxima().get(f"{section}.{key}", MAX_INTEGER if hint is int else MAX_NUMBER)
+    return own_maxima().get(f"{section}.{key}", MAX_INTEGER if int in types else MAX_NUMBER)
 
 
 def max_integer(section: str, key: str) -> int:

@@ -20,7 +20,7 @@ class ModelConfig(Section):
 
     preset: Annotated[str, SAME_TENSORS, Judged.SIZE] = ""
     """Named model shape (see `moefold train --keys`); keys of the recipe win over keys of the preset."""
-    layers: int | str = 4
+    layers: Annotated[int | str, Most(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
     "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". A name is needed where it is not the first of: full,
     window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention) attention; rope

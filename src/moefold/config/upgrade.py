@@ -289,7 +289,7 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
     """
     place = MOVED[name]
     found, unread = upgraded(tree)
-    if str(place) == LAYERS and LAYERS.partition(".")[2] not in found["model"]:
+    if str(place) == LAYERS and name.partition(".")[2] in found["model"]:
         return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
     if name in unread:
         kind = _kind_at(place.key, found, {})
