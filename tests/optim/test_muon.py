@@ -111,7 +111,7 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
     ids=str,
 )
 def test_matrices_of_one_row_a_head_and_convolutions_are_left_to_adamw(model, left):
-    cfg = replace(MODEL, **{"attention_pattern": "L", "attention.num_kv_heads": 2} | model)
+    cfg = edit_model(MODEL, {"attention_pattern": "L", "attention.num_kv_heads": 2} | model)
     part = _part(cfg)
     weights = [weight for weight in model_weights(cfg).values() if weight.part == "attention" and weight.is_matrix]
     assert {weight.name.rpartition(".")[2] for weight in weights if not part.gathers(weight)} == set(left.split())
