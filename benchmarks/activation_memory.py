@@ -29,7 +29,7 @@ RUNS = 12
 MODEL = edit_model(
     ModelConfig(),
     {
-        "num_layers": 4,
+        "layers": 4,
         "hidden_size": 256,
         "attention.num_heads": 8,
         "attention.num_kv_heads": 4,

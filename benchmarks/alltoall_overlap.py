@@ -134,7 +134,7 @@ def recipe(mapping: dict[str, Any], hidden: int, seq_len: int, micro_batches: in
         model=edit_model(
             ModelConfig(),
             {
-                "num_layers": NUM_LAYERS,
+                "layers": NUM_LAYERS,
                 "hidden_size": hidden,
                 "attention.num_heads": 4,
                 "attention.num_kv_heads": 4,

@@ -27,8 +27,7 @@ ROUNDS = 7
 MODEL = edit_model(
     ModelConfig(),
     {
-        "num_layers": 2,
-        "layer_pattern": "DM",
+        "layers": "dense, moe",
         "hidden_size": 512,
         "attention.num_heads": 8,
         "attention.num_kv_heads": 4,

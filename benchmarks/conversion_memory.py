@@ -76,20 +76,19 @@ def _mixtral(folder: Path, size: float) -> bool:
         ModelConfig(),
         {
             **sizes,
-            "num_layers": 1,
-            "layer_pattern": "M",
+            "layers": 1,
             "ffn.moe.num_experts": 8,
             "ffn.moe.top_k": 2,
             "ffn.moe.intermediate_size": 5632,
         },
     )
     layer = _largest_bytes(_mapping(FAMILIES["mixtral"], experts), "BF16")
-    model = replace(experts, num_layers=max(2, round(size / layer + 0.5)))
+    model = replace(experts, layers=max(2, round(size / layer + 0.5)))
     _write_hf_folder(folder / "hf", FAMILIES["mixtral"], model, "BF16")
     runs = [_import_command(folder), *_export_commands(folder)]
     dense = edit_model(
         ModelConfig(),
-        {**sizes, "num_layers": model.num_layers, "layer_pattern": "D", "ffn.dense.intermediate_size": 5632},
+        {**sizes, "layers": f"{model.num_layers} dense", "ffn.dense.intermediate_size": 5632},
     )
     _write_hf_folder(folder / "dense", FAMILIES["llama"], dense, "BF16")
     runs.append(("upcycle", [str(folder / "dense"), str(folder / "moe"), "model.ffn.moe.num_experts=8"]))
@@ -106,7 +105,7 @@ def _llama(folder: Path) -> bool:
         "attention.num_kv_heads": 2,
         "ffn.dense.intermediate_size": 1024,
     }
-    sizes |= {"num_layers": 2, "layer_pattern": "D", "vocab_size": 200_000, "tie_embeddings": True}
+    sizes |= {"layers": "2 dense", "vocab_size": 200_000, "tie_embeddings": True}
     model = edit_model(ModelConfig(), sizes)
     _write_hf_folder(folder / "hf", FAMILIES["llama"], model, "F32", stores_tied_head=True)
     _write_checkpoint(folder / "run", model)
@@ -117,7 +116,7 @@ def _llama(folder: Path) -> bool:
 
 def _gpt_oss(folder: Path) -> bool:
     """Convert stacked experts, w_gate and w_up interleaved: one tensor of 537 MB in a layer of 811 MB."""
-    sizes = {"num_layers": 2, "hidden_size": 1024, "ffn.moe.intermediate_size": 2048, "vocab_size": 64}
+    sizes = {"layers": 2, "hidden_size": 1024, "ffn.moe.intermediate_size": 2048, "vocab_size": 64}
     heads = {"attention.num_heads": 8, "attention.num_kv_heads": 2}
     model = config_from_dict({"model": {"preset": "gpt-oss-20b", **sizes, **heads}}).model
     _write_hf_folder(folder / "hf", FAMILIES["gpt_oss"], model, "F32")

@@ -58,7 +58,7 @@ def _symmetric_memory(trace: Trace) -> Iterator[None]:
 
 def layer_config(preset: str, tokens: int, **sections: dict[str, Any]) -> Config:
     """Build the recipe of one MoE layer of a model, with one sample of `tokens` tokens for each data-parallel rank."""
-    model = dict(load_preset(preset)) | {"num_layers": 1, "layer_pattern": "M", "mtp_layers": 0, "vocab_size": 256}
+    model = dict(load_preset(preset)) | {"layers": 1, "mtp_layers": 0, "vocab_size": 256}
     parallel = sections.get("parallel", {})
     data_parallel = parallel.get("world_size", 1) // (parallel.get("tp", 1) * parallel.get("cp", 1))
     train = {"seq_len": tokens, "micro_batch_size": 1, "global_batch_size": data_parallel}

@@ -310,7 +310,7 @@ def step_config(stage: Stage, case: StepCase) -> Config:
     from moefold.config.presets import load_preset
 
     _, preset, layers, seq_len, samples, train = case
-    model = dict(load_preset(preset)) | {"num_layers": layers, "mtp_layers": 0}
+    model = dict(load_preset(preset)) | {"layers": layers, "mtp_layers": 0}
     if stage.is_tiny:
         model |= {**TINY_LAYER, "vocab_size": 256}
     sizes = {"seq_len": stage.size(seq_len, TINY_TOKENS), "micro_batch_size": samples, "global_batch_size": samples}

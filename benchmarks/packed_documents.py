@@ -56,12 +56,11 @@ CONTEXT_METHODS: Mapping[str, Mapping[str, Any]] = {
 """Keys of the recipe's [parallel] section, by the name of the method."""
 
 MODEL = {
-    "num_layers": 2,
+    "layers": 2,
     "hidden_size": 256,
     "attention.num_heads": 4,
     "attention.num_kv_heads": 2,
     "vocab_size": 256,
-    "layer_pattern": "M",
     "ffn.moe.num_experts": 16,
     "ffn.moe.top_k": 2,
     "ffn.moe.intermediate_size": 256,

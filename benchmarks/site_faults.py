@@ -45,7 +45,7 @@ steps = {STEPS}
 device = "cpu"
 dtype = "float64"
 [model]
-num_layers = 2
+layers = 2
 hidden_size = 16
 attention.num_heads = 4
 attention.num_kv_heads = 2

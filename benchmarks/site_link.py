@@ -25,7 +25,7 @@ steps = 4
 device = "cpu"
 [model]
 preset = "tiny"
-num_layers = 2
+layers = 2
 hidden_size = 256
 ffn = { moe = { intermediate_size = 512 } }
 vocab_size = 2048

@@ -67,7 +67,7 @@ def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, 
     model = edit_model(
         ModelConfig(),
         {
-            "num_layers": layers,
+            "layers": layers,
             "hidden_size": 256,
             "attention.num_heads": 8,
             "attention.num_kv_heads": 4,

@@ -66,7 +66,7 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
 
 def test_the_commands_agree_and_the_log_says_it(words, tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
-    shape = "[model]\nnum_layers = 1\nhidden_size = 16\nattention = { num_heads = 2, num_kv_heads = 1 }\n"
+    shape = "[model]\nlayers = 1\nhidden_size = 16\nattention = { num_heads = 2, num_kv_heads = 1 }\n"
     recipe.write_text(shape + "ffn.moe.intermediate_size = 16\nffn.moe.num_experts = 2\n", encoding="utf-8")
     small = ["train.seq_len=16", "train.global_batch_size=1", "train.micro_batch_size=1", "run.device=cpu"]
     run = ["run.steps=1", "train.warmup_steps=0", "run.dtype=float32", f"run.dir={tmp_path / 'run'}"]

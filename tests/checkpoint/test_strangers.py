@@ -164,11 +164,11 @@ def endless_link(path: Path, trace: Path) -> None:
 
 
 def deep_model(path: Path, trace: Path) -> None:
-    edit_meta(path, "model", num_layers=2**60)
+    edit_meta(path, "model", layers=2**60)
 
 
 def long_pattern(path: Path, trace: Path) -> None:
-    edit_meta(path, "model", attention_pattern="W" + "9" * 15)
+    edit_meta(path, "model", layers="9" * 5 + " x (99999 window)")
 
 
 def other_types(path: Path, trace: Path) -> None:

@@ -202,7 +202,7 @@ def test_png_reports_the_file_with_json_output(tmp_path, capsys):
 
 def test_the_picture_of_a_recipe_has_its_stages(tmp_path):
     recipe, path = tmp_path / "recipe.toml", tmp_path / "layout.svg"
-    recipe.write_text("[model]\nnum_layers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
+    recipe.write_text("[model]\nlayers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
     heights = []
     for words in ([str(recipe)], ["world_size=2", "pp=2"], ["world_size=2", "pp=2", "pipeline_layout=Et*3|t*3L"]):
         assert run([*words, "--json", "--force", "--picture", str(path)]) == 0
@@ -221,7 +221,7 @@ def test_layout_needs_no_torch():
 def test_json_has_the_stages_of_a_recipe(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        "[model]\nnum_layers = 3\n[parallel]\nworld_size = 2\npp = 2\nschedule = 'zbv'\nvirtual_stages = 2\n"
+        "[model]\nlayers = 3\n[parallel]\nworld_size = 2\npp = 2\nschedule = 'zbv'\nvirtual_stages = 2\n"
     )
     assert run([str(recipe), "pipeline_layout=E|tt||tL", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -238,7 +238,7 @@ def test_json_has_the_stages_of_a_recipe(tmp_path, capsys):
 
 def test_the_stages_are_printed_with_what_they_cost(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text("[model]\nnum_layers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
+    recipe.write_text("[model]\nlayers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
     assert run([str(recipe), "pipeline_layout=Et*4|ttL"]) == 0
     printed = capsys.readouterr().out
     assert "embedding, layers 0-3" in printed

@@ -13,9 +13,8 @@ from moefold.recipe import load_config
 
 RECIPE = """
 [model]
-num_layers = 4
+layers = 4
 hidden_size = 256
-layer_pattern = "M"
 ffn = { moe = { num_experts = 8 } }
 [parallel]
 world_size = 8

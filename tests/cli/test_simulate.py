@@ -14,7 +14,7 @@ from moefold.recipe import load_config
 
 RECIPE = """
 [model]
-num_layers = 8
+layers = 8
 hidden_size = 1024
 [parallel]
 world_size = 16

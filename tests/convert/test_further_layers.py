@@ -360,7 +360,7 @@ def test_other_families_have_no_place_for_them(tmp_path, monkeypatch, capsys):
     """A Mixtral with a further layer, trained here."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text(
-        "[model]\nnum_layers = 2\nhidden_size = 16\nattention = { num_heads = 2, num_kv_heads = 1 }\nffn = "
+        "[model]\nlayers = 2\nhidden_size = 16\nattention = { num_heads = 2, num_kv_heads = 1 }\nffn = "
         "{ moe = { num_experts = 4, intermediate_size = 8 } }\nmtp_layers = 1\n"
     )
     _train(Path("run"), "recipe.toml")

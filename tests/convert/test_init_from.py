@@ -31,7 +31,7 @@ MTP = """
 steps = 1
 device = "cpu"
 [model]
-num_layers = 2
+layers = 2
 hidden_size = 16
 attention = { num_heads = 2, num_kv_heads = 2 }
 vocab_size = 256

@@ -17,8 +17,8 @@ BOUNDS = DocumentBounds(((0, 1000, 1001, S),))
 
 def _trace(num_layers: int, window: int, bounds: DocumentBounds | None) -> Trace:
     """Trace one micro-batch of a dense model, forward and backward."""
-    model = {"num_layers": num_layers, "layer_pattern": "D", "ffn.dense.intermediate_size": 1024}
-    windows = {"attention_pattern": "W", "sliding_window": window} if window else {}
+    model = {"layers": f"{num_layers} dense", "ffn.dense.intermediate_size": 1024}
+    windows = {"layers": f"{num_layers} window/dense", "sliding_window": window} if window else {}
     cfg = layer_config("qwen3-30b-a3b", S, model=model | windows, run={"kernels": "plain"})
     trace = Trace()
     with fake_rank(cfg.parallel, 0) as groups, trace_cuda(trace):

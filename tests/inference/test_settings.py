@@ -139,5 +139,5 @@ def test_no_mapping_error_suggests_changing_the_trained_model(tmp_path, mapping,
         inference_config(find_source(str(tmp_path)), wish(*mapping), "evaluate")
     text = str(raised.value)
     assert "choose model." not in text
-    assert "pattern with M" not in text
+    assert "'moe' in model.layers" not in text
     assert "; choose parallel." in text or "leave that degree out" in text

@@ -102,7 +102,7 @@ def test_what_is_no_model(tmp_path):
     ("key", "value", "message"),
     [
         ("num_attention_heads", 0, "model.attention.num_heads=0 must be at least 1"),
-        ("layer_pattern", "x", "model.layer_pattern: unexpected 'x'"),
+        ("layers", "x", "model.layers='x' names 'x'"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, message):

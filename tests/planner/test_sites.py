@@ -387,7 +387,7 @@ def test_sites_are_refused_where_training_refuses_them(tmp_path, capsys, words, 
 
 def test_a_dense_model_and_one_site_without_options_are_planned(tmp_path, capsys):
     path = tmp_path / "dense.toml"
-    path.write_text(ALONE.replace('preset = "tiny"\n', 'preset = "tiny"\nlayer_pattern = "D"\n'))
+    path.write_text(ALONE.replace('preset = "tiny"\n', 'preset = "tiny"\nlayers = "4 dense"\n'))
     words = ("plan", str(path), "--gpu", "h100", "--json", "--top", "1")
     assert "sites" not in run_json(
         capsys,

@@ -515,6 +515,8 @@ def _check_meta(meta: CheckpointMeta) -> None:
         _model_of(sizes)
     except ConfigError as error:
         raise TypeError(f"model is {error}") from None
+    if sizes and "layers" not in sizes:
+        raise TypeError("model has no layers")
     parse_layers(sizes.get("layers", ModelConfig.layers))
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")

@@ -240,7 +240,7 @@ class ByAttention:
     """Rule of a parameter that recurrent layers and layers of softmax attention both have, in other HF tensors.
 
     Attributes:
-        recurrent: rule of layers of kind L.
+        recurrent: rule of layers 'linear'.
         softmax: rule of the other layers.
     """
 

@@ -1,4 +1,4 @@
-"""Base class of the layers of kind L: training over whole sequences or segments of them, decoding from cached states.
+"""Base class of the layers "linear": training over whole sequences or segments of them, decoding from cached states.
 
 The recurrences are in `ops/linear_attention.py`, the layers in `parts/attention/`. A rank computes whole heads of whole
 sequences, or under context parallelism of some segments of them, whose initial states come from `SequenceSegments`.
@@ -116,7 +116,7 @@ class PrecedingTokens:
 
 
 class LinearAttention(TokenMixer):
-    """Base class of the layers of kind L: recurrences of linear attention, and convolutions.
+    """Base class of the layers "linear": recurrences of linear attention, and convolutions.
 
     A subclass declares its weights and implements `project`, `core_weights`, `state_shapes` and `compute`; `convolved`
     if it has a convolution. `parallelize` also replaces `segments` (context parallelism), and a decoder sets
