@@ -220,9 +220,7 @@ def test_layout_needs_no_torch():
 
 def test_json_has_the_stages_of_a_recipe(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        "[model]\nlayers = 3\n[parallel]\nworld_size = 2\npp = 2\nschedule = 'zbv'\nvirtual_stages = 2\n"
-    )
+    recipe.write_text("[model]\nlayers = 3\n[parallel]\nworld_size = 2\npp = 2\nschedule = 'zbv'\nvirtual_stages = 2\n")
     assert run([str(recipe), "pipeline_layout=E|tt||tL", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["pipeline_layout"] == "E|tt||tL"

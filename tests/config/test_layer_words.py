@@ -62,5 +62,7 @@ def test_a_count_keeps_the_kind_of_equal_layers_and_is_refused_for_others():
         lambda: config_from_dict({"model": {"preset": "deepseek-v3", "layers": 4}}),
         lambda: edit(edit(Config(), {"model.layers": "dense, moe"}), {"model.layers": 4}),
     ):
-        with pytest.raises(ConfigError, match="^model.layers=4 does not say which layers; write them by name, such as '"):
+        with pytest.raises(
+            ConfigError, match="^model.layers=4 does not say which layers; write them by name, such as '"
+        ):
             refused()

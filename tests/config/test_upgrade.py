@@ -171,7 +171,9 @@ def test_patterns_are_layers_in_words(flat, layers):
     assert not unread
 
 
-@pytest.mark.parametrize("flat", [{"layer_pattern": "DX"}, {"num_layers": 0}, {"num_layers": "4"}, {"layer_pattern": "M5"}])
+@pytest.mark.parametrize(
+    "flat", [{"layer_pattern": "DX"}, {"num_layers": 0}, {"num_layers": "4"}, {"layer_pattern": "M5"}]
+)
 def test_a_pattern_that_is_not_understood_is_refused_as_it_stands(flat):
     assert upgraded({"model": flat})[0] == {"model": flat}
     with pytest.raises(ConfigError, match="is model.layers now: write the layers by name"):

@@ -24,6 +24,7 @@ from moefold.convert.layer_fields import (
     MlpLayerTypes,
     SlidingWindowLayers,
     SparseLayers,
+    joined_layers,
 )
 from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
@@ -136,7 +137,7 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
 
 def _model_for(family: str) -> ModelConfig:
     sizes = {
-        "num_layers": 3,
+        "layers": 3,
         "hidden_size": 48,
         "attention.num_heads": 6,
         "attention.num_kv_heads": 3,
@@ -150,15 +151,15 @@ def _model_for(family: str) -> ModelConfig:
         "ffn.dense.intermediate_size": 96,
     }
     if family in ("llama", "qwen2", "qwen3"):
-        sizes["layer_pattern"] = "D"
+        sizes["layers.ffn"] = "dense"
     if family == "gpt_oss":
         sizes |= {"rope.scaling": "yarn", "rope.scaling.factor": 2.0}
     if family == "deepseek_v3":
         sizes["mtp_layers"] = 2
     if family == "longcat_flash":
         sizes |= {
-            "num_layers": 4,
-            "layer_pattern": "MD",
+            "layers": 4,
+            "layers.ffn": ["moe", "dense"] * 2,
             "ffn.moe.shortcut": True,
             "ffn.moe.shared.intermediate_size": 96,
         }
@@ -174,13 +175,13 @@ def _model_for(family: str) -> ModelConfig:
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
         sizes["ffn.moe.shared.intermediate_size"] = 512
     if any(isinstance(entry, FirstKDense | MlpLayerTypes | ExpertLayerRange) for entry in fields):
-        sizes["layer_pattern"] = "DM2"
+        sizes["layers.ffn"] = ["dense", "moe", "moe"]
     windows = [entry.full_layers for entry in fields if isinstance(entry, SlidingWindowLayers)]
     if windows:
-        sizes |= {"attention_pattern": "WF", "sliding_window": 5}
+        sizes |= {"layers.attention": ["window", "full", "window"], "sliding_window": 5}
     if windows not in ([], ["rope"]):
-        sizes["rope_pattern"] = "RN"
-    return model_of(sizes)
+        sizes["layers.position"] = ["rope", "nope", "rope"]
+    return model_of(joined_layers(sizes))
 
 
 @pytest.mark.parametrize(
@@ -232,26 +233,27 @@ def test_types_of_indexers_that_have_no_meaning_are_refused(keys, refused):
 
 
 @pytest.mark.parametrize(
-    ("keys", "pattern"),
+    ("keys", "selections"),
     [
-        ({"indexer_types": ["full", "shared", "full"]}, "FS"),
-        ({"index_topk_pattern": "FFS"}, "2 full, shared"),
-        ({"index_topk_pattern": "FFF"}, 3),
-        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "FS2"),
-        ({"index_topk_freq": 1}, "F"),
-        ({"layer_types": ["indexed_attention"] * 3}, "F"),
+        ({"indexer_types": ["full", "shared", "full"]}, "own shared own"),
+        ({"index_topk_pattern": "FFS"}, "own own shared"),
+        ({"index_topk_pattern": "FFF"}, "own own own"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1}, "own shared shared"),
+        ({"index_topk_freq": 1}, "own own own"),
+        ({"layer_types": ["indexed_attention"] * 3}, "own own own"),
     ],
     ids=str,
 )
-def test_layers_that_share_a_selection_are_read_and_written(keys, pattern):
+def test_layers_that_share_a_selection_are_read_and_written(keys, selections):
     model = read_keys(_keys_of_glm(keys), Path("hf"))
-    assert (model.attention.indexer.top_k, model.layers) == (32, layers)
+    assert model.attention.indexer.top_k == 32
+    assert [words.selection for words in model.layer_words] == selections.split()
     expected = ["shared" if layer.attention.shares_selection else "full" for layer in model.decoder_layers]
     assert FAMILIES["glm_moe_dsa"].write(model)["indexer_types"] == expected
     reason = family_unsupported_reason(
         FAMILIES["deepseek_v32"], edit_model(model, {"attention.indexer.rope_interleaved": False})
     )
-    assert ("shared_selections" in reason) == ("S" in pattern), reason
+    assert ("layers" in reason) == ("shared" in selections), reason
 
 
 def _keys_of_glm(keys: dict[str, object]) -> dict[str, object]:
@@ -316,7 +318,8 @@ def test_yarn_takes_the_models_context_where_none_is_given():
 def test_sparse_layers_come_by_step_and_by_list():
     keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert [
-        layer.ffn.is_routed for layer in model_of({"num_layers": 6, **SparseLayers().read(keys)}).decoder_layers
+        layer.ffn.is_routed
+        for layer in model_of(joined_layers({"layers": 6, **SparseLayers().read(keys)})).decoder_layers
     ] == [
         False,
         True,

@@ -78,11 +78,15 @@ SIZES = {
         "model.layers='full,delta' names 'delta'; the names are full, window, chunk, linear, rope, nope, own, shared, moe, "
         "dense"
     ),
-    "model.layers=dense/moe": ("model.layers='dense/moe' has both 'dense' and 'moe' in 'dense/moe', of which a layer has one"),
+    "model.layers=dense/moe": (
+        "model.layers='dense/moe' has both 'dense' and 'moe' in 'dense/moe', of which a layer has one"
+    ),
     "model.layers=linear/nope": (
         "model.layers='linear/nope' has 'linear/nope', and linear attention has no RoPE and selects no keys"
     ),
-    "model.layers=shared": ("model.layers='shared' has layers 'shared', and model.attention.indexer=none selects no keys; ..."),
+    "model.layers=shared": (
+        "model.layers='shared' has layers 'shared', and model.attention.indexer=none selects no keys; ..."
+    ),
     "model.preset=deepseek-v3 model.layers=4": (
         "model.layers=4 does not say which layers; write them by name, such as '3 dense, moe'"
     ),
@@ -254,7 +258,7 @@ SIZES = {
     "parallel.pp=4": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline "
         "stage, and "
-        "stage 0 of 4 ends with layer 0, an M; choose parallel.pp and virtual_stages that give each stage whole pairs "
+        "stage 0 of 4 ends with layer 0, a layer 'moe'; choose parallel.pp and virtual_stages that give each stage whole pairs "
         "MD, or parallel.pipeline_layout"
     ),
     "model.ffn.moe.shortcut=true model.layers=moe,dense model.ffn.moe.shared.intermediate_size=64 "

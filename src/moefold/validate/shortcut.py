@@ -65,8 +65,8 @@ def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline
         if stage.layers and stage.layers[-1] < len(is_routed) and is_routed[stage.layers[-1]]:
             yield (
                 f"{KEY} adds the routed output of a layer after the next one on the same pipeline stage, and stage "
-                f"{number} of {num_stages} ends with layer {stage.layers[-1]}, an M; choose parallel.pp and "
-                "virtual_stages that give each stage whole pairs MD, or parallel.pipeline_layout"
+                f"{number} of {num_stages} ends with layer {stage.layers[-1]}, a layer 'moe'; choose parallel.pp and "
+                "virtual_stages that give each stage whole pairs, or parallel.pipeline_layout"
             )
             return
 
