@@ -514,7 +514,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     try:
         _model_of(sizes)
     except ConfigError as error:
-        raise TypeError(f"model is {error}") from None
+        raise TypeError(f"model is {'; '.join(map(str.strip, str(error).splitlines()))}") from None
     # Lists of num_layers entries are built from the number: layer_kinds, which is as long, bounds it.
     if sizes.get("num_layers", 0) != len(sizes.get("layer_kinds", "")):
         raise TypeError(f"model.num_layers is {sizes.get('num_layers')}, and layer_kinds has another length")
@@ -633,8 +633,11 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     """
     there = _model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
-    # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = _settings_of_layers(model_sizes(there)) | {key: value for key, value in theirs.items() if value != GIVEN}
+    # Keys that are missing in a checkpoint of an older version had their defaults, except in a part of another package.
+    defaults = _settings_of_layers(model_sizes(there))
+    outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
+    defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
+    theirs = defaults | {key: value for key, value in theirs.items() if value != GIVEN}
     unread = _unread_tables(there) & _unread_tables(reader or model)
     free = keys_with("model", SAME_TENSORS)
     for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
@@ -649,6 +652,12 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         sizes["rope_layers"] = [i for i, part in enumerate(parts) if part.is_recurrent or part.has_rope]
     named = [key for key in (*theirs, *ours) if key not in free and not any(key.startswith(table) for table in unread)]
     return _differences({key: theirs.get(key) for key in named}, ours)
+
+
+def _is_outside(key: str, kind: Any) -> bool:
+    """Return whether the value of a key of [model] is the kind of a part that is not of this package."""
+    group = part_keys().get(f"model.{key}")
+    return group is not None and kind not in (*built_in_kinds(group), NONE)
 
 
 GIVEN = "given"

@@ -6,7 +6,7 @@ from typing import Any
 
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, Table
+from moefold.config.part import Part, Table, settings_of
 from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
 from moefold.config.schema import Config
 from moefold.errors import raise_all
@@ -45,7 +45,7 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
             value = getattr(getattr(given, section), names[0])
             before = getattr(getattr(cfg, section), names[0])
             if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
-                kept, _ = settings_of_other_kind(name, before.as_table(), value.kind)
+                kept = set(settings_of(type(before))) & set(settings_of(type(value)))
                 value = replace(value, **{setting: getattr(before, setting) for setting in kept})
         cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg

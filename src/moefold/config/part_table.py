@@ -185,22 +185,27 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     return built
 
 
-def settings_of_other_kind(name: str, table: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def settings_of_other_kind(
+    name: str, table: Mapping[str, Any], kind: str, source: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the settings of a table into those that another kind has too, and those that it lacks.
 
     Args:
         name: recipe key, as "section.key".
         table: a table with `kind`, unchecked.
         kind: the other kind; the errors of one that is unknown follow.
+        source: where the other kind comes from, as its table has it; None: it is as a user writes it.
 
     Raises:
+        MissingPartError: the file of `source` is not named.
         ConfigError: the package or file of the other kind is broken.
     """
     settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
     if name not in part_keys():
         return {}, {}
     if split_file_kind(kind) is not None:
-        part, _ = imported_class(*import_file(kind))
+        named, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
+        part, _ = _class_of(name, part_keys()[name], named, origin)
     elif kind in kinds(part_keys()[name]):
         part = find_part(part_keys()[name], kind)
     else:
@@ -229,7 +234,7 @@ def toml_value(value: Any) -> str:
         case None:
             return toml_value(NONE)
         case dict():
-            return toml_table(without_source(value))
+            return toml_table(value)
         case tuple():
             return json.dumps(list(value), default=str, ensure_ascii=False)
         case _:
@@ -262,7 +267,7 @@ def shortest(value: Any, base: Any = None) -> Any:
 
 def toml_table(table: Mapping[str, Any]) -> str:
     """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
-    keys = without_source(table)
+    keys = {key: value for key, value in table.items() if key != SOURCE}
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
     entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in keys.items())
