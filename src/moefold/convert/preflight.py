@@ -109,8 +109,8 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
         )
     if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
         return (
-            f"model.ffn.moe.router.softmax={setting_of(model, 'ffn.moe.router.softmax').kind!r} weighs the experts of a "
-            "token without a fixed sum, so that they do not add up to the dense layer; choose 'pre' or 'post'"
+            f"model.ffn.moe.router.softmax={setting_of(model, 'ffn.moe.router.softmax').kind!r} weighs the experts of "
+            "a token without a fixed sum, so that they do not add up to the dense layer; choose 'pre' or 'post'"
         )
     if model.ffn.moe.latent_size:
         return (
