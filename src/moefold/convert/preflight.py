@@ -24,6 +24,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.outside import MissingPartError
+from moefold.config.part import describe_part
 from moefold.config.part_table import shown_value
 from moefold.config.suggestions import download_advice
 from moefold.convert.config_fields import setting_of
@@ -108,9 +109,10 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"model.ffn.moe.top_k={model.ffn.moe.top_k} must be multiples of {slices}"
         )
     if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
+        weighs = setting_of(model, "ffn.moe.router.softmax") or model.ffn.moe.router
         return (
-            f"model.ffn.moe.router.softmax={setting_of(model, 'ffn.moe.router.softmax').kind!r} weighs the experts of "
-            "a token without a fixed sum, so that they do not add up to the dense layer; choose 'pre' or 'post'"
+            f"{describe_part(weighs)} weighs the experts of a token without a fixed sum, so that they do not add up to "
+            "the dense layer; choose 'pre' or 'post'"
         )
     if model.ffn.moe.latent_size:
         return (
