@@ -642,7 +642,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     free = keys_with("model", SAME_TENSORS)
     for sizes, layers in ((theirs, there.layers), (ours, model.layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
-        if "attention.head_dim" in sizes and heads:
+        if "attention.head_dim" in sizes and heads and not (sizes is theirs and "attention." in outside):
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
