@@ -106,7 +106,7 @@ def test_the_heads_of_latent_attention_are_not_kept():
 
 def test_a_layer_that_runs_again_keeps_its_input():
     # The inputs of two layers; behind the last, the norm and the loss keep what they always keep.
-    head = _kept_numbers(model_of({**{**_fields(GQA), "num_layers": 1, "layer_pattern": "D"}}), ("layer",)) - H
+    head = _kept_numbers(model_of({**_fields(GQA), "num_layers": 1, "layer_pattern": "D"}), ("layer",)) - H
     assert _kept_numbers(GQA, ("layer",)) - head == pytest.approx(2 * H, rel=0.1)
 
 

@@ -12,7 +12,6 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import kv_cache_bytes
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
-from moefold.validate.unused import check_unused_keys
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
@@ -48,11 +47,11 @@ def test_it_has_the_parameters_flops_and_cache_of_the_built_in_one():
     assert count_parameters(mine).total == sum(weight.numel() for weight in built.parameters())
 
 
-@pytest.mark.parametrize("key", ["qk_norm", "attention_gate"])
-def test_keys_of_built_in_attention_beside_it_are_refused(key):
+@pytest.mark.parametrize("key", ["qk_norm", "gate"])
+def test_keys_of_built_in_attention_in_its_table_are_refused(key):
     """They would change nothing."""
-    with pytest.raises(ConfigError, match=f"model.{key}=true has no effect: model.attention is of another package"):
-        check_unused_keys(recipe(*GATED, f"model.{key}=true"), {f"model.{key}"})
+    with pytest.raises(ConfigError, match=f"model.attention.{key} is not a key of 'gated', whose keys are num_heads, "):
+        recipe(*GATED, f"model.attention.{key}={{}}")
 
 
 @pytest.mark.parity

@@ -19,6 +19,7 @@ from moefold.verify.distributed_run import run_distributed
 from tests.plugin.recipes import FOUR, PACKAGE, PARTS, SIZES, recipe, words
 
 ATTENTION = "model.attention"
+FOUR_HEADS = "model.attention.num_heads=4"
 
 
 def without_line(message: str) -> str:
@@ -75,7 +76,7 @@ def test_an_attention_that_differs_from_its_module_is_refused_by_its_file(change
         assert cfg.model.decoder_layers[0].core.heads == 4
         built(cfg)
 
-    message = refusal(run, word)
+    message = refusal(run, word, FOUR_HEADS)
     file = word.partition("=")[2].rpartition(":")[0]
     assert message.startswith(f"model.attention='gated_attention.py:Gated' ({file}) ")
     assert reason in without_line(message)
@@ -106,7 +107,7 @@ def test_shards_that_tp_does_not_divide_are_refused(changed, overrides, reason):
         "": ("class Gated(", "class Gated("),
     }
     word = changed(ATTENTION, *changes["".join(overrides[1:])])
-    assert reason in refusal(check_config, word, "parallel.world_size=8", overrides[0])
+    assert reason in refusal(check_config, word, FOUR_HEADS, "parallel.world_size=8", overrides[0])
 
 
 def states_built(cfg: Config) -> None:

@@ -69,7 +69,7 @@ class TemperedAttention(GatedAttention):
 def word(tmp_path):
     path = tmp_path / "tempered.py"
     path.write_text(FILE)
-    return f"model.attention={path}:Tempered"
+    return f"model.attention={{kind = '{path}:Tempered', num_heads = 4}}"
 
 
 def test_each_head_begins_with_its_own_value_on_each_rank(pool, word):

@@ -153,7 +153,7 @@ V2 = {
     "rope.scaling.mscale_all_dim": 1.2,
     "rope.interleaved": True,
 }
-V3 = {key: value for key, value in V2.items() if key != "router_softmax"} | {
+V3 = {key: value for key, value in V2.items() if key != "ffn.moe.router.softmax"} | {
     "attention.q_lora_rank": 7,
     "attention.v_head_dim": 8,
     "ffn.moe.router": "sigmoid",

@@ -514,7 +514,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     try:
         _model_of(sizes)
     except ConfigError as error:
-        raise TypeError(f"model is {error}") from None
+        raise TypeError(f"model is {'; '.join(map(str.strip, str(error).splitlines()))}") from None
     if sizes and "layers" not in sizes:
         raise TypeError("model has no layers")
     parse_layers(sizes.get("layers", ModelConfig.layers))
@@ -629,18 +629,27 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     """
     there = _model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
-    # Keys that are missing in a checkpoint of an older version had their defaults.
-    theirs = _settings_of_layers(model_sizes(there)) | {key: value for key, value in theirs.items() if value != GIVEN}
+    # Keys that are missing in a checkpoint of an older version had their defaults, except in a part of another package.
+    defaults = _settings_of_layers(model_sizes(there))
+    outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
+    defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
+    theirs = defaults | {key: value for key, value in theirs.items() if value != GIVEN}
     unread = _unread_tables(there) & _unread_tables(reader or model)
     free = keys_with("model", SAME_TENSORS)
     for sizes, layers in ((theirs, there.decoder_layers), (ours, model.decoder_layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
-        if "attention.head_dim" in sizes and heads:
+        if "attention.head_dim" in sizes and heads and not (sizes is theirs and "attention." in outside):
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
     named = [key for key in (*theirs, *ours) if key not in free and not any(key.startswith(table) for table in unread)]
     return _differences({key: theirs.get(key) for key in named}, ours)
+
+
+def _is_outside(key: str, kind: Any) -> bool:
+    """Return whether the value of a key of [model] is the kind of a part that is not of this package."""
+    group = part_keys().get(f"model.{key}")
+    return group is not None and kind not in (*built_in_kinds(group), NONE)
 
 
 GIVEN = "given"

@@ -7,7 +7,7 @@ from typing import Any
 from moefold.config.layer_words import counted_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, Table
+from moefold.config.part import Part, Table, settings_of
 from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
@@ -51,7 +51,9 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
                 except ValueError as error:
                     raise ConfigError(f"{name}={value} {error}") from None
             if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
-                kept, _ = settings_of_other_kind(name, before.as_table(), value.kind)
+                ours: Any = type(before)
+                theirs: Any = type(value)
+                kept = set(settings_of(ours)) & set(settings_of(theirs))
                 value = replace(value, **{setting: getattr(before, setting) for setting in kept})
         cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg

@@ -45,7 +45,6 @@ from moefold.config.part import (
     default_of_field,
     settings_of,
     tables_of,
-    without_source,
 )
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
@@ -185,22 +184,27 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     return built
 
 
-def settings_of_other_kind(name: str, table: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def settings_of_other_kind(
+    name: str, table: Mapping[str, Any], kind: str, source: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the settings of a table into those that another kind has too, and those that it lacks.
 
     Args:
         name: recipe key, as "section.key".
         table: a table with `kind`, unchecked.
         kind: the other kind; the errors of one that is unknown follow.
+        source: where the other kind comes from, as its table has it; None: it is as a user writes it.
 
     Raises:
+        MissingPartError: the file of `source` is not named.
         ConfigError: the package or file of the other kind is broken.
     """
     settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
     if name not in part_keys():
         return {}, {}
     if split_file_kind(kind) is not None:
-        part, _ = imported_class(*import_file(kind))
+        named, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
+        part, _ = _class_of(name, part_keys()[name], named, origin)
     elif kind in kinds(part_keys()[name]):
         part = find_part(part_keys()[name], kind)
     else:
@@ -229,7 +233,7 @@ def toml_value(value: Any) -> str:
         case None:
             return toml_value(NONE)
         case dict():
-            return toml_table(without_source(value))
+            return toml_table(value)
         case tuple():
             return json.dumps(list(value), default=str, ensure_ascii=False)
         case _:
@@ -247,7 +251,7 @@ def shortest(value: Any, base: Any = None) -> Any:
     """
     owner: Any = type(value)
     if isinstance(value, Part) and not is_built_in(owner):
-        return value.as_table()
+        return _named_by_file(value.as_table())
     if not isinstance(value, Part | Table):
         return NONE if value is None else value
     table = {}
@@ -262,11 +266,16 @@ def shortest(value: Any, base: Any = None) -> Any:
 
 def toml_table(table: Mapping[str, Any]) -> str:
     """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
-    keys = without_source(table)
+    entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in _named_by_file(table).items())
+    return f"{{ {entries} }}" if entries else "{}"
+
+
+def _named_by_file(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a part, whose kind is the path and class of the file, where it is recorded."""
+    keys = {key: value for key, value in table.items() if key != SOURCE}
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
-    entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in keys.items())
-    return f"{{ {entries} }}" if entries else "{}"
+    return keys
 
 
 def shown_value(value: Any) -> str:

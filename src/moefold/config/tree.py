@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moefold.config.part import Part, Table, as_plain
-from moefold.config.part_table import NONE, settings_of_other_kind
-from moefold.config.suggestions import sections, tables
+from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
+from moefold.config.suggestions import part_keys, sections, tables
 
 Tree = dict[str, Any]
 
@@ -55,8 +55,9 @@ def merged(path: str, base: Any, over: Any) -> Any:
         over = {"kind": over}
     if not isinstance(over, dict):
         return over
-    if isinstance(kind := over.get("kind", base.get("kind")), str) and kind != base.get("kind", kind):
-        base = settings_of_other_kind(path, base, kind)[0]
+    kind = over.get("kind")
+    if isinstance(kind, str) and path in part_keys() and kind != base.get("kind"):
+        base = settings_of_other_kind(path, base, kind, over.get(SOURCE, {}))[0]
     common = {key: merged(f"{path}.{key}", base[key], over[key]) for key in over if key in base}
     return {**base, **over, **common}
 

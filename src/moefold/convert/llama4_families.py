@@ -56,7 +56,7 @@ class ChunkedLayers:
             found |= {"attention.qk_norm.in_nope": False} if not all(has_rope) else {}
         if _switch(hf_config, "attn_temperature_tuning") and not all(has_rope):
             scale = Renamed("attn_scale", "attention.temperature.scale", 0.1).read(hf_config)
-            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192).read(hf_config)
+            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192, least=1).read(hf_config)
             found |= scale | tokens if "attention.temperature.scale" in scale else {}
         return found
 
