@@ -1,6 +1,7 @@
 """config.json against [model]: families, presets, and the spellings of older folders. No torch."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -126,7 +126,8 @@ MAPPINGS = {
         "parallel.etp=1"
     ),
     "world_size=8 pp=8": (
-        "parallel.pp=8 must be at most model.layers=4, one layer for each stage; choose model.layers=8, or parallel.pp=1, 2 or 4"
+        "parallel.pp=8 must be at most model.layers=4, one layer for each stage; choose model.layers=8, or "
+        "parallel.pp=1, 2 or 4"
     ),
     "world_size=4 pp=4 schedule=interleaved virtual_stages=2": (
         "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.layers=4, one layer for each stage; "

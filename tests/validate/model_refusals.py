@@ -75,7 +75,8 @@ SIZES = {
     "model.layers=9999x(dense,moe)": ("model.layers='9999x(dense,moe)' must be 1 to 10000 layers"),
     "model.layers=0": ("model.layers=0 must be 1 to 10000 layers"),
     "model.layers=full,delta": (
-        "model.layers='full,delta' names 'delta'; the names are full, window, chunk, linear, rope, nope, own, shared, moe, "
+        "model.layers='full,delta' names 'delta'; the names are full, window, chunk, linear, rope, nope, own, "
+        "shared, moe, "
         "dense"
     ),
     "model.layers=dense/moe": (
@@ -164,7 +165,8 @@ SIZES = {
         "model.layers without 'window'"
     ),
     "model.attention.indexer.top_k=8 model.layers=2x(shared,full)": (
-        "model.layers='2x(shared,full)' begins with a layer 'shared', which attends to the keys that a layer before it selects; let "
+        "model.layers='2x(shared,full)' begins with a layer 'shared', which attends to the keys that a layer "
+        "before it selects; let "
         "the first layer of softmax attention have its own"
     ),
     "model.attention.indexer.top_k=8 model.layers=2x(full,window/shared) model.sliding_window=9": (
@@ -172,12 +174,14 @@ SIZES = {
         "model.sliding_window holds for one of them; let layer 1 have its own"
     ),
     "model.attention.indexer.top_k=8 model.layers=full,2x(shared),full parallel.world_size=2 parallel.pp=2": (
-        "model.layers='full,2x(shared),full' lets layer 2 attend to the keys that layer 0 selects, and pipeline stage 1 of 2 "
+        "model.layers='full,2x(shared),full' lets layer 2 attend to the keys that layer 0 selects, and pipeline "
+        "stage 1 of 2 "
         "begins with layer 2; choose parallel.pipeline_layout='auto', or stages that begin with one of the layers 0, 3"
     ),
     "model.attention.indexer.top_k=8 model.layers=full,3x(shared) parallel.world_size=4 parallel.pp=4 "
     "parallel.pipeline_layout=auto": (
-        "model.layers='full,3x(shared)' has 1 groups of layers that share a selection of keys, each on one pipeline stage, "
+        "model.layers='full,3x(shared)' has 1 groups of layers that share a selection of keys, each on one "
+        "pipeline stage, "
         "and parallel.pp*parallel.virtual_stages=4 stages are more than these, the embedding and the loss; choose 3 or "
         "less"
     ),
@@ -258,7 +262,8 @@ SIZES = {
     "parallel.pp=4": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline "
         "stage, and "
-        "stage 0 of 4 ends with layer 0, a layer 'moe'; choose parallel.pp and virtual_stages that give each stage whole pairs "
+        "stage 0 of 4 ends with layer 0, a layer 'moe'; choose parallel.pp and virtual_stages that give each "
+        "stage whole pairs "
         "MD, or parallel.pipeline_layout"
     ),
     "model.ffn.moe.shortcut=true model.layers=moe,dense model.ffn.moe.shared.intermediate_size=64 "
@@ -273,7 +278,8 @@ SIZES = {
         "set model.attention_chunk_size, or choose 'full'"
     ),
     "model.attention=mla model.layers=2x(chunk,full) model.attention_chunk_size=4": (
-        "model.layers='2x(chunk,full)' has layers 'chunk', and model.attention='mla' has no chunks; choose 'full' or 'window'"
+        "model.layers='2x(chunk,full)' has layers 'chunk', and model.attention='mla' has no chunks; choose "
+        "'full' or 'window'"
     ),
     "model.layers=4x(chunk) model.attention_chunk_size=4 model.attention.indexer.top_k=2": (
         "model.layers='4x(chunk)' has layers 'chunk', and model.attention.indexer.top_k=2 selects keys of the "
