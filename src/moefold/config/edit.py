@@ -10,7 +10,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part, Table, settings_of
 from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import raise_all
 
 FILLING_KEYS = ("model.preset", "sites.method")
 """Keys that fill others while a recipe is read."""
@@ -46,10 +46,7 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
             value = getattr(getattr(given, section), names[0])
             before = getattr(getattr(cfg, section), names[0])
             if name == "model.layers" and isinstance(value, int):
-                try:
-                    value = counted_layers(before, value)
-                except ValueError as error:
-                    raise ConfigError(f"{name}={value} {error}") from None
+                value = counted_layers(before, value)
             if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
                 ours: Any = type(before)
                 theirs: Any = type(value)

@@ -1,8 +1,11 @@
 """Layers of a model in words, `layers = "3 dense, 58 moe"`: parsed, written, and repeated. Torch-free."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
+
+from moefold.errors import ConfigError
 
 MAX_LAYERS = 10_000
 """Upper bound of the layers of a model, so that untrusted text needs little memory."""
@@ -94,13 +97,10 @@ def spell_layers(rows: Sequence[LayerWords]) -> int | str:
     return found
 
 
-def _runs(names: Sequence[str]) -> Iterator[str]:
-    """Yield names with their counts in a row: "3 dense"."""
-    first = 0
-    for number in range(1, len(names) + 1):
-        if number == len(names) or names[number] != names[first]:
-            yield f"{number - first} {names[first]}" if number - first > 1 else names[first]
-            first = number
+def _runs(names: Sequence[str]) -> list[str]:
+    """Return names with their counts in a row: "3 dense"."""
+    runs = [(name, len(list(group))) for name, group in groupby(names)]
+    return [f"{count} {name}" if count > 1 else name for name, count in runs]
 
 
 def repeat_layers(rows: Sequence[LayerWords], count: int) -> tuple[LayerWords, ...]:
@@ -114,17 +114,18 @@ def counted_layers(layers: int | str | None, count: int) -> int | str:
 
     Args:
         layers: layers of a recipe or its preset, unchecked; None: the default.
-        count: number of layers that takes their place.
+        count: number of layers that takes their place; what is no legal number is refused where it is checked.
 
     Raises:
-        ValueError: the layers differ.
+        ConfigError: the layers differ.
     """
     try:
         rows = parse_layers(count if layers is None else layers)
-        wanted = repeat_layers(rows, len(parse_layers(count)))
+        wanted = spell_layers(repeat_layers(rows, len(parse_layers(count))))
     except ValueError:
-        # The value is refused where it is checked.
         return count
     if len(set(rows)) > 1:
-        raise ValueError(f"does not say which layers; write them by name, such as {str(spell_layers(wanted))!r}")
-    return spell_layers(wanted)
+        raise ConfigError(
+            f"model.layers={count} does not say which layers; write them by name, such as {str(wanted)!r}"
+        )
+    return wanted

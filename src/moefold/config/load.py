@@ -131,18 +131,14 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
         return tree, {}
     try:
         base = load_preset(preset)
+        return {**tree, "model": merged("model", base, model | _counted(base, model))}, {}
     except ConfigError as error:
         return tree, {"model.preset": str(error)}
-    try:
-        model = {**model, **_counted(model, base)}
-    except ValueError as error:
-        return tree, {"model.layers": f"model.layers={model['layers']} {error}"}
-    return {**tree, "model": merged("model", base, model)}, {}
 
 
-def _counted(model: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
+def _counted(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Return the layers of a [model] that gives their number alone, as they are in another one."""
-    count = model.get("layers")
+    count = over.get("layers")
     return {"layers": counted_layers(base.get("layers"), count)} if type(count) is int else {}
 
 
@@ -218,11 +214,8 @@ def _apply_override(tree: Tree, override: str) -> str:
         before = before.get(name) if isinstance(before, dict) else None
     lost: Tree = {}
     path = f"{section}.{key}"
-    if path == "model.layers" and type(value) is int:
-        try:
-            value = counted_layers(before, value) if before else value
-        except ValueError as error:
-            raise ConfigError(f"{path}={value} {error}") from None
+    if path == "model.layers":
+        value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
         kept, lost = settings_of_other_kind(path, before, value)
         value_of_part: Any = {"kind": value, **kept} if kept else value

@@ -1,7 +1,7 @@
 """Recipes of format 1, whose parts read flat keys of their section, in the keys of format 2. Torch-free."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
@@ -197,29 +197,27 @@ def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
         rows = repeat_layers(rows, len(parse_layers(given.get("num_layers", len(rows)))))
         for key, (column, words) in PATTERNS.items():
             if key in given:
-                letters = _expanded(given[key], words, len(rows))
-                rows = tuple(row._replace(**{column: words[letters[i % len(letters)]]}) for i, row in enumerate(rows))
-    except (TypeError, ValueError):
+                found = _expanded(given[key], words, len(rows))
+                rows = tuple(row._replace(**{column: found[i % len(found)]}) for i, row in enumerate(rows))
+    except (KeyError, TypeError, ValueError):
         return
     for key in given:
         del model[key]
     model["layers"] = spell_layers(rows)
 
 
-def _expanded(pattern: str, letters: Container[str], most: int) -> str:
-    """Spell a pattern of letters out: "D3M2" -> "DDDMM".
+def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
+    """Return the words of a pattern of letters with counts, such as "D3M2".
 
     Raises:
-        ValueError: it has other letters, or is longer than the model.
+        KeyError: it has another letter.
+        ValueError: it has another form, or is longer than the model.
     """
-    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or any(char not in letters for char in pattern if char.isalpha()):
+    runs = [(letter, int(count or 1)) for letter, count in re.findall(r"([A-Z])(\d{0,5})", pattern)]
+    counts = [count for _, count in runs]
+    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or not all(counts) or sum(counts) > most:
         raise ValueError(f"unexpected pattern {pattern!r}")
-    found = ""
-    for letter, count in re.findall(r"([A-Z])(\d*)", pattern):
-        if not 0 < int(count or 1) <= most - len(found):
-            raise ValueError(f"{pattern!r} is longer than the model")
-        found += letter * int(count or 1)
-    return found
+    return [words[letter] for letter, count in runs for _ in range(count)]
 
 
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
@@ -318,17 +316,13 @@ def moved_override_refusal(name: str, text: str) -> str:
         name: a key of MOVED.
         text: its value, as the command line has it.
     """
-    return f"{name} is {MOVED[name]} now: write {_word(name, text)}"
+    word = upgraded_word(f"{name}={text}", {}) if str(MOVED[name]) == LAYERS else _word(name, text)
+    return f"{name} is {MOVED[name]} now: write {word}"
 
 
 def _word(name: str, text: str) -> str:
     """Return an override of a flat key in format 2."""
     place = MOVED[name]
-    if str(place) == LAYERS:
-        key = name.partition(".")[2]
-        model: dict[str, Any] = {key: int(text) if text.isdecimal() else text}
-        _put_layers(model, {})
-        return f"{place}={shown_value(model.get('layers', '3 dense, 58 moe'))}"
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
     if str(place) in tables() and text in ("true", "false"):
@@ -359,7 +353,7 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: value}}
     found, unread = upgraded(tree)
     if str(MOVED[name]) == LAYERS and key not in found[section]:
-        return f"{LAYERS}={found[section]['layers']}"
+        return f"{LAYERS}={shown_value(found[section]['layers'])}"
     if name in unread or key in found[section]:
         raise ConfigError(moved_key_refusal(tree, name))
     if MOVED[name].setting == KIND:

@@ -431,6 +431,8 @@ def attention_bias(*, has_output: bool) -> Renamed:
     return Renamed("attention_bias", "attention.qkv_bias", False, copies=("attention.output_bias",) * has_output)
 
 
+NUM_LAYERS = Renamed("num_hidden_layers", "layers", least=1, most=MAX_LAYERS)
+"""Number of layers, without MTP layers."""
 MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)
 """Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 has another."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import (
+    NUM_LAYERS,
     AllowedValues,
     ConfigField,
     HeadSize,
@@ -324,7 +325,7 @@ def backbone_fields(
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
     return (
-        layers or Renamed("num_hidden_layers", "layers"),
+        layers or NUM_LAYERS,
         *renamed(hidden_size="hidden_size", num_attention_heads="attention.num_heads", vocab_size="vocab_size"),
         *renamed(
             rms_norm_eps=("norm.eps", norm_eps),

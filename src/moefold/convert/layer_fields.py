@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
-from moefold.config.layer_words import LayerWords, parse_layers, spell_layers
+from moefold.config.layer_words import LayerWords, spell_layers
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import Renamed, interval_of, is_int, num_layers_of
 from moefold.convert.key_reader import Json, mark_read, overlay
@@ -315,12 +315,6 @@ def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: settings of [model]; a column is a word of all layers, or a list with a word for each.
     """
     found = {key: value for key, value in settings.items() if not key.startswith("layers")}
-    rows = parse_layers(settings["layers"])
-    for column in LayerWords._fields:
-        words = settings.get(f"layers.{column}", [])
-        words = [words] * len(rows) if isinstance(words, str) else words
-        rows = tuple(
-            row._replace(**{column: word})
-            for row, word in zip(rows, words or [getattr(row, column) for row in rows], strict=True)
-        )
-    return found | {"layers": spell_layers(rows)}
+    columns = [settings.get(f"layers.{column}", word) for column, word in LayerWords()._asdict().items()]
+    columns = [[words] * settings["layers"] if isinstance(words, str) else words for words in columns]
+    return found | {"layers": spell_layers([LayerWords(*words) for words in zip(*columns, strict=True)])}

@@ -1,6 +1,7 @@
 """Family LFM2-MoE: gated short convolutions and full attention. Torch-free."""
 
 from moefold.convert.config_fields import (
+    NUM_LAYERS,
     ConfigField,
     Constants,
     HeadSize,
@@ -24,7 +25,7 @@ from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import TensorBlock, TensorRule
 
 _LFM2: tuple[ConfigField, ...] = (
-    *renamed(num_hidden_layers="layers"),
+    NUM_LAYERS,
     *renamed(
         hidden_size="hidden_size",
         num_attention_heads="attention.num_heads",
