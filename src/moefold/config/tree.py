@@ -5,7 +5,7 @@ from typing import Any
 
 from moefold.config.part import Part, Table, as_plain
 from moefold.config.part_table import NONE, settings_of_other_kind
-from moefold.config.suggestions import sections, tables
+from moefold.config.suggestions import default_of, sections, tables
 
 Tree = dict[str, Any]
 
@@ -55,7 +55,10 @@ def merged(path: str, base: Any, over: Any) -> Any:
         over = {"kind": over}
     if not isinstance(over, dict):
         return over
-    if isinstance(kind := over.get("kind", base.get("kind")), str) and kind != base.get("kind", kind):
+    section, _, key = path.partition(".")
+    kind = over.get("kind")
+    before = base.get("kind", getattr(default_of(section, key), "kind", kind) if key else kind)
+    if isinstance(kind, str) and kind != before:
         base = settings_of_other_kind(path, base, kind)[0]
     common = {key: merged(f"{path}.{key}", base[key], over[key]) for key in over if key in base}
     return {**base, **over, **common}
