@@ -141,7 +141,7 @@ def _common_unsupported_reason(model: ModelConfig) -> str:
     if model.ffn.moe.zero_experts or model.ffn.moe.probs_on_input:
         return "it has neither zero-computation experts nor routing weights on inputs"
     has_biases = model.ffn.moe.bias or model.ffn.moe.router.bias
-    return "its experts are SwiGLU without biases" if has_biases or model.ffn.moe.activation != "swiglu" else ""
+    return "its experts are SwiGLU without biases" if has_biases or model.ffn.moe.activation.kind != "swiglu" else ""
 
 
 def _is_installed(module: str) -> bool:

@@ -45,7 +45,6 @@ from moefold.config.part import (
     default_of_field,
     settings_of,
     tables_of,
-    without_source,
 )
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
