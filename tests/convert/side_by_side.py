@@ -92,7 +92,7 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
             optimizer=make_part("optimizer", "adamw", weight_decay=0.1),
             clip_grad=1.0,
             # The indexers of transformers have no loss.
-            indexer_loss=0.0 if model.attention.indexer.top_k else 1.0,
+            indexer_loss=0.0 if model.attention.selector else 1.0,
         ),
         data=DataConfig(kind="synthetic"),
         checkpoint=CheckpointConfig(init_from=str(start), every=0, at_end=False),

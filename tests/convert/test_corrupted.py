@@ -132,7 +132,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json means 1000000 experts, too many for 78 tensors",
     ),
     "config lacks a key": (lambda f: _edit_config(f, hidden_size=None), "config.json lacks hidden_size"),
-    "config that cannot be": (lambda f: _edit_config(f, num_key_value_heads=4), "num_query_groups=4 must divide"),
+    "config that cannot be": (lambda f: _edit_config(f, num_key_value_heads=4), "num_kv_heads=4 must divide"),
     "config of a wrong kind": (
         lambda f: _edit_config(f, hidden_size="24"),
         "hidden_size='24', which should be a whole",

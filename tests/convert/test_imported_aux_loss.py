@@ -13,7 +13,7 @@ L, T, E, K = 3, 40, 6, 2
 def test_it_adds_the_gradient_of_transformers():
     """Layers with equal logits have equal loads, where both losses have the same gradient; only a constant differs."""
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    layers = {"num_layers": L + 1, "layer_pattern": "DM3", "num_experts": E, "top_k": K, "ffn_hidden_size": 64}
+    layers = {"num_layers": L + 1, "layer_pattern": "DM3", "ffn.moe.num_experts": E, "ffn.moe.top_k": K}
     model = config_from_dict({"model": layers}).model
     coefficient = 0.02
     ours = imported_aux_loss({"router_aux_loss_coef": coefficient}, model)

@@ -31,7 +31,7 @@ def test_keys_of_the_released_folders_are_read(tmp_path):
     change = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": older, "sliding_window": 384}
     folder = _folder(tmp_path, change | {"max_position_embeddings": 384, "original_max_position_embeddings": 96})
     model = read_model_config(folder)
-    assert (model.norm, model.ffn.moe.router.softmax, model.head_bias) == ("layernorm", "sparsemixer", True)
+    assert (model.norm.kind, model.ffn.moe.router.softmax.kind, model.head_bias) == ("layernorm", "sparsemixer", True)
     assert (model.attention_pattern, model.sliding_window) == ("F", 0)
     assert (model.rope.theta, model.rope.scaling.original_seq_len, model.rope.scaling.factor) == (10000.0, 96, 4.0)
     assert (model.rope.scaling.short_factors, model.rope.scaling.long_factors) == ((1.0, 1.5), (2.0, 5.0))

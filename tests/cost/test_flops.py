@@ -270,7 +270,6 @@ LATENT = edit_model(
     SMALL,
     {
         "attention": "mla",
-        "attention.qk_norm": "none",
         "attention.q_lora_rank": 6,
         "attention.kv_lora_rank": 5,
         "attention.qk_nope_head_dim": 3,
@@ -300,7 +299,7 @@ def test_sparse_attention_by_hand() -> None:
     scores = 2 * 64 * 2 * (8 + 1)
     assert flops.attention_core == 32 * (2 * 6 * 32 * (128 + 128) + scores)
     assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)
-    rank, rope = latent.kv_lora_rank, latent.qk_rope_head_dim
+    rank, rope = latent.attention.kv_lora_rank, latent.attention.qk_rope_head_dim
     assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
     # A layer that shares a selection has neither the scores nor the weights of an indexer.
     shared = replace(latent, index_pattern="FS2")

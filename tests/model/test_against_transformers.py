@@ -38,7 +38,7 @@ SHARED = {
     "max_position_embeddings": 64,
     "use_cache": False,
     "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope.theta": 5000.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "rope_parameters": {
                 "rope_type": "llama3",
-                "rope.theta": 5000.0,
+                "rope_theta": 5000.0,
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,

@@ -26,15 +26,15 @@ def _rope(rng: random.Random, stretches: bool) -> tuple[Sizes, Sizes]:
     """The same rotation in our words and in theirs."""
     theta = rng.uniform(50.0, 5000.0)
     if not stretches:
-        return {"rope.theta": theta}, {"rope_type": "default", "rope.theta": theta}
-    theirs = {"rope_type": "yarn", "rope.theta": theta, "factor": rng.uniform(2.0, 40.0), "beta_fast": 3.0}
+        return {"rope.theta": theta}, {"rope_type": "default", "rope_theta": theta}
+    theirs = {"rope_type": "yarn", "rope_theta": theta, "factor": rng.uniform(2.0, 40.0), "beta_fast": 3.0}
     theirs |= {"beta_slow": 0.7, "original_max_position_embeddings": 16}
     ours = {"rope.theta": theta, "rope.scaling": "yarn", "rope.scaling.factor": theirs["factor"]}
     ours |= {"rope.scaling.beta_fast": 3.0, "rope.scaling.beta_slow": 0.7, "rope.scaling.original_seq_len": 16}
     if rng.random() < 0.7:
         mscales = {"mscale": rng.uniform(0.3, 1.0), "mscale_all_dim": rng.uniform(0.3, 1.5)}
         theirs |= mscales
-        ours |= {f"rope_{key}": value for key, value in mscales.items()}
+        ours |= {f"rope.scaling.{key}": value for key, value in mscales.items()}
     return ours, theirs
 
 
@@ -44,9 +44,9 @@ def _latent(rng: random.Random) -> tuple[Sizes, Sizes]:
     heads, num_layers = rng.choice([1, 3, 5]), rng.choice([2, 3])
     dense = rng.randint(0, num_layers - 1)
     shared = rng.choice([1, 2])
-    widths = {"attention.kv_lora_rank": rng.choice([5, 11]), "attention.q_lora_rank": rng.choice([0, 7])}
-    widths |= {"attention.qk_nope_head_dim": rng.choice([3, 7]), "attention.qk_rope_head_dim": rng.choice([2, 6])}
-    widths |= {"attention.v_head_dim": rng.choice([4, 5, 16])}
+    widths = {"kv_lora_rank": rng.choice([5, 11]), "q_lora_rank": rng.choice([0, 7])}
+    widths |= {"qk_nope_head_dim": rng.choice([3, 7]), "qk_rope_head_dim": rng.choice([2, 6])}
+    widths |= {"v_head_dim": rng.choice([4, 5, 16])}
     ours = {"num_layers": num_layers, "hidden_size": heads * 9, "attention.num_heads": heads, "attention": "mla"}
     ours |= {"layer_pattern": f"D{dense}M{num_layers - dense}" if dense else "M", "rope.interleaved": True}
     ours |= {
@@ -57,7 +57,8 @@ def _latent(rng: random.Random) -> tuple[Sizes, Sizes]:
     theirs = {"num_hidden_layers": num_layers, "hidden_size": heads * 9, "num_attention_heads": heads}
     theirs |= {"num_key_value_heads": heads, "first_k_dense_replace": dense, "rope_parameters": stretched[1]}
     theirs |= {"moe_intermediate_size": 13, "n_shared_experts": shared, "intermediate_size": 19}
-    return ours | widths | stretched[0], theirs | widths | {"attention.q_lora_rank": widths["q_lora_rank"] or None}
+    theirs |= widths | {"q_lora_rank": widths["q_lora_rank"] or None}
+    return ours | {f"attention.{name}": width for name, width in widths.items()} | stretched[0], theirs
 
 
 def _deepseek_v2(rng: random.Random) -> tuple[Sizes, Sizes]:

@@ -32,7 +32,7 @@ def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
     rng = random.Random(seed)
     theirs: dict[str, Any] = {
         "rope_type": "yarn",
-        "rope.theta": rng.uniform(20.0, 200000.0),
+        "rope_theta": rng.uniform(20.0, 200000.0),
         "factor": rng.uniform(1.5, 64.0),
         "beta_fast": rng.uniform(8.0, 64.0),
         "beta_slow": rng.uniform(0.3, 6.0),
@@ -47,7 +47,7 @@ def _random_yarn(seed: int) -> tuple[ModelConfig, dict[str, Any]]:
         theirs |= {"mscale": rng.uniform(0.2, 2.0), "mscale_all_dim": rng.uniform(0.2, 2.0)}
     names = {
         "original_max_position_embeddings": "rope.scaling.original_seq_len",
-        "rope.theta": "rope.theta",
+        "rope_theta": "rope.theta",
         "partial_rotary_factor": "attention.rope_fraction",
     }
     ours = {names.get(key, f"rope.scaling.{key}"): value for key, value in theirs.items() if key != "rope_type"}
@@ -79,7 +79,7 @@ def test_llama3_without_a_blend_equals_transformers():
     """Llama 4 Scout gives both factors as 1: each frequency is scaled in full or not at all."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    theirs = {"rope_type": "llama3", "rope.theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 64}
+    theirs = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 64}
     theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
     config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=9000, rope_parameters=theirs)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -138,7 +138,7 @@ def test_scores_equal_the_oracle(is_interleaved, fraction):
 
 
 def test_the_two_kinds_of_pairs_differ():
-    ropes = [_model(**{"attention.head_dim": 8, "rope.interleaved": flag}).rope for flag in (False, True)]
+    ropes = [_model(**{"attention.head_dim": 8, "rope.interleaved": flag}).rope_settings for flag in (False, True)]
     query = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(2))
     scores = [
         torch.einsum("sbhd,tbhd->st", *[build_rope(rope, torch.arange(5), torch.float32)(query)] * 2) for rope in ropes
@@ -152,7 +152,7 @@ def test_longrope_equals_transformers(seq_len, attention_factor_given):
     """Within the original context of 64 tokens, and beyond it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    theirs: dict[str, Any] = {"rope_type": "longrope", "rope.theta": 500.0, "original_max_position_embeddings": 64}
+    theirs: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64}
     theirs |= {"short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0], "factor": 4.0}
     theirs |= {} if attention_factor_given is None else {"attention_factor": attention_factor_given}
     config = transformers.LlamaConfig(head_dim=8, max_position_embeddings=256, rope_parameters=theirs)
@@ -164,7 +164,7 @@ def test_longrope_equals_transformers(seq_len, attention_factor_given):
     assert parse_model_config(FAMILIES["llama"].write(cfg), Path("folder")) == cfg
 
 
-_YARN = {"rope_type": "yarn", "rope.theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     theirs = _YARN | keys
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     sizes |= {"intermediate_size": 48, "max_position_embeddings": 384, "num_key_value_heads": 4, "hidden_act": "swish"}
-    sizes |= {} if family == "deepseek_v3" else {"attention.head_dim": 8}
+    sizes |= {} if family == "deepseek_v3" else {"head_dim": 8}
     if family == "deepseek_v3":
         sizes |= {"n_routed_experts": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
         sizes |= {"qk_rope_head_dim": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 1}
@@ -222,6 +222,6 @@ def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
 
 def test_scores_that_other_scalings_would_scale_are_refused():
     keys = FAMILIES["deepseek_v3"].write(parse_model_config(transformers.DeepseekV3Config().to_dict(), Path("folder")))
-    keys["rope_parameters"] = {"rope_type": "linear", "rope.theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
+    keys["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
     with pytest.raises(ConfigError, match="mscale_all_dim=1.0 of rope_type='linear', with which moefold does not"):
         parse_model_config(keys, Path("folder"))

@@ -34,14 +34,15 @@ SIZES: dict[str, dict[str, object]] = {
 """Sizes of the kinds of layers."""
 FACTOR = {"rope.scaling.factor": 4.0}
 CONTEXT = FACTOR | {"rope.scaling.original_seq_len": 8}
+INDEXER = {"attention.indexer.top_k": 3, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 6}
 NEEDS: dict[tuple[str, str], Settings] = {
     ("choice", "quantile"): {"model": {"ffn.moe.router.expert_bias": True}},
     ("drop", "position"): {"moe": {"capacity_factor": 0.75}},
     ("drop", "probs"): {"moe": {"capacity_factor": 0.75}},
     ("drop_scope", "sub_sequence"): {"moe": {"capacity_factor": 0.75}},
     ("drop_scope", "full_sequence"): {"moe": {"capacity_factor": 0.75}},
-    ("indexer", "lightning"): {"model": {"attention.indexer.top_k": 3}},
-    ("indexer", "shared"): {"model": {"attention.indexer.top_k": 3, "index_pattern": "FS"}},
+    ("indexer", "lightning"): {"model": INDEXER},
+    ("indexer", "shared"): {"model": INDEXER | {"index_pattern": "FS"}},
     ("rope_scaling", "linear"): {"model": FACTOR},
     ("rope_scaling", "llama3"): {"model": CONTEXT},
     ("rope_scaling", "longrope"): {

@@ -133,7 +133,7 @@ def test_the_models_that_are_listed_are_those_that_can_be_planned():
     for name in listed:
         cfg = read_model(name)[0]
         assert cfg.model == load_model_spec(name).config
-        train = replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.attention.indexer.top_k))
+        train = replace(cfg.train, seq_len=max(cfg.train.seq_len, cfg.model.selected_keys))
         check_config(replace(cfg, run=replace(cfg.run, device="cuda"), train=train, parallel=ParallelConfig()))
     for name in others:
         with pytest.raises(ConfigError, match="layers that moefold cannot train"):

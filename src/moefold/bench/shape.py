@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moefold.config.chosen import with_key
+from moefold.config.edit import edit
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.presets import load_preset
@@ -77,11 +78,6 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     if shape.part != "model":
         layers = STACK_LAYERS if shape.part == "stack" else 1
         model |= {"num_layers": layers, "layer_pattern": "M", "mtp_layers": 0, "vocab_size": VOCAB_SIZE}
-    if experts:
-        least = model["top_k"] * max(1, model.get("num_groups", 1) // max(1, model.get("top_groups", 1)))
-        if experts < least or experts % model.get("num_groups", 1):
-            raise ConfigError(f"--experts {experts} must be at least {least}, and a multiple of the router's groups")
-        model["num_experts"] = experts
     tree: dict[str, Any] = {
         "run": {"dtype": dtype, "device": device, "seed": 0},
         "model": model,
@@ -92,7 +88,14 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
         },
         "data": {"kind": "synthetic"},
     }
-    return config_from_dict(tree)
+    cfg = config_from_dict(tree)
+    if not experts:
+        return cfg
+    router, top_k = cfg.model.ffn.moe.router, cfg.model.ffn.moe.top_k
+    least = top_k * max(1, router.num_groups // router.top_groups)
+    if experts < least or experts % router.num_groups:
+        raise ConfigError(f"--experts {experts} must be at least {least}, and a multiple of the router's groups")
+    return edit(cfg, {"model.ffn.moe.num_experts": experts})
 
 
 def step_flops(model: ModelConfig, train: TrainConfig, part: BenchPart) -> int:

@@ -45,7 +45,9 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
             value = getattr(getattr(given, section), names[0])
             before = getattr(getattr(cfg, section), names[0])
             if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
-                kept = set(settings_of(type(before))) & set(settings_of(type(value)))
+                ours: Any = type(before)
+                theirs: Any = type(value)
+                kept = set(settings_of(ours)) & set(settings_of(theirs))
                 value = replace(value, **{setting: getattr(before, setting) for setting in kept})
         cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg

@@ -251,7 +251,7 @@ def shortest(value: Any, base: Any = None) -> Any:
     """
     owner: Any = type(value)
     if isinstance(value, Part) and not is_built_in(owner):
-        return value.as_table()
+        return _named_by_file(value.as_table())
     if not isinstance(value, Part | Table):
         return NONE if value is None else value
     table = {}
@@ -266,11 +266,16 @@ def shortest(value: Any, base: Any = None) -> Any:
 
 def toml_table(table: Mapping[str, Any]) -> str:
     """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
+    entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in _named_by_file(table).items())
+    return f"{{ {entries} }}" if entries else "{}"
+
+
+def _named_by_file(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a part, whose kind is the path and class of the file, where it is recorded."""
     keys = {key: value for key, value in table.items() if key != SOURCE}
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
-    entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in keys.items())
-    return f"{{ {entries} }}" if entries else "{}"
+    return keys
 
 
 def shown_value(value: Any) -> str:

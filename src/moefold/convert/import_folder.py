@@ -46,7 +46,7 @@ from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote
 from moefold.validate.moe import validate_router_gradient
-from moefold.validate.unused import model_key_has_effect
+from moefold.validate.unused import without_idle_keys
 
 OnBytes = Callable[[int], None]
 """Callback that receives the bytes processed since its last call."""
@@ -248,12 +248,11 @@ def recipe_text(
     aux_loss: float | None = None,
 ) -> str:
     """Return a recipe that trains from a checkpoint, with only the settings that follow from its weights."""
-    default = keys_of(ModelConfig())
-    ours = keys_of(model)
+    read, default = without_idle_keys(model), ModelConfig()
     sizes = [
-        f"{key} = {toml_value(value)}"
-        for key, value in ours.items()
-        if value != default[key] and model_key_has_effect(f"model.{key}", model)
+        f"{key} = {toml_value(getattr(read, key))}"
+        for key in keys_of(read)
+        if getattr(read, key) != getattr(default, key)
     ]
     lines = [
         "# Trains on from these weights; all other settings are free:",

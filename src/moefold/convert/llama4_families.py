@@ -58,7 +58,7 @@ class ChunkedLayers:
             found |= {"attention.qk_norm.in_nope": False} if "N" in rope_letters else {}
         if _switch(hf_config, "attn_temperature_tuning") and "N" in rope_letters:
             scale = Renamed("attn_scale", "attention.temperature.scale", 0.1).read(hf_config)
-            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192).read(hf_config)
+            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192, least=1).read(hf_config)
             found |= scale | tokens if "attention.temperature.scale" in scale else {}
         return found
 

@@ -24,8 +24,10 @@ from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.outside import MissingPartError
+from moefold.config.part import describe_part
 from moefold.config.part_table import shown_value
 from moefold.config.suggestions import download_advice
+from moefold.convert.config_fields import setting_of
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
     families_for,
@@ -103,26 +105,33 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     if model.ffn.moe.num_experts % slices or model.ffn.moe.top_k % slices:
         return (
             f"its width {width} is {slices} experts of model.ffn.moe.intermediate_size={inner}, so "
-            "model.ffn.moe.num_experts="
-            f"{model.ffn.moe.num_experts} and model.ffn.moe.top_k={model.ffn.moe.top_k} must be multiples of {slices}"
+            f"model.ffn.moe.num_experts={model.ffn.moe.num_experts} and "
+            f"model.ffn.moe.top_k={model.ffn.moe.top_k} must be multiples of {slices}"
         )
     if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
+        weighs = setting_of(model, "ffn.moe.router.softmax") or model.ffn.moe.router
         return (
-            "model.ffn.moe.router.softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that "
-            "they "
-            " do not add up to the dense layer; choose 'pre' or 'post'"
+            f"{describe_part(weighs)} weighs the experts of a token without a fixed sum, so that they do not add up to "
+            "the dense layer; choose 'pre' or 'post'"
         )
     if model.ffn.moe.latent_size:
         return (
             f"its feed-forward width has no counterpart of model.ffn.moe.latent_size={model.ffn.moe.latent_size}, "
-            "the width of "
-            "latent experts; leave latent_size out"
+            "the width of latent experts; leave latent_size out"
         )
-    # Experts keep the activation.
-    experts = replace(dense.ffn.moe, activation=model.ffn.moe.activation)
+    # What a dense model leaves open. Experts keep its activation.
+    kept = dense.ffn.moe
+    experts = replace(
+        model.ffn.moe,
+        num_experts=kept.num_experts,
+        top_k=kept.top_k,
+        intermediate_size=kept.intermediate_size,
+        bias=kept.bias,
+        router=kept.router,
+        shared=kept.shared,
+    )
     networks = model.ffn if has_dense_layers(model) else replace(model.ffn, dense=dense.ffn.dense)
     comparable = replace(model, layer_pattern=dense.layer_pattern, ffn=replace(networks, moe=experts))
-    comparable = without_upcycling(comparable)
     different = model_differences(model_sizes(dense), comparable, model)
     return f"it is of another shape: {different}" if different else ""
 

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import chosen_parts, read_key
+from moefold.config.chosen import chosen_parts, read_key, with_key
 from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
@@ -218,10 +218,17 @@ def is_within(name: str, key: str) -> bool:
     return name == key or name.startswith(f"{key}.")
 
 
-def model_key_has_effect(key: str, model: ModelConfig) -> bool:
-    """Return whether a recipe of a model may set a key of [model], with the defaults of the other sections."""
+def without_idle_keys(model: ModelConfig) -> ModelConfig:
+    """Return a model with the defaults of the settings that no layer reads, as a recipe may not set them.
+
+    Args:
+        model: the model; the other sections of its recipe have their defaults.
+    """
     cfg = Config(model=model)
-    return not _has_layers(model) or key not in idle_keys(cfg) or not _is_set(cfg, key)
+    for name in idle_keys(cfg) if _has_layers(model) else ():
+        if name.startswith("model.") and _is_set(cfg, name):
+            cfg = with_key(cfg, name, _default_at(cfg, name))
+    return cfg.model
 
 
 def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
@@ -253,15 +260,19 @@ def _has_layers(model: ModelConfig) -> bool:
 
 
 def _is_set(cfg: Config, name: str) -> bool:
-    """Return whether a key differs from its default."""
+    """Return whether a key differs from its default; one of an absent table does not."""
     owner, _, setting = name.rpartition(".")
-    value = read_key(cfg, name)
-    if not owner.count("."):
-        return bool(value != default_of(owner, setting))
     table = read_key(cfg, owner)
-    default_owner: Any = type(table)
-    has_key = is_dataclass(table) and setting in settings_of(default_owner)
-    return has_key and bool(value != default_of_field(default_owner, setting))
+    part: Any = type(table)
+    has_key = not owner.count(".") or (is_dataclass(table) and setting in settings_of(part))
+    return has_key and bool(read_key(cfg, name) != _default_at(cfg, name))
+
+
+def _default_at(cfg: Config, name: str) -> Any:
+    """Return the default of a key, or of a setting in the kind that a recipe has."""
+    owner, _, setting = name.rpartition(".")
+    part: Any = type(read_key(cfg, owner))
+    return default_of_field(part, setting) if owner.count(".") else default_of(owner, setting)
 
 
 def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:

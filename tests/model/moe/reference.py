@@ -34,7 +34,7 @@ def make_weights(model: ModelConfig, seed: int = 0, bias: dict[int, float] | Non
         "experts.w_up": (experts, hidden, ffn),
         "experts.w_down": (experts, ffn, hidden),
     }
-    if model.ffn.moe.shared.gate:
+    if model.ffn.moe.shared and model.ffn.moe.shared.gate:
         shapes["shared_gate"] = (1, hidden)
     weights = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
     for expert, value in (bias or {}).items():
@@ -55,7 +55,7 @@ def moe_reference(
     scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., : model.ffn.moe.top_k]
     probs = scores.gather(-1, ids)
-    if model.ffn.moe.router.softmax == "post":
+    if model.ffn.moe.router.softmax.kind == "post":
         probs = probs / probs.sum(-1, keepdim=True)
     dropped = frozenset(_drops(ids, probs, model, moe, chunks or [range(len(x))]))
     kept = torch.ones_like(probs)

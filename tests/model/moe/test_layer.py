@@ -176,7 +176,7 @@ def test_recompute_changes_neither_values_nor_gradients_nor_counts(kind, reentra
         return [y.detach() for y in outputs], gradients, [total.clone() for total in vars(layer.stats).values()]
 
     plain, recomputed = (
-        moe_layer(replace(MODEL, **model), moe, loss_scale=0.5, micro_batches_per_rank=2, noise_seed=3).double()
+        moe_layer(edit_model(MODEL, model), moe, loss_scale=0.5, micro_batches_per_rank=2, noise_seed=3).double()
         for _ in range(2)
     )
     for layer in (plain, recomputed):

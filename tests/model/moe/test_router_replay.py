@@ -72,11 +72,11 @@ def test_replayed_experts_get_the_weights_of_the_live_scores(model):
     ids_SBK = _other_choices()[[3, 0]].transpose(0, 1).long()
     logits = (x @ layer.router.weight.T).gather(-1, ids_SBK)
     match model:
-        case {"router_softmax": "pre"}:
+        case {"ffn.moe.router.softmax": "pre"}:
             weights = (x @ layer.router.weight.T).softmax(-1).gather(-1, ids_SBK)
-        case {"router_score": "sigmoid"}:
+        case {"ffn.moe.router": "sigmoid"}:
             weights = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
-        case {"router_score": "sqrtsoftplus"}:
+        case {"ffn.moe.router": "sqrtsoftplus"}:
             roots = (1 + logits.exp()).log().sqrt()
             weights = roots / roots.sum(-1, keepdim=True)
         case _:

@@ -122,11 +122,7 @@ class RoutedPart(FeedForwardPart):
     """Experts, of which a router chooses some for each token."""
 
     is_routed: ClassVar[bool] = True
-    framed: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("top_k", "zero_experts", "active_experts", "shortcut"),
-        }
-    )
+    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts", "shortcut"})
     num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Experts of one MoE layer, E."""
     top_k: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 2
