@@ -125,7 +125,7 @@ class TrainConfig(Section):
 
     def trains_indexers_only(self, model: ModelConfig) -> bool:
         """Return whether only the indexers of sparse attention learn: their warm-up stage."""
-        return model.attention.indexer is not None and self.indexer_stage == "warmup"
+        return model.attention.selector is not None and self.indexer_stage == "warmup"
 
     def num_padding_micro_batches(self, dp: int) -> int:
         """Return the micro-batches of padding alone in a step, on the last ranks; 0 if dp divides the batch."""
