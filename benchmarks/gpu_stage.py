@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from moefold.bench.shape import bench_config, bench_shapes
+from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 
 TINY_LAYER = {
@@ -150,5 +151,5 @@ def layer_config(stage: Stage, preset: str, tokens: int, **train: object) -> Con
     """Return the recipe of one MoE layer in bfloat16."""
     tokens = stage.size(tokens, TINY_TOKENS)
     cfg = bench_config(bench_shapes()[f"{preset}-layer"], dtype="bfloat16", tokens=tokens, device=stage.device.type)
-    model = replace(cfg.model, **TINY_LAYER) if stage.is_tiny else cfg.model
+    model = edit_model(cfg.model, TINY_LAYER) if stage.is_tiny else cfg.model
     return replace(cfg, model=model, train=replace(cfg.train, **train))

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.rope_scaling import RopeScalingPart
 from moefold.config.model import ModelConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
@@ -162,7 +160,7 @@ class TorchBaseline:
         model, seq_len = self._cfg.model, self._cfg.train.seq_len
         position = torch.arange(x_BSAD.shape[1], dtype=torch.float64)
         angle_SD = torch.outer(position, rope_frequencies(model.rope_settings, seq_len)).repeat(1, 2)
-        factor = chosen_in(model, RopeScalingPart).rotated_factor(seq_len)
+        factor = model.rope.scaling.rotated_factor(seq_len)
         cos, sin = ((factor * f).to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
         first, second = x_BSAD.chunk(2, dim=-1)
         return x_BSAD * cos + torch.cat((-second, first), dim=-1) * sin

@@ -41,7 +41,7 @@ def _config(model: ModelConfig) -> Any:
             num_expert_groups=model.ffn.moe.router.num_groups if has_groups else None,
             num_limited_groups=model.ffn.moe.router.top_groups if has_groups else None,
             top_k=model.ffn.moe.top_k,
-            score_func=model.ffn.moe.router,
+            score_func=model.ffn.moe.router.kind,
             # The softmax over the chosen logits equals the full softmax normalised over the chosen experts.
             route_norm=_softmax(model) == "post" if is_softmax else model.ffn.moe.router.normalize,
             route_scale=model.ffn.moe.router.scaling_factor,

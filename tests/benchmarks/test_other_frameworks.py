@@ -57,7 +57,7 @@ def config(words, dtype="float64"):
 def our_layer(cfg, dtype):
     """A layer whose every number matters, the bias of the choice included; its router is float32 or wider."""
     model, generator = cfg.model, torch.Generator().manual_seed(5)
-    inner = model.ffn.moe.shared.intermediate_size
+    inner = model.ffn.moe.shared_width
     shared = SwiGLU(model.hidden_size, inner) if inner else None
     layer = moe_layer(model, cfg.moe, loss_scale=1.0, shared=shared).to(dtype)
     layer.router.to(torch.promote_types(dtype, torch.float32))

@@ -1,7 +1,5 @@
 """The plain contestant computes what ours does: it would be no comparison otherwise."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -67,4 +65,4 @@ def test_what_it_cannot_compute_is_said():
         with_attention=True,
     )
     for rope in ({"rope.interleaved": True}, {"attention.rope_fraction": 0.5}, {"rope_pattern": "RN"}):
-        assert "RoPE" in baseline_unsupported_reason(replace(plain, **rope), with_attention=True)
+        assert "RoPE" in baseline_unsupported_reason(edit_model(plain, rope), with_attention=True)

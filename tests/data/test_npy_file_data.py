@@ -66,7 +66,7 @@ STRANGE: dict[str, Callable[[Path], bytes]] = {
 
 
 def trace_step(file: Path) -> object:
-    shape = {"layers": [0], "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "global_batch_size": 1, "seq_len": 16}
+    shape = {"layers": [0], "num_experts": 4, "top_k": 2, "global_batch_size": 1, "seq_len": 16}
     (file.parent / MANIFEST).write_text(json.dumps({"format": FORMAT, **shape}))
     file.rename(file.with_name("step-000001.npy"))
     return RoutingTrace(file.parent, "moe.replay").step(1)

@@ -78,7 +78,7 @@ def test_a_resumed_run_repeats_the_steps_past_its_checkpoint(tmp_path):
     assert traced_steps(tmp_path / TRACE_FOLDER) == []
 
 
-@pytest.mark.parametrize("change", [{"global_batch_size": 8}, {"seq_len": 12}, {"ffn.moe.num_experts": 300}])
+@pytest.mark.parametrize("change", [{"global_batch_size": 8}, {"seq_len": 12}, {"num_experts": 300}])
 def test_steps_of_another_shape_go(tmp_path, change):
     _write(tmp_path, [1, 2, 3])
     shape = replace(SHAPE, **change)
@@ -106,9 +106,9 @@ def test_a_run_without_a_trace_has_nothing_to_truncate(tmp_path):
     ("change", "message"),
     [
         ({"layers": (1,)}, r"traced with the MoE layers=\[1, 3\], and this run has \[1\]"),
-        ({"ffn.moe.num_experts": 16}, "traced with model.ffn.moe.num_experts=8, and this run has 16"),
-        ({"ffn.moe.zero_experts": 2}, "traced with model.ffn.moe.zero_experts=0, and this run has 2"),
-        ({"ffn.moe.top_k": 1}, "traced with model.ffn.moe.top_k=2, and this run has 1"),
+        ({"num_experts": 16}, "traced with model.ffn.moe.num_experts=8, and this run has 16"),
+        ({"zero_experts": 2}, "traced with model.ffn.moe.zero_experts=0, and this run has 2"),
+        ({"top_k": 1}, "traced with model.ffn.moe.top_k=2, and this run has 1"),
         ({"global_batch_size": 8}, "traced with train.global_batch_size=4, and this run has 8"),
         ({"seq_len": 5}, "traced with train.seq_len=6, and this run has 5"),
     ],
@@ -214,9 +214,9 @@ def test_the_manifest_is_plain_json(tmp_path):
     assert record == {
         "format": "moefold-routing-1",
         "layers": [1, 3],
-        "ffn.moe.num_experts": 8,
-        "ffn.moe.zero_experts": 0,
-        "ffn.moe.top_k": 2,
+        "num_experts": 8,
+        "zero_experts": 0,
+        "top_k": 2,
         "global_batch_size": 4,
         "seq_len": 6,
     }

@@ -58,7 +58,7 @@ def random_world(random: Random) -> World:
             "ffn.moe.router.normalize": False,
             "layer_pattern": one_of(["M", "DM", "MMD"]),
             "mtp_layers": one_of([0, 0, 1]),
-            "ffn.moe.shared.intermediate_size": one_of([0, 16, 64]),
+            "ffn.moe.shared": one_of(["none", {"intermediate_size": 16}, {"intermediate_size": 64}]),
             "tie_embeddings": one_of([False, True]),
         }
     )

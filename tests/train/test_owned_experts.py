@@ -9,6 +9,7 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
+from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -39,7 +40,7 @@ def owned(run_dir: Path, steps: int, sites: dict[str, Any], mapping: dict[str, A
     return replace(
         cfg,
         train=replace(cfg.train, optimizer=optimizer, **train),
-        model=replace(cfg.model, **options.get("model", {})),
+        model=edit_model(cfg.model, options.get("model", {})),
     )
 
 

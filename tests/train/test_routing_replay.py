@@ -215,7 +215,7 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
 )
 def test_the_decision(tmp_path, is_exact, rl, model, expected, message):
     cfg = recipe(tmp_path, **rl)
-    cfg = replace(cfg, model=replace(cfg.model, **model))
+    cfg = replace(cfg, model=edit_model(cfg.model, model))
     decision, text = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)
     assert decision == expected
     assert message in text

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
@@ -204,5 +205,5 @@ def test_a_model_that_differs_a_little_is_noticed(pool):
     ranks = pool.run(2, run_distributed, cfg, 1)
     assert compare_records(oracle_of(cfg, 1), ranks)[0].error < TOLERANCE
     for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"ffn.moe.activation.limit": 0.31}):
-        other = replace(cfg, model=replace(cfg.model, **change))
+        other = replace(cfg, model=edit_model(cfg.model, change))
         assert compare_records(oracle_of(other, 1), ranks)[0].error > 1e-4, change

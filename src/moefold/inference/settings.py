@@ -22,6 +22,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, describe_key, nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.config.tree import Tree
+from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError, raise_all, reworded_errors
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
@@ -205,8 +206,9 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
             if section == "parallel" and key in UNUSED_AXIS_KEYS:
                 raise ConfigError(f"{name} has no effect here: {UNUSED_AXIS_KEYS[key]}; leave it out")
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
+                shown = next(iter(flat_settings({name: keys[key]})), name)
                 raise ConfigError(
-                    f"{name} cannot be set here: the model determines it, or it is not used; "
+                    f"{shown} cannot be set here: the model determines it, or it is not used; "
                     f"the keys are {', '.join(sorted(legal))}"
                 )
 

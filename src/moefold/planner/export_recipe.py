@@ -150,7 +150,7 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
     part = getattr(cfg, section)
     base: Any = sections()[section]()
     if section == "model" and cfg.model.preset:
-        base = config_from_dict({"model": {"preset": cfg.model.preset}}).model
+        base = replace(config_from_dict({"model": {"preset": cfg.model.preset}}).model, preset="")
     lines = []
     for key in part.__dataclass_fields__:
         value = getattr(part, key)

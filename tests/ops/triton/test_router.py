@@ -1,10 +1,9 @@
 """The fused router against the plain one in float64: choices, weights, sums and gradients."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.losses import count_tokens_per_expert
 from moefold.model.moe.router import fused_router_unsupported_reason
@@ -50,7 +49,7 @@ MODELS = [
 
 
 def _model(sizes):
-    return replace(tiny().model, **sizes)
+    return edit_model(tiny().model, sizes)
 
 
 @pytest.mark.parametrize("sizes", MODELS, ids=str)

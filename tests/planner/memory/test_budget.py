@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from moefold.config.edit import edit_model
 from moefold.config.find import find_part
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -218,7 +219,7 @@ def test_quantized_weights_are_counted_where_micro_batches_share_them(parallel, 
         replace(
             cfg,
             run=replace(cfg.run, dtype="bfloat16", device="cuda"),
-            model=replace(cfg.model, **model),
+            model=edit_model(cfg.model, model),
             parallel=ParallelConfig(**parallel),
             train=TrainConfig(seq_len=64, global_batch_size=samples, precision=precision),
         )
@@ -257,7 +258,7 @@ def test_an_update_brings_moments_back(case):
     cfg = replace(
         cfg,
         run=replace(cfg.run, dtype="bfloat16", device="cuda"),
-        model=replace(cfg.model, **model),
+        model=edit_model(cfg.model, model),
         parallel=ParallelConfig(pipeline_layout="auto" if "pp" in parallel else "", **parallel),
         train=batch,
     )
