@@ -182,8 +182,8 @@ def test_a_pattern_that_is_not_understood_is_refused_as_it_stands(flat):
 
 def test_words_of_layers():
     assert upgraded_word("model.num_layers=8", {}) == "model.layers=8"
-    assert upgraded_word("model.num_layers=2", {"model": {"preset": "gpt-oss-20b"}}) == "model.layers=window, full"
-    assert upgraded_word("model.layer_pattern=D3M", {"model": {"num_layers": 8}}) == "model.layers=2 x (3 dense, moe)"
+    assert upgraded_word("model.num_layers=2", {"model": {"preset": "gpt-oss-20b"}}) == "model.layers='window, full'"
+    assert upgraded_word("model.layer_pattern=D3M", {"model": {"num_layers": 8}}) == "model.layers='2 x (3 dense, moe)'"
     with pytest.raises(ConfigError, match="model.layer_pattern is model.layers now"):
         upgraded_word("model.layer_pattern=X", {})
 

@@ -9,7 +9,6 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
-from moefold.config.edit import edit_model
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -18,6 +17,7 @@ from moefold.optim.outer import OuterOptimizer
 from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.train.train_step import TrainingStep
 from moefold.verify.ranks.pool import WorkerError
+from tests.models import edit_model
 from tests.slow import slow
 from tests.train.oracle_sites import OracleSites
 from tests.train.site_jobs import Server, of_site, run_sites

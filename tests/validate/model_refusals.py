@@ -263,13 +263,13 @@ SIZES = {
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one on the same pipeline "
         "stage, and "
         "stage 0 of 4 ends with layer 0, a layer 'moe'; choose parallel.pp and virtual_stages that give each "
-        "stage whole pairs "
-        "MD, or parallel.pipeline_layout"
+        "stage whole "
+        "pairs, or parallel.pipeline_layout"
     ),
     "model.ffn.moe.shortcut=true model.layers=moe,dense model.ffn.moe.shared.intermediate_size=64 "
     "parallel.world_size=4 "
     "parallel.pp=4 parallel.pipeline_layout=auto ": (
-        "model.ffn.moe.shortcut=true keeps a layer M and the D after it on one pipeline stage, and "
+        "model.ffn.moe.shortcut=true keeps a layer 'moe' and the dense one after it on one pipeline stage, and "
         "parallel.pp*parallel."
         "virtual_stages=4 stages are more than these 1 groups of layers, the embedding and the loss; choose 3 or less"
     ),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from moefold.config.edit import edit_model
 from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from tests.models import edit_model
 from tests.verify.feature_cases import FP8_ROWS, MUON, MUON_MODEL, TIED, gpt_oss
 from tests.verify.oracle import STEPS, TOLERANCE, errors_of_broken_run, oracle_of
 from tests.verify.recipes import tiny

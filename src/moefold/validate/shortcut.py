@@ -48,7 +48,7 @@ def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline
         num_groups = len(stage_starts(model)) - 1
         if num_stages > num_groups + 2:
             yield (
-                f"{KEY} keeps a layer M and the D after it on one pipeline stage, and "
+                f"{KEY} keeps a layer 'moe' and the dense one after it on one pipeline stage, and "
                 f"parallel.pp*parallel.virtual_stages={num_stages} stages are more than these {num_groups} groups of "
                 f"layers, the embedding and the loss; choose {num_groups + 2} or less"
             )

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moefold.config.edit import edit_model
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.losses import count_tokens_per_expert
 from moefold.model.moe.router import fused_router_unsupported_reason
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.ops.triton.router import route_forward
 from tests.model.moe.layers import fused_routing, moe_router
+from tests.models import edit_model
 from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from moefold.config.edit import edit_model
 from moefold.config.find import find_part
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
@@ -28,7 +27,7 @@ from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.cost.test_state_memory import random_config, sharded_state_bytes
-from tests.models import model_of
+from tests.models import edit_model, model_of
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("forks_without_threads")
