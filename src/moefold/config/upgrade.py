@@ -71,8 +71,25 @@ MOVED = {
     "rl.clip_high": Moved("rl.objective", "clip_high"),
     "rl.correction_low": Moved("rl.correction", "low"),
     "rl.correction_high": Moved("rl.correction", "high"),
+    "sites.topology": Moved("sites.method", KIND, ("noloco",)),
+    "sites.experts": Moved("sites.method", KIND, ("spes",)),
+    "sites.density": Moved("sites.method", "density", ("sparseloco",)),
+    "sites.values": Moved("sites.method", "bits", ("sparseloco",)),
+    "sites.penalty": Moved("sites.method", "penalty", ("co2",)),
+    "sites.clip": Moved("sites.method", "clip", ("co2",)),
+    "sites.merge_experts": Moved("sites.method", "merge_experts", ("spes",)),
+    "sites.merge_every": Moved("sites.method", "merge_every", ("spes",)),
+    "sites.merge_until": Moved("sites.method", "merge_until", ("spes",)),
 }
 """Place of each flat key of format 1, as "section.key"."""
+SITE_METHODS = {
+    "topology": ("all", "noloco"),
+    "experts": ("average", "spes"),
+    "density": (1.0, "sparseloco"),
+    "penalty": (False, "co2"),
+    "clip": (0.0, "co2"),
+}
+"""Keys of [sites] that did what a method does now: their default, and the method that another value needs."""
 
 
 def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -98,6 +115,12 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree: sections, unchecked; sections of format 2 stay as they are.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
+    if isinstance(sites := found.get("sites"), dict):
+        method = sites.get("method", "")
+        kind = method.get(KIND) if isinstance(method, dict) else method
+        of_keys = [other for key, (off, other) in SITE_METHODS.items() if sites.get(key, off) != off]
+        if of_keys and kind not in of_keys:
+            sites["method"] = of_keys[0]
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.optim.outer import OuterOptimizer
-    from moefold.optim.owned_experts import OwnedExperts
     from moefold.optim.states import StateStore
     from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
     from moefold.parallel.router_replay_io import RouterReplayBuffer
@@ -57,12 +56,11 @@ class TrainingStep:
             from moefold.parallel.offload import open_state_store
 
             state_store = open_state_store(cfg.train, model.groups.device)
-        self._owned: OwnedExperts | None = None
+        self._owned: Any = None
         if cfg.sites.owns_experts:
-            from moefold.optim import owned_experts
-
             names = expert_names(cfg.model, cfg.lora)
-            self._owned = owned_experts.OwnedExperts(model.trained_parameters, names, cfg.sites)
+            count, number = cfg.sites.count, cfg.sites.number
+            self._owned = cfg.sites.part.own_parameters(model.trained_parameters, names, count, number)
         self.optimizer = build_optimizer(
             self.optimized, cfg.run, cfg.model, cfg.train, cfg.lora, model.groups.attn.stage, state_store
         )
@@ -113,7 +111,8 @@ class TrainingStep:
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the optimizer: without frozen weights, and of sites their own experts alone."""
-        return self.model.trained_parameters if self._owned is None else self._owned.parameters
+        owned: dict[str, nn.Parameter] = self.model.trained_parameters
+        return owned if self._owned is None else dict(self._owned.parameters)
 
     @property
     def shared_weights(self) -> Sequence[Tensor]:
