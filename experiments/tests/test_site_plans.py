@@ -2,6 +2,7 @@
 
 import pytest
 
+from moefold.cli.main import main
 from moefold.cost.hardware import SiteLink
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.site_traffic import site_traffic
@@ -12,7 +13,7 @@ from moefold_experiments.sparseloco.part import SparseLoCo
 from moefold_experiments.spes.part import SPES
 from tests.cost.test_site_traffic import MODELS, check_bytes
 from tests.cost.test_state_memory import check_every_byte, random_config
-from tests.planner.test_sites import main, planned
+from tests.planner.test_sites import RECIPE, planned
 from tests.slow import slow
 
 SPARSE = {"method": SparseLoCo(), "residual": 0.95}
@@ -85,11 +86,9 @@ def test_experts_are_sent_by_their_owners_and_merged_after_rounds(tmp_path):
 
 def test_the_table_of_a_plan_names_the_code_of_the_method(tmp_path, capsys):
     path = tmp_path / "sites.toml"
-    planned(tmp_path, bytes_per_s=1e5)
+    path.write_text(RECIPE + 'method = "sparseloco"\n')
     link = ("--site-link", "1e8", "--site-latency", "0.05")
-    assert (
-        main(["plan", str(path), "--gpu", "h100", "--top", "1", "--sites", "3", *link, "sites.method=sparseloco"]) == 0
-    )
+    assert main(["plan", str(path), "--gpu", "h100", "--top", "1", "--sites", "3", *link]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert 'kind = "sparseloco", density = 0.015625, bits = 2' in text
 
@@ -99,7 +98,7 @@ def test_bytes_of_sparseloco_equal_the_boxes_of_its_ranks(model):
     check_bytes(model, SPARSE)
 
 
-@pytest.mark.parametrize("seed", [1, 3, 9, *slow((seed,) for seed in range(11, 24, 2))])
+@pytest.mark.parametrize("seed", [1, 5, 9, *slow((seed,) for seed in range(13, 24, 4))])
 def test_every_byte_of_a_site_that_owns_experts(seed):
     """Moments and residual are of the site's own experts, and outer weights of all."""
-    check_every_byte(seed, random_config(seed, "spes"))
+    check_every_byte(seed, random_config(seed, SPES(merge_experts=0.0)))

@@ -9,7 +9,7 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
+from moefold.config.part import Part, make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("forks_without_threads")
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
 
 
-def random_config(seed: int, method: str = "mean") -> Config:
+def random_config(seed: int, method: str | Part = "mean") -> Config:
     """Any legal mapping of a small model with odd sizes."""
     pick, world = random.Random(seed), WORLDS[seed % len(WORLDS)]
     while True:

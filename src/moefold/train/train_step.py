@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from moefold.optim.states import StateStore
     from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
     from moefold.parallel.router_replay_io import RouterReplayBuffer
-    from moefold.train.forward_passes import ForwardPasses
     from moefold.train.nonfinite import NonFiniteReport
 
 
@@ -69,11 +68,8 @@ class TrainingStep:
             from moefold.train.outer_state import make_outer_optimizer
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
-        self._passes: ForwardPasses | None = None
-        if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
-            from moefold.train import forward_passes
-
-            self._passes = forward_passes.ForwardPasses(model, self.optimizer)
+        part = chosen_in(cfg.train, OptimizerPart)
+        self._passes: Any = None if part.needs_gradients else part.passes(model, self.optimizer)
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay: RouterReplayBuffer | None = None
@@ -259,7 +255,8 @@ class TrainingStep:
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
         """Accumulate the gradients of a batch, or run forward passes alone; return this rank's loss terms."""
         if self._passes is not None:
-            return self._passes.run(batch, step, self.begin_step)
+            terms: Tensor = self._passes.run(batch, step, self.begin_step)
+            return terms
         return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":
