@@ -92,7 +92,10 @@ REFUSED = [
     ),
     ((*TWO, "sites.method=co2", "sites.momentum=0"), "sites.method.clip=1.0 limits a momentum, and sites.momentum=0"),
     ((*TWO, "sites.method=sparseloco", "sites.precision=int8"), "sites.precision='int8' is not what sites.method"),
-    ((*TWO, "sites.method=sparseloco", "sites.method.density=0"), "sites.method.density=0.0 must lie between 1/4096"),
+    (
+        (*TWO, "sites.method=sparseloco", "sites.method.density=0"),
+        "density=0 must lie between 1/4096 and 1",
+    ),
     (
         (*TWO, "sites.method=sparseloco", "sites.momentum=0.9"),
         "sites.momentum=0.9 and sites.residual=0.95 with sites.method='sparseloco' would count a difference twice",

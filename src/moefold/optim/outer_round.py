@@ -51,7 +51,7 @@ class PendingRound:
 
 
 class Sent(NamedTuple):
-    """What a site sends in a round."""
+    """Vector that a site sends in a round."""
 
     vector: Tensor
     """On the host [elements of this rank]."""

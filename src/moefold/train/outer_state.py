@@ -14,7 +14,8 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
-from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_weights import EXPERT_OWNER, EXPERT_OWNERS
 from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import num_replicas
 from moefold.parallel.parallel_model import ParallelModel

@@ -17,8 +17,9 @@ from torch import Tensor
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import Exchanged
 from moefold.model.local_param import local_tensor
-from moefold.optim.outer import FragmentsDue, OuterOptimizer
+from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import OuterNorms, PendingRound, Sent
+from moefold.optim.outer_weights import FragmentsDue
 from moefold_experiments.co2.part import CO2
 
 LAST_UPDATE = "last_update.bits"

@@ -51,7 +51,7 @@ class SiteMethodPart(Part):
         return True
 
     def wire_format(self, itemsize: int) -> Any:
-        """Return the size of coded differences, a `cost.site_traffic.CodedSize`; None: that of `sites.precision`.
+        """Return the size of coded differences, a `cost.site_traffic.CodedSize`; None: the one of `sites.precision`.
 
         Args:
             itemsize: bytes of an element before it is coded.
