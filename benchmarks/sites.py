@@ -50,7 +50,6 @@ GATE = "mean, every=10, int8"
 SCALED = "mean, every=10, int8, lr 4.2e-3"
 MEAN = ("sites.count=2", "sites.every=10")
 INT8 = (*MEAN, "sites.precision=int8")
-RESIDUAL = (*MEAN, "sites.residual=0.95")
 ROWS: dict[str, tuple[str, ...]] = {
     DP: ("train.global_batch_size=32",),
     "DP, lr 4.2e-3": ("train.global_batch_size=32", "train.lr=4.2e-3"),
@@ -78,7 +77,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "sites.lr=0.7",
         "sites.momentum=0.5",
     ),
-    "top 512 of 4096, 2 bits": (*RESIDUAL, "sites.density=0.125", "sites.values=2"),
+    "top 512 of 4096, 2 bits": (*MEAN, "sites.method=sparseloco", "sites.method.density=0.125"),
     "top 64 of 4096, 2 bits": (*MEAN, "sites.method=sparseloco"),
     "DiLoCo, every=10, lr 0.7, momentum 0.5": (*MEAN, "sites.lr=0.7", "sites.momentum=0.5"),
     "CO2, every=10": (*MEAN, "sites.method=co2"),

@@ -1,4 +1,4 @@
-"""Methods of sites: the keys that they set, and a run that records one."""
+"""Methods of sites: keys that they set, runs that record them, keys of earlier versions, and refusals."""
 
 import json
 
@@ -6,22 +6,34 @@ import pytest
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import config_to_dict
+from moefold.config.upgrade import upgraded
 from moefold.errors import ConfigError
+from moefold.optim.outer_round import PendingRound
 from moefold.recipe import load_config
+from moefold.topology.fragments import fragments_due
 from moefold.validate.config import check_config
+from moefold_experiments.co2.part import CO2
+from moefold_experiments.noloco.part import NoLoCo
+from moefold_experiments.sparseloco.part import SparseLoCo
+from moefold_experiments.spes.module import OuterOfOwners
+from moefold_experiments.spes.part import SPES
+
+TWO = ("sites.count=2", "run.steps=100")
+OWN = (*TWO, "sites.method=spes")
+KINDS = ("noloco", "sparseloco", "co2", "spes")
 
 
 def test_a_method_fills_the_keys_that_are_left_out():
     sites = config_from_dict({"sites": {"count": 2, "method": "spes"}}).sites
-    assert (sites.experts, sites.every, sites.merge_experts, sites.lr, sites.momentum) == ("own", 50, 0.01, 1.0, 0.0)
+    assert (sites.method, sites.every, sites.lr, sites.momentum) == (SPES(), 50, 1.0, 0.0)
     sites = config_from_dict({"sites": {"count": 2, "method": "co2", "every": 48}}).sites
-    assert (sites.overlap, sites.lr, sites.momentum, sites.clip, sites.penalty) == (48, 1.0, 0.2, 1.0, True)
+    assert (sites.overlap, sites.lr, sites.momentum, sites.method) == (48, 1.0, 0.2, CO2(penalty=True, clip=1.0))
     assert config_from_dict({"sites": {"count": 2, "method": "co2"}}).sites.overlap == 30
     sites = config_from_dict({"sites": {"count": 2, "method": "sparseloco", "residual": 0.9}}).sites
-    assert (sites.density, sites.values, sites.residual, sites.momentum) == (1 / 64, 2, 0.9, 0.0)
+    assert (sites.method, sites.residual, sites.momentum) == (SparseLoCo(density=1 / 64, bits=2), 0.9, 0.0)
 
 
-@pytest.mark.parametrize("kind", ["noloco", "sparseloco", "co2", "spes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_a_run_records_is_read_again(kind):
     cfg = load_config(None, ["sites.count=2", f"sites.method={kind}", "run.steps=300"])
     check_config(cfg)
@@ -29,6 +41,115 @@ def test_what_a_run_records_is_read_again(kind):
     assert config_from_dict(json.loads(json.dumps(config_to_dict(cfg)))) == cfg
 
 
-def test_a_message_names_the_method():
-    with pytest.raises(ConfigError, match=r"^sites.topology='pairs' \(sites.method='noloco'\) exchanges between two"):
-        check_config(load_config(None, ["sites.method=noloco", "run.steps=300"]))
+OFF = {
+    "topology": "all",
+    "experts": "average",
+    "density": 1.0,
+    "values": 32,
+    "penalty": False,
+    "clip": 0.0,
+    "merge_experts": 0.0,
+    "merge_every": 500,
+    "merge_until": 10000,
+}
+"""The keys of an earlier run without these methods."""
+
+
+@pytest.mark.parametrize("method", ["mean", {"kind": "KIND", "from": {"distribution": "moefold-experiments"}}])
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"topology": "pairs"}, NoLoCo()),
+        ({"experts": "own", "merge_experts": 0.2, "merge_every": 40}, SPES(merge_experts=0.2, merge_every=40)),
+        ({"density": 0.25, "values": 8}, SparseLoCo(density=0.25, bits=8)),
+        ({"penalty": True, "clip": 0.5}, CO2(clip=0.5)),
+        ({"clip": 0.5}, CO2(penalty=False, clip=0.5)),
+    ],
+)
+def test_an_earlier_run_has_its_settings(method, keys, part):
+    """It records all keys, under a method by its name or under plain means."""
+    table = method if isinstance(method, str) else method | {"kind": part.kind}
+    tree, _ = upgraded({"sites": {"count": 2, "method": table, **OFF, **keys}})
+    assert config_from_dict(tree).sites.method == part
+
+
+def test_an_earlier_run_of_means_stays_one():
+    tree, _ = upgraded({"sites": {"count": 2, "method": "mean", **OFF}})
+    assert str(config_from_dict(tree).sites.method) == "mean"
+
+
+REFUSED = [
+    (("sites.method=noloco", "run.steps=300"), "sites.method='noloco' exchanges between two sites, and sites.count=1"),
+    ((*TWO, "sites.topology=pairs"), "sites.topology is sites.method.kind now: write sites.method=noloco"),
+    ((*TWO, "sites.method=noloco", "sites.overlap=50"), "sites.overlap=50 must be below the 50 steps"),
+    (
+        (*TWO, "sites.method=co2", "sites.overlap=3"),
+        "sites.overlap=3 must be equal to sites.every=30 with sites.method",
+    ),
+    (
+        (*TWO, "sites.method=co2", "sites.fragment_layers=1", "model.num_layers=2"),
+        "sites.fragment_layers=1 has a round for a part of the layers, and sites.method='co2' exchanges all layers",
+    ),
+    ((*TWO, "sites.method=co2", "sites.momentum=0"), "sites.method.clip=1.0 limits a momentum, and sites.momentum=0"),
+    ((*TWO, "sites.method=sparseloco", "sites.precision=int8"), "sites.precision='int8' is not what sites.method"),
+    (
+        (*TWO, "sites.method=sparseloco", "sites.method.density=0"),
+        "density=0 must lie between 1/4096 and 1",
+    ),
+    (
+        (*TWO, "sites.method=sparseloco", "sites.momentum=0.9"),
+        "sites.momentum=0.9 and sites.residual=0.95 with sites.method='sparseloco' would count a difference twice",
+    ),
+    ((*OWN, "sites.moments=average"), "sites.moments='average' needs moments of the same experts on all sites"),
+    ((*OWN, "model.layer_pattern=D"), "sites.method='spes' needs MoE layers, and the model has none"),
+    ((*OWN, "sites.count=3"), "sites.count=3 must divide the 8 experts of a rank (parallel.ep=1), so that each rank"),
+    (
+        (*OWN, "parallel.world_size=8", "parallel.ep=4"),
+        "sites.count=2 must divide the 1 experts of a rank (parallel.ep=4, sharded over 2 data-parallel ranks)",
+    ),
+    (
+        (*OWN, "model.num_experts=4", "model.top_k=2"),
+        "sites.method.merge_experts=0.01 merges each expert with the 4 most similar ones, and model.num_experts=4",
+    ),
+    (
+        (*OWN, "sites.every=30"),
+        "sites.method.merge_every=500 must be a multiple of sites.every=30, as experts are merged after a round",
+    ),
+    ((*OWN, "sites.overlap=1"), "sites.overlap=1 lets training go on from the weights of a round, which sites.method"),
+    (
+        (*OWN, "lora.rank=2", "checkpoint.init_from=x"),
+        "lora.rank=2 freezes the experts that sites.method.merge_experts merges",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_settings_that_cannot_work_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        check_config(load_config(None, list(overrides)))
+    assert message in str(refused.value)
+
+
+def merged(*words: str) -> dict[int, tuple[int, ...]]:
+    """The fragments whose experts are merged, by step."""
+    cfg = load_config(None, [*OWN, "sites.every=10", *words])
+    count = cfg.model.num_layers if cfg.sites.fragment_layers else 1
+    outer = OuterOfOwners({}, {}, cfg.sites, None, num_fragments=count)
+    found = {}
+    for step in range(1, 101):
+        due = fragments_due(cfg.run, cfg.model, cfg.sites, step)
+        if fragments := outer.merged_fragments(PendingRound(step, step, due, None, None)):
+            found[step] = fragments
+    return found
+
+
+def test_experts_are_merged_after_rounds_by_a_share_that_falls_to_zero():
+    assert [*merged("sites.method.merge_every=20", "sites.method.merge_until=80")] == [20, 40, 60]
+    cfg = load_config(None, [*OWN, "sites.every=10", "sites.method.merge_every=20", "sites.method.merge_until=80"])
+    outer = OuterOfOwners({}, {}, cfg.sites, None)
+    assert [outer.merge_share(step) for step in (20, 60, 80, 90)] == pytest.approx([0.0075, 0.0025, 0.0, 0.0])
+    count = cfg.model.num_layers
+    found = merged("sites.method.merge_every=20", "sites.fragment_layers=1")
+    assert {step: fragments for step, fragments in found.items() if step <= 60} == {
+        20 * k + 10 * p // count: (p,) for k in (0, 1, 2, 3) for p in range(count) if 0 < 20 * k + p <= 60
+    }

@@ -96,7 +96,7 @@ def test_a_step_that_is_not_finite_is_undone(pool):
 
 
 def _without_router_losses(cfg: Config) -> DistributedRecord:
-    from moefold.train.forward_passes import ForwardPasses
+    from moefold_experiments.spsa.passes import ForwardPasses
 
     ForwardPasses._local_loss = lambda self, terms: terms.double().sum()
     return run_distributed(cfg, 1)

@@ -5,6 +5,7 @@ import pytest
 from tests.validate.test_unused import check_read
 
 SPSA = "train.optimizer=spsa"
+SITES = ["sites.count=2"]
 CASES = [
     ("train.reset_moments_every=5", [SPSA], ["train.optimizer=adamw"]),
     ("train.clip_grad=0.5", [SPSA], ["train.optimizer=adamw"]),
@@ -24,6 +25,9 @@ CASES = [
         [SPSA],
         ["train.optimizer=adamw", 'train.recompute=["auto"]'],
     ),
+    ("sites.keep_local=0.5", [*SITES, "sites.method=co2"], [*SITES, "sites.overlap=29"]),
+    ("sites.residual=0.5", SITES, [*SITES, "sites.method=sparseloco"]),
+    ("sites.method=spes", ["sites.count=1"], SITES),
 ]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moefold.comm.wire_codes import BLOCK, CHUNK, Fp4Code, Int8Code, PlainCode, make_wire_code
+from moefold.comm.wire_codes import BLOCK, Fp4Code, Int8Code, PlainCode, make_wire_code
 
 SIZES = [0, 1, 2, 255, 256, 257, 1000]
 
@@ -73,66 +73,3 @@ def test_codes_are_idempotent(name):
     assert torch.equal(code.decode(code.encode(once), once), once)
     assert not once[256:512].any()
     assert bool((once * x >= 0).all())
-
-
-SPARSE = [(density, bits) for density in (1 / 4096, 3 / 4096, 1 / 64, 0.6) for bits in (32, 8, 2)]
-
-
-def sparse_by_hand(x: list[float], kept: int, bits: int) -> list[float]:
-    """Decode a vector as the definition says, one chunk and one element after the other."""
-    decoded = [0.0] * len(x)
-    for first in range(0, len(x), CHUNK):
-        chunk = range(first, min(first + CHUNK, len(x)))
-        sent = [i for i in sorted(chunk, key=lambda i: -abs(x[i]))[:kept] if x[i]]
-        mean = math.fsum(abs(x[i]) for i in sent) / max(len(sent), 1)
-        bins: dict[tuple[bool, bool], list[int]] = {}
-        for i in sent:
-            bins.setdefault((x[i] < 0, abs(x[i]) > mean), []).append(i)
-        for members in bins.values():
-            for i in members:
-                scale = abs(x[sent[0]])
-                by_bits = {32: x[i], 8: round(x[i] / scale * 127) / 127 * scale}
-                decoded[i] = by_bits.get(bits, math.fsum(x[j] for j in members) / len(members))
-    return decoded
-
-
-@pytest.mark.parametrize(("density", "bits"), SPARSE)
-def test_top_k_equals_a_loop_over_elements(density, bits):
-    code = make_wire_code("float32", torch.float32, density=density, values=bits)
-    for numel in (0, 1, 100, CHUNK + 77):
-        x = vector(numel)
-        x[: numel // 2 : 3] = 0
-        coded = code.encode(x)
-        kept = round(density * CHUNK)
-        values = {32: 4 * kept, 8: kept + 4, 2: math.ceil(kept / 4) + 16}[bits]
-        assert (
-            len(coded) == code.format.num_bytes(numel) == math.ceil(numel / CHUNK) * (3 * math.ceil(kept / 2) + values)
-        )
-        expected = torch.tensor(sparse_by_hand(x.tolist(), kept, bits))
-        scale = float(x.abs().max()) if numel else 0.0
-        torch.testing.assert_close(
-            code.decode(coded, x), expected, rtol=1e-6, atol=1e-6 * scale if bits == 8 else 1e-40
-        )
-
-
-@pytest.mark.parametrize("bits", [32, 8, 2])
-def test_the_code_of_a_chunk_is_the_same_whatever_the_others_are(bits):
-    """Ranks that hold the same shard of a weight, and others of the next, must decode the same bits of it."""
-    code = make_wire_code("float32", torch.float32, density=1 / 64, values=bits)
-    x = torch.randn(5 * CHUNK)
-    apart = [code.encode(chunk) for chunk in x.split(CHUNK)]
-    assert torch.equal(code.encode(x), torch.cat(apart))
-
-
-def test_top_k_keeps_float64_and_survives_values_that_are_not_finite():
-    double = torch.randn(CHUNK, dtype=torch.float64)
-    decoded = make_wire_code("float32", torch.float64, density=0.5).decode(
-        make_wire_code("float32", torch.float64, density=0.5).encode(double), double
-    )
-    assert torch.equal(decoded[decoded != 0], double[decoded != 0])
-    assert int((decoded != 0).sum()) == CHUNK // 2
-    for bad in (math.nan, math.inf):
-        for bits in (32, 8, 2):
-            code = make_wire_code("float32", torch.float32, density=1 / 64, values=bits)
-            coded = code.encode(torch.full((CHUNK,), bad))
-            assert len(coded) == code.format.num_bytes(CHUNK)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
+from moefold.config.part import Part, make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("forks_without_threads")
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 24, 64, 96, 256, 1024)
 
 
-def random_config(seed: int) -> Config:
+def random_config(seed: int, method: str | Part = "mean") -> Config:
     """Any legal mapping of a small model with odd sizes."""
     pick, world = random.Random(seed), WORLDS[seed % len(WORLDS)]
     while True:
@@ -73,7 +73,7 @@ def random_config(seed: int) -> Config:
             ),
             sites=SitesConfig(
                 count=1 + seed % 2, momentum=seed % 4 / 4, residual=float(seed % 3 == 1),
-                experts="own" if seed % 4 == 1 else "average",
+                method=method,
             ),
         )  # fmt: skip
         try:
@@ -85,7 +85,10 @@ def random_config(seed: int) -> Config:
 
 @pytest.mark.parametrize("seed", [*range(10), *slow((seed,) for seed in range(10, 24))])
 def test_every_byte_of_weights_and_moments_of_a_random_mapping(seed):
-    cfg = random_config(seed)
+    check_every_byte(seed, random_config(seed))
+
+
+def check_every_byte(seed: int, cfg: Config) -> None:
     p = cfg.parallel
     layout = fold(world_size=p.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp)
     rank = 0 if seed % 3 == 0 else random.Random(seed).randrange(p.world_size)

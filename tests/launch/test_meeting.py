@@ -5,7 +5,14 @@ import pytest
 from moefold.launch import meeting
 from moefold.launch.meeting import SILENT_S, BadRequestError, Meeting
 from moefold.launch.signed_lines import Message
-from moefold.launch.site_round import MIN_GRACE_ROUNDS, MIN_GRACE_S, MeetingRound, estimate_grace_s, pair_members
+from moefold.launch.site_round import (
+    MIN_GRACE_ROUNDS,
+    MIN_GRACE_S,
+    PAIRS_SETTING,
+    MeetingRound,
+    estimate_grace_s,
+    pair_members,
+)
 
 
 class Point:
@@ -400,7 +407,7 @@ def test_grace_time_follows_the_delays_of_the_rounds_and_not_the_last_round():
     assert last.again(0, 1) is None
 
 
-PAIRS = {"sites.topology": "pairs"}
+PAIRS = {PAIRS_SETTING: True}
 
 
 def test_pairs_are_a_permutation_of_seed_round_and_members():
@@ -518,11 +525,11 @@ def test_sites_learn_that_another_one_was_refused():
     assert point.hello(0) == {"ready": True}
 
 
-@pytest.mark.parametrize("topology", ["all", "pairs"])
-def test_memory_of_the_meeting_point_is_bounded(topology, monkeypatch):
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_memory_of_the_meeting_point_is_bounded(in_pairs, monkeypatch):
     """Sites that connect in every round, and one that joins again and again, leave no keys behind."""
     monkeypatch.setattr(meeting, "MAX_KEPT_ROUNDS", 8)
-    point = Point(4, **{"sites.topology": topology})
+    point = Point(4, **{PAIRS_SETTING: in_pairs})
     point.all_here(4)
     point.meeting.close_connection(3)
     for index in range(1, 61):

@@ -11,7 +11,6 @@ from moefold.cli.main import main
 from moefold.config.find import find_part
 from moefold.cost.flops import count_parameters
 from moefold.cost.hardware import SiteLink
-from moefold.cost.layer_spec import model_weights
 from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner
@@ -29,8 +28,6 @@ from moefold.planner.sites import (
 )
 from moefold.recipe import load_config
 
-SPARSE = {"density": 1 / 64, "values": 2, "residual": 0.95}
-"""Settings of top-k as in SparseLoCo."""
 RECIPE = """
 [run]
 steps = 2000
@@ -122,19 +119,6 @@ def test_simulated_period_has_the_predicted_utilisation(overlap, volumes):
     assert len(period.steps_of_first_round) == 1 if not overlap else len(period.steps_of_first_round) <= overlap + 2
 
 
-@pytest.mark.parametrize(("seconds", "every"), [(3.0, 20), (17.0, 20), (17.0, 12)])
-def test_a_round_that_is_exchanged_during_the_next_one_is_exposed_beyond_it(seconds, every):
-    """CO2 hides an exchange of up to `every` steps."""
-    link = SiteLink(bytes_per_s=1e6, latency_s=0.01)
-    cost = SiteCost(link, 2, 0.7, {"fp4": [RoundVolume((seconds - 0.01) * 1e6)]})
-    rate = cost.rate(RoundSettings(precision="fp4", every=every, overlap=every))
-    assert rate.exposed_s == pytest.approx(0.04 + max(0.0, seconds - 0.7 * every))
-    assert simulate_site(cost, rate).utilisation == pytest.approx(rate.utilisation, rel=1e-12)
-    least = cost.least_every_of_whole_rounds("fp4")
-    reached = [cost.rate(RoundSettings(precision="fp4", every=n, overlap=n)).reaches_target for n in (least, least - 1)]
-    assert reached == [True, False]
-
-
 @pytest.mark.parametrize("overlap", [0, 3])
 def test_least_every_is_the_least(overlap):
     for bytes_per_s in (1e5, 1e6, 1e7):
@@ -153,32 +137,6 @@ def test_the_exchange_is_overlapped_with_steps_and_the_meeting_is_not():
     assert [cost.exposed_s("fp4", overlap) for overlap in (0, 1, 2, 3)] == pytest.approx([3.2, 2.2, 1.2, 0.4])
     sent = cost.rate(RoundSettings(precision="fp4", every=10, overlap=3)).bytes_per_day
     assert sent == pytest.approx(86400 * 2.5e6 / 10.4)
-
-
-def test_least_round_that_is_exchanged_during_the_next_one():
-    for bytes_per_s, latency_s in ((1e5, 0.0), (1e6, 0.05), (1e9, 2.0)):
-        cost = SiteCost(SiteLink(bytes_per_s=bytes_per_s, latency_s=latency_s), 3, 0.3, {"int8": [RoundVolume(2e6)]})
-        every = cost.least_every_of_whole_rounds("int8")
-        reached = [
-            cost.rate(RoundSettings(precision="int8", every=n, overlap=n)).utilisation for n in (every, every - 1)
-        ]
-        assert reached[0] >= TARGET * (1 - 1e-9) > reached[1]
-
-
-def test_rounds_of_co2_stay_whole_and_top_k_stays_top_k(tmp_path):
-    num_bytes = 2 * sum(part.num_coded for part in site_traffic(planned(tmp_path, bytes_per_s=1e9)[0])) * 4
-    co2 = {"momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1.0, "every": 5, "overlap": 5}
-    cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **co2)
-    settings = with_site_settings(cfg, plan).sites
-    assert settings.overlap == settings.every > 5
-    assert plan.chosen.reaches_target
-    sparse = SPARSE | {"every": 1}
-    cfg, plan = planned(tmp_path, bytes_per_s=num_bytes / 500, **sparse)
-    assert [first.settings.precision for first, _ in plan.options] == ["float32"]
-    settings = with_site_settings(cfg, plan).sites
-    assert (settings.density, settings.precision) == (1 / 64, "float32")
-    # 500 s of 4 bytes; 1/128 of them with top-k in 2 bits, but for the last chunk of each weight.
-    assert 500 / 128 < sum(plan.recipe.exchanges_s) < 500 / 30
 
 
 def planned(tmp_path: Path, words: tuple[str, ...] = (), *, step_s: float = 1.0, bytes_per_s: float, **sites: object):
@@ -226,27 +184,7 @@ def test_a_residual_needs_a_code_and_a_share_of_local_weights_an_overlap(tmp_pat
     assert all(rate.settings.every >= 2 * (MAX_OVERLAP + 1) for _, rate in plan.options)
 
 
-def test_what_a_method_fixes_stays(tmp_path):
-    """Top-k has a format of its own, CO2 an overlap of a whole round; averaged moments allow no overlap."""
-    cfg, plan = planned(tmp_path, bytes_per_s=1e4, **SPARSE)
-    assert [rate.settings.precision for rate, _ in plan.options] == ["float32"]
-    sent = sum(part.num_coded for part in site_traffic(cfg)) // 4096 * (96 + 16 + 16)
-    assert plan.cost.volumes["float32"][0].num_bytes == sent
-    assert with_site_settings(cfg, plan).sites.density == 1 / 64
-    whole, _ = planned(tmp_path, bytes_per_s=1e5)
-    cfg, plan = planned(tmp_path, bytes_per_s=1e5, count=2, experts="own")
-    numel = [sum(part.num_coded for part in site_traffic(one)) for one in (cfg, whole)]
-    weights = model_weights(cfg.model).values()
-    merged, plan = planned(tmp_path, bytes_per_s=8e3, count=2, experts="own", merge_experts=0.01)
-    every = plan.chosen.settings.every
-    assert plan.chosen.settings.overlap == 0
-    assert 100 < every < 500
-    assert plan.further == {"merge_every": round(500 / every) * every}
-    assert with_site_settings(merged, plan).sites.merge_every == plan.further["merge_every"]
-    assert numel[1] - numel[0] == sum(weight.numel for weight in weights if weight.is_expert) // 2
-    cfg, plan = planned(tmp_path, bytes_per_s=1e5, overlap=100)
-    assert plan.chosen.settings.overlap == plan.chosen.settings.every > 1
-    assert with_site_settings(cfg, plan).sites.overlaps_whole_round
+def test_averaged_moments_allow_no_overlap(tmp_path):
     kept, _ = planned(tmp_path, bytes_per_s=1e5)
     cfg, plan = planned(tmp_path, bytes_per_s=1e5, moments="average")
     assert {rate.settings.overlap for pair in plan.options for rate in pair} == {0}

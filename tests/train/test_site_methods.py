@@ -1,14 +1,13 @@
-"""Settings of rounds that the oracle has not: moments of the inner optimizer, weights of sites, failures of CO2."""
+"""Settings of rounds that the oracle has not: moments of the inner optimizer, weights of sites."""
 
 from dataclasses import replace
 
 import pytest
 
 from moefold.checkpoint.checkpoint_dir import read_meta
-from moefold.checkpoint.inspect import differing_tensors
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
-from tests.train.test_sites import CO2, MEAN, planned_bytes, recipe, train, train_and_fail, train_sites
+from tests.train.test_sites import MEAN, planned_bytes, recipe, train, train_sites
 
 pytestmark = pytest.mark.parity
 
@@ -43,18 +42,3 @@ def test_moments_are_reset_after_a_round(pool, tmp_path):
         moments = tensors(path, "optimizer.")
         assert all(not moment.any() for moment in moments.values()) == is_zero
         assert read_meta(path).moment_updates == updates
-
-
-@pytest.mark.slow
-def test_differences_of_co2_whose_exchange_fails_go_into_the_next_round(pool, tmp_path):
-    """Site 2 is lost before the others vote on the differences of step 2, which they have taken from their weights."""
-    cfg = recipe(tmp_path, 6, CO2 | {"count": 3})
-    with Server().running() as server:
-        ends = run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_fail, 3)
-    assert ends == [["done"], ["done"], ["lost"]]
-    paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, 1)]
-    assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.") == []
-    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
-    assert [round_["members"] for round_ in rounds] == [0, 2]
-    assert rounds[0]["skipped"]
-    assert rounds[1]["gap"] > 0

@@ -3,7 +3,8 @@
 import json
 import signal
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,9 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format
 from moefold.launch.meet_client import MeetConnection
-from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
-from moefold.launch.site_round import pair_members
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.sites import SiteRounds, describe_wait
+from moefold.train.callbacks.sites import describe_wait
 from moefold.train.signals import StopSignals
 from moefold.train.site_meeting import ROUNDS_SETTING, equal_settings
 from moefold.train.trainer import Trainer
@@ -99,11 +98,11 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
 
     The last round of sites that met in pairs is one of all sites, which send their weights.
     """
-    in_pairs = cfg.sites.topology == "pairs" and not is_last
+    in_pairs = cfg.sites.part.in_pairs and not is_last
     code = recipe_format(cfg.run, cfg.sites)
-    if cfg.sites.topology == "pairs" and is_last:
+    if cfg.sites.part.in_pairs and is_last:
         # The vector has the blocks of the code, and is sent as it is.
-        cfg = replace(cfg, sites=replace(cfg.sites, topology="all"))
+        cfg = replace(cfg, sites=replace(cfg.sites, method="mean"))
         code = wire_format("float32", difference_itemsize(cfg.run))
     traffic = site_traffic(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
@@ -111,8 +110,6 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
 
 
 STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
-NOLOCO = {"count": 4, "every": 2, "topology": "pairs", "lr": 0.7, "momentum": 0.5, "nesterov": False}
-CO2 = {"count": 2, "every": 2, "overlap": 2, "momentum": 0.2, "nesterov": False, "penalty": True, "clip": 1e-3}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank, mean": (MEAN, {}),
     "tp ep zero 2, diloco": (DILOCO, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
@@ -125,19 +122,6 @@ ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp ep zero 2, streaming": (STREAMING, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
     "pp zero 3, streaming": (STREAMING, {"world_size": 4, "pp": 2, "zero": 3}),
     "all axes, streaming": (STREAMING | {"overlap": 0}, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
-    "one rank, noloco": (NOLOCO, {}),
-    "tp, noloco": (NOLOCO, {"world_size": 2, "tp": 2}),
-    "ep, noloco": (NOLOCO, {"world_size": 2, "ep": 2}),
-    "pp, noloco": (NOLOCO, {"world_size": 2, "pp": 2}),
-    "zero 1, noloco": (NOLOCO, {"world_size": 2, "zero": 1}),
-    "zero 2, noloco": (NOLOCO, {"world_size": 2, "zero": 2}),
-    "zero 3, noloco": (NOLOCO, {"world_size": 2, "zero": 3}),
-    "three sites, noloco": (NOLOCO | {"count": 3}, {}),
-    "one rank, pairs of fragments": (STREAMING | {"count": 3, "topology": "pairs"}, {}),
-    "one rank, co2": (CO2, {}),
-    "tp ep zero 2, co2": (CO2, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
-    "pp zero 3, co2, nesterov": (CO2 | {"nesterov": True}, {"world_size": 4, "pp": 2, "zero": 3}),
-    "all axes, co2": (CO2, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
     "all axes, diloco": (DILOCO, {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}),
 }
 
@@ -153,24 +137,31 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
     """Weights between and after rounds, outer weights, momentum and losses, under each mapping."""
     sites, mapping = ORACLE_CASES[case]
     cfg = recipe(tmp_path, 5, sites, every=1, **mapping)
+    check_equal(pool, cfg, OracleSites(without_mapping(cfg)))
+
+
+def check_equal(pool, cfg: Config, oracle: OracleSites) -> None:
+    """Train the sites of a recipe of 5 steps, and compare them with their oracle and with each other."""
+    in_pairs = cfg.sites.part.in_pairs
+    run_dir = Path(cfg.run.dir)
     log = train_sites(pool, cfg)
     count = cfg.sites.count
     assert not [line for line in log if "round" in line and "after" not in line], log
-    expected = OracleSites(without_mapping(cfg)).run(5)
+    expected = oracle.run(5)
     for number in range(count):
-        run_dir = tmp_path / f"site-{number}"
-        assert_equals_oracle(cfg, number, run_dir, expected, (2, 3, 5))
+        folder = run_dir / f"site-{number}"
+        assert_equals_oracle(cfg, number, folder, expected, (2, 3, 5))
         # Pairs end with the mean of all, and with momentum of their own.
-        prefix = "outer." if cfg.sites.topology == "all" else "outer.weights."
-        assert differing_tensors(checkpoint(run_dir, 5), checkpoint(tmp_path / "site-0", 5), prefix) == []
-        rounds = [record["step"] for record in records(run_dir) if record["sites"]]
-        if cfg.sites.topology == "all" or count % 2 == 0:
+        prefix = "outer.weights." if in_pairs else "outer."
+        assert differing_tensors(checkpoint(folder, 5), checkpoint(run_dir / "site-0", 5), prefix) == []
+        rounds = [record["step"] for record in records(folder) if record["sites"]]
+        if not in_pairs or count % 2 == 0:
             assert rounds == {0: [2, 4, 5], 1: [3, 5], 2: [4, 5]}[cfg.sites.overlap]
-        exchanged = [one["sites"] for one in records(run_dir) if one["sites"] and one["sites"]["members"] > 1]
+        exchanged = [one["sites"] for one in records(folder) if one["sites"] and one["sites"]["members"] > 1]
         assert [round_["sent_bytes"] for round_ in exchanged] == [
             planned_bytes(cfg, round_["fragment"], is_last=round_["members"] == count) for round_ in exchanged
         ]
-        assert records(run_dir)[-1]["sites"]["members"] == count
+        assert records(folder)[-1]["sites"]["members"] == count
 
 
 def adapted(run_dir: Path, **parallel: Any) -> Config:
@@ -199,15 +190,16 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sites", "mapping"), [(MEAN, {}), *slow([(STREAMING, {"world_size": 2, "ep": 2}), (CO2, {}), (NOLOCO, {})])]
-)
+@pytest.mark.parametrize(("sites", "mapping"), [(MEAN, {}), *slow([(STREAMING, {"world_size": 2, "ep": 2})])])
 def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, mapping):
+    check_tokens(pool, tmp_path, recipe(tmp_path, 4, sites, **mapping), OracleSites)
+
+
+def check_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], OracleSites]) -> None:
     """The texts differ in length, and so do the sums of the samples of each site."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"q{i:02d}", "response": "x" * (20 + 9 * (i % 5))} for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = recipe(tmp_path, 4, sites, **mapping)
     cfg = replace(
         cfg,
         model=replace(cfg.model, vocab_size=256),
@@ -215,7 +207,7 @@ def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, mapp
         data=DataConfig(kind="sft", path=str(path), validation_fraction=0.0),
     )
     train_sites(pool, cfg)
-    expected = OracleSites(without_mapping(cfg)).run(4)
+    expected = oracle(without_mapping(cfg)).run(4)
     tokens = []
     data = open_samples(cfg).train
     for number in range(cfg.sites.count):
@@ -269,28 +261,24 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
 
 
 CODED = STREAMING | {"precision": "int8", "residual": 0.9}
-SPARSE = {"count": 2, "every": 2, "density": 1 / 64, "values": 2, "residual": 0.95}
-CODED_PAIRS = CODED | {"topology": "pairs"}
 
 
 @pytest.mark.parametrize(
     ("sites", "last", "mapping"),
     [
-        (CODED_PAIRS, 2, {}),
-        *slow([(CODED, 2, {}), (CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2})]),
-        *slow([(CODED, 4, {}), (CODED_PAIRS, 4, {"world_size": 2, "tp": 2})]),
-        *slow(
-            [(CO2, 2, {}), (CO2, 3, {"world_size": 2, "tp": 2}), (CO2 | {"precision": "int8", "residual": 0.9}, 4, {})]
-        ),
-        *slow([(SPARSE, 3, {"world_size": 2, "tp": 2}), (SPARSE | {"overlap": 1}, 2, {"world_size": 2, "zero": 3})]),
+        (CODED, 2, {}),
+        *slow([(CODED, 3, {"world_size": 2, "tp": 2}), (CODED, 4, {"world_size": 2, "pp": 2}), (CODED, 4, {})]),
     ],
 )
 def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
+    check_resume(pool, tmp_path, recipe(tmp_path / "whole", 5, sites, **mapping), last)
+
+
+def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
     """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
 
     Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
     """
-    whole = recipe(tmp_path / "whole", 5, sites, **mapping)
     whole = replace(whole, faults=replace(whole.faults, replica_check_every=1))
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
@@ -318,10 +306,12 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sites", [STREAMING, CO2])
-def test_sites_resume_under_another_mapping(pool, tmp_path, sites):
+def test_sites_resume_under_another_mapping(pool, tmp_path):
+    check_other_mapping(pool, tmp_path, recipe(tmp_path / "whole", 7, STREAMING))
+
+
+def check_other_mapping(pool, tmp_path: Path, whole: Config) -> None:
     """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping."""
-    whole = recipe(tmp_path / "whole", 7, sites)
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:
@@ -375,70 +365,6 @@ def test_the_others_go_on_without_a_lost_site_and_stop_exchanging_below_the_quor
     paths = [checkpoint(tmp_path / "few" / f"site-{n}", 6) for n in (0, 1)]
     assert differing_tensors(*paths, "outer.weights.") == []
     assert differing_tensors(*paths, "model.") != []
-
-
-def train_and_fail_before_the_vote(cfg: Config) -> str:
-    """Train; site 2 raises while its first exchange is done and not voted on."""
-    trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
-
-    class FailingInARound(Callback):
-        def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-            rounds = trainer._callbacks[0]
-            assert isinstance(rounds, SiteRounds)
-            if cfg.sites.number == 2 and rounds._flight is not None:
-                assert isinstance(rounds._flight.exchange, Future)
-                rounds._flight.exchange.result(60)
-                raise ArithmeticError
-
-    trainer._further_callbacks = (FailingInARound(),)
-    try:
-        trainer.run(StopSignals())
-    except ArithmeticError:
-        return "lost"
-    return "done"
-
-
-@pytest.mark.slow
-def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(pool, tmp_path):
-    cfg = recipe(tmp_path, 8, NOLOCO | {"every": 3, "overlap": 1})
-    with Server().running() as server:
-        jobs = [of_site(cfg, n, server.port) for n in range(4)]
-        ends = run_sites(pool, jobs, train_and_fail_before_the_vote)
-    assert ends == [["done"], ["done"], ["lost"], ["done"]]
-    (pair,) = (pair for pair in pair_members(cfg.run.seed, 1, range(4)) if 2 in pair)
-    assert any(line.startswith(f"round 1 of {describe_sites(pair)} is not applied") for line in server.log)
-    members = {}
-    for number in (0, 1, 3):
-        rounds = [record["sites"]["members"] for record in records(tmp_path / f"site-{number}") if record["sites"]]
-        assert rounds[0] == (0 if number in pair else 2)
-        members[number] = rounds[1]
-        assert rounds[2] == 3
-        assert differing_tensors(*(checkpoint(tmp_path / f"site-{n}", 8) for n in (0, number)), "model.") == []
-    # Of the three sites that are left, two exchange in the second round, and one rests.
-    assert sorted(members.values()) == [1, 2, 2]
-
-
-def train_and_be_late(cfg: Config, go: Path) -> None:
-    """Train; site 2 waits after step 3 until the others have gone on without it."""
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    late = [Waiting(3, go)] if cfg.sites.number == 2 else []
-    Trainer(cfg, groups, callbacks=late).run(StopSignals())
-
-
-@pytest.mark.slow
-def test_late_site_of_pairs_is_left_out_of_a_round_and_takes_part_in_the_next(pool, tmp_path):
-    cfg = recipe(tmp_path, 6, NOLOCO | {"count": 3, "grace_s": 0.5})
-    go = tmp_path / "go"
-    with Server().running() as server:
-        # The last round waits for all sites.
-        server.watch(lambda line: line == "round 2: sites 0, 1; site 2 did not come within 0.5 s", go)
-        run_sites(pool, [of_site(cfg, n, server.port) for n in range(3)], train_and_be_late, go)
-    rounds = {record["step"]: record["sites"] for record in records(tmp_path / "site-2") if record["sites"]}
-    assert rounds[4]["skipped"] == "it came after round 2 was over"
-    assert rounds[6]["members"] == 3
-    for number in (1, 2):
-        paths = [checkpoint(tmp_path / f"site-{n}", 6) for n in (0, number)]
-        assert differing_tensors(*paths, "model.") == differing_tensors(*paths, "outer.weights.") == []
 
 
 @pytest.mark.slow
@@ -557,17 +483,18 @@ class Waiting(Callback):
             [
                 (CODED | {"every": 2, "fragment_layers": 0}, {}, 2),
                 (DILOCO, {"world_size": 4, "pp": 2, "ep": 2, "zero": 3}, 2),
-                (CO2, {}, 2),
-                (CO2 | {"weigh": "even"}, {"world_size": 2, "tp": 2}, 2),
                 (DILOCO, {}, 1),
             ]
         ),
     ],
 )
 def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, mapping, every):
+    check_return(pool, tmp_path, recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping), every)
+
+
+def check_return(pool, tmp_path: Path, cfg: Config, every: int) -> None:
     """The others take 2 steps between rounds; the lost site may take fewer."""
-    is_co2 = sites.get("overlap") == 2
-    cfg = recipe(tmp_path, 13 if is_co2 else 10, sites | {"count": 3}, every=3, **mapping)
+    is_co2 = cfg.sites.overlap == 2
     go = tmp_path / "go"
     at = 3 if every == 2 else 1
     with Server().running() as server:

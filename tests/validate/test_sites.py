@@ -7,8 +7,6 @@ from moefold.topology.fragments import (
     fragment_of,
     fragments_due,
     is_probed,
-    merge_share,
-    merged_fragments,
     num_fragments,
     rounds_until,
     step_of_round,
@@ -16,7 +14,6 @@ from moefold.topology.fragments import (
 from moefold.validate.config import check_config
 
 TWO = ("sites.count=2", "run.steps=100")
-OWN = (*TWO, "sites.experts=own", "sites.every=50", "sites.merge_experts=0.01")
 
 REFUSED = [
     ((*TWO, "sites.number=2", "sites.meet=h:1"), "sites.number=2 must be below sites.count=2"),
@@ -37,17 +34,13 @@ REFUSED = [
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
     ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.layers="),
-    ((*TWO, "sites.topology=pairs", "sites.overlap=30"), "sites.topology='pairs' needs a sites.overlap below"),
-    ((*TWO, "sites.topology=pairs", "sites.experts=own"), "sites.topology='pairs' exchanges with one other site"),
     ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
-    ((*TWO, "sites.overlap=31"), "choose at most 29, or 30 to exchange a round during the whole next one"),
-    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.layers=2"), "must be below the 15 steps"),
-    ((*TWO, "sites.density=0.5", "sites.precision=int8"), "sites.density=0.5 sends values of sites.values bits"),
     (
-        (*TWO, "sites.density=0.015625", "sites.residual=0.95", "sites.momentum=0.9"),
-        "sites.momentum=0.9 and sites.residual=0.95 with sites.density=0.015625 would count a difference twice",
+        (*TWO, "sites.overlap=31"),
+        "must be below the 30 steps between two rounds (sites.every=30 over 1 fragment); choose at most 29",
     ),
+    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
     (
         (*TWO, "sites.moments=average", "sites.overlap=1"),
         "sites.moments='average' would replace moments by the moments of",
@@ -57,30 +50,6 @@ REFUSED = [
         "sites.moments='reset' resets the moments of all layers",
     ),
     ((*TWO, "faults.spike=rollback", "checkpoint.every=5"), "faults.spike='rollback' goes back to weights"),
-    (
-        (*OWN, "sites.merge_experts=0", "sites.overlap=50"),
-        "sites.overlap=50 exchanges a round during the whole next one",
-    ),
-    ((*OWN, "sites.moments=average"), "sites.moments='average' needs moments of the same experts on all sites"),
-    ((*OWN, "model.layers=4 dense"), 'sites.experts="own" needs MoE layers, and the model has none'),
-    ((*OWN, "sites.count=3"), "sites.count=3 must divide the 8 experts of a rank (parallel.ep=1), so that each rank"),
-    (
-        (*OWN, "parallel.world_size=8", "parallel.ep=4"),
-        "sites.count=2 must divide the 1 experts of a rank (parallel.ep=4, sharded over 2 data-parallel ranks)",
-    ),
-    (
-        (*OWN, "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"),
-        "merges each expert with the 4 most similar ones, and model.ffn.moe.num_ex",
-    ),
-    (
-        (*OWN, "sites.every=30"),
-        "sites.merge_every=500 must be a multiple of sites.every=30, as experts are merged after",
-    ),
-    ((*OWN, "sites.overlap=1"), "sites.overlap=1: sites.merge_experts changes the weights of a round, which training"),
-    (
-        (*OWN, "lora.rank=2", "checkpoint.init_from=x"),
-        "lora.rank=2 freezes the experts that sites.merge_experts would m",
-    ),
     ((*TWO, "moe.trace_every=5"), "moe.trace_every and moe.replay store the routing of one job"),
 ]
 
@@ -115,18 +84,6 @@ def rounds(*overrides: str) -> dict[int, tuple[int, ...]]:
     """The fragments of each round of 100 steps."""
     cfg = load_config(None, [*TWO, *overrides])
     return {step: found for step in range(1, 101) if (found := fragments_due(cfg.run, cfg.model, cfg.sites, step))}
-
-
-def test_experts_are_merged_after_rounds_by_a_share_that_falls_to_zero():
-    cfg = load_config(None, [*OWN, "sites.every=10", "sites.merge_every=20", "sites.merge_until=80"])
-    assert [step for step in range(1, 101) if merged_fragments(cfg.run, cfg.model, cfg.sites, step)] == [20, 40, 60]
-    assert [merge_share(cfg.sites, step) for step in (20, 60, 80, 90)] == pytest.approx([0.0075, 0.0025, 0.0, 0.0])
-    cfg = load_config(None, [*OWN, "sites.every=10", "sites.merge_every=20", "sites.fragment_layers=1"])
-    merged = {step: found for step in range(1, 61) if (found := merged_fragments(cfg.run, cfg.model, cfg.sites, step))}
-    count = cfg.model.num_layers
-    assert merged == {
-        20 * k + 10 * p // count: (p,) for k in (0, 1, 2, 3) for p in range(count) if 0 < 20 * k + p <= 60
-    }
 
 
 def test_routing_is_compared_every_tenth_round_and_at_the_end():

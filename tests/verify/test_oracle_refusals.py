@@ -25,6 +25,7 @@ from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.groups.loss import OracleOutput
+from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
 from moefold.config.schema import Config
@@ -67,7 +68,7 @@ KINDS = {
     name: kinds
     for section in fields(Config)
     for name, kinds in _kinds(type(getattr(Config(), section.name)), f"{section.name}.").items()
-    if name in {*FORMULA_KEYS, "sites.topology", "sites.experts"}
+    if name in FORMULA_KEYS
 }
 """Names that the oracle must have a formula or a refusal for, by key."""
 
@@ -80,7 +81,7 @@ def test_each_key_of_a_formula_is_read_somewhere():
     config = [ast.parse(path.read_text()) for path in Path(model_kinds.__file__).parent.glob("*.py")]
     named = {node.attr for tree in [*SOURCES, *config] for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keys = {name.split(".")[1] for name in FORMULA_KEYS | SITES_FORMULA_KEYS}
-    unread = {"precision", "density", "values", "residual", "moments", "weigh"}
+    unread = {"precision", "residual", "moments", "weigh"}
     choices = (*LAYER_KEYS, *(group.key for group in groups()))
     of_parts = {name.split(".")[1] for name in choices}
     assert keys - named - unread - of_parts == set()
@@ -344,6 +345,11 @@ def test_a_buffer_without_a_formula_is_refused(monkeypatch):
         run_oracle(_small(), 1)
 
 
+class UnheardOf(SiteMethodPart):
+    interface = 1
+    kind = "unheard-of"
+
+
 def test_a_key_of_rounds_without_a_formula_is_refused():
     cfg = _small(model={"ffn.moe.num_experts": 2})
     sites = replace(cfg.sites, count=2, every=1)
@@ -351,9 +357,8 @@ def test_a_key_of_rounds_without_a_formula_is_refused():
     for key, value in (("precision", "int8"), ("moments", "average")):
         with pytest.raises(NoFormulaError, match=f"no formula for sites.{key}='{value}'"):
             OracleSites(replace(cfg, sites=replace(sites, **{key: value}))).run(1)
-    for key in ("topology", "experts"):
-        with pytest.raises(NoFormulaError, match=f"no formula for sites.{key}='unheard-of'"):
-            OracleSites(replace(cfg, sites=replace(sites, **{key: "unheard-of"})))
+    with pytest.raises(NoFormulaError, match="no formula for sites.method='unheard-of'"):
+        OracleSites(replace(cfg, sites=replace(sites, method=UnheardOf())))
 
 
 def test_a_loss_of_a_program_needs_an_objective():

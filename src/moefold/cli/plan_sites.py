@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from moefold.cli.screen import Column, numbers, print_columns, print_prose
+from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_seconds
 from moefold.planner.sites import MAX_PUBLISHED_EVERY, TARGET, SitePlan, SiteRate
@@ -70,7 +71,7 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
 
 def describe_chosen(plan: SitePlan) -> str:
     """Describe the chosen settings."""
-    further = " ".join(f"{key}={value:g}" for key, value in plan.further.items())
+    further = " ".join(f"{key}={toml_value(value)}" for key, value in plan.further.items())
     text = describe_rate(plan, plan.chosen) + (f", with {further}" if further else "")
     if plan.chosen.settings.every > MAX_PUBLISHED_EVERY:
         text += f"; published runs have every={MAX_PUBLISHED_EVERY} at most, so measure the loss"
@@ -88,8 +89,8 @@ def describe_rate(plan: SitePlan, rate: SiteRate) -> str:
 
 def _code_text(plan: SitePlan, rate: SiteRate) -> str:
     """Return the keys of a recipe that say what is sent."""
-    if plan.density < 1:
-        return f"density={plan.density:g} values={plan.values}"
+    if plan.method.coding_s != (0.0, 0.0):
+        return f"method={toml_value(plan.method)}"
     return f"precision={rate.settings.precision}"
 
 

@@ -35,9 +35,6 @@ class ReadIf:
     conditions: str
     """Separated by spaces; one of them suffices. "section.key": the key has another value than its default.
     "section.key=WORD|WORD", "section.key!=WORD": it has one of these values, or another one."""
-    also: str = ""
-    """Conditions that suffice too. Their keys have an effect only with others, so that a message does not offer them.
-    """
 
 
 class Judged(Enum):

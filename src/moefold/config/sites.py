@@ -1,15 +1,14 @@
 """The [sites] section: training across jobs that exchange weights rarely; see docs/sites.md."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
+from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.part import KindOf, Part, Section
 
 DEFAULT_EVERY = 30
-READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum", also="sites.penalty")
-NUM_SIMILAR = 4
-"""Experts with which sites.merge_experts merges each expert (arXiv:2602.11543)."""
+READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,18 +30,14 @@ class SitesConfig(Section):
     secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES, SAME_RUN] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
-    method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS, Judged.FILES] = "mean"
-    """Preset of the outer step: sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
+    method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS] = "mean"
+    """What a round does; also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
     the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
     of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
     (arXiv:2501.18512). noloco, sparseloco, co2 and spes are [experiments](experiments/index.md)."""
     every: Annotated[int, at_least(1), READ_IF_ROUNDS] = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
     may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
-    topology: Annotated[Literal["all", "pairs"], ReadIf("sites.count")] = "all"
-    """Sites that exchange with each other in a round. all: every site of the round. pairs: random pairs, drawn from
-    run.seed and the number of the round; an odd site rests. The outer weights then differ between sites, and the round
-    after the last step takes the mean of all sites' weights."""
     first: Annotated[int, at_least(0), READ_IF_ROUNDS] = 0
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
@@ -50,22 +45,14 @@ class SitesConfig(Section):
     """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at another step than
     the others. 0: all layers in one."""
     overlap: Annotated[int, at_least(0, "0: wait for each round"), READ_IF_ROUNDS] = 0
-    """Steps that training goes on while a fragment is exchanged: below every / fragments, or equal to every with one
-    fragment, so that a round is exchanged during the whole next one (CO2)."""
+    """Steps that training goes on while a fragment is exchanged: below every / fragments, and equal to every where the
+    method exchanges a round during the whole next one (co2)."""
     keep_local: Annotated[float, ZERO_TO_ONE, ReadIf("sites.overlap")] = 0.0
     """Share of a site's own weights that stays when an exchanged fragment is applied (overlap above 0)."""
     precision: Annotated[Literal["float32", "bfloat16", "int8", "fp4"], ReadIf("sites.count")] = "float32"
     """Numbers that are sent. int8 and fp4 (sign and exponent) have a float32 scale for each 256. Sums are float32.
     float32: float64 in runs of run.dtype float64."""
-    density: Annotated[
-        float, Bound("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1), ReadIf("sites.count")
-    ] = 1.0
-    """Share of each 4096 differences that is sent, the differences of the largest magnitudes (top-k), with indices of
-    12 bits; 1: all are sent, in `precision`."""
-    values: Annotated[Literal[32, 8, 2], ReadIf("sites.density")] = 32
-    """Bits of a value that is sent with density below 1. 32: float32 (float64 in runs of run.dtype float64); 8: int8
-    with a scale for each 4096; 2: the mean of one of four bins."""
-    residual: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count"), ReadIf("sites.precision sites.density")] = 0.0
+    residual: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count")] = 0.0
     """Factor by which what a code has lost is added to the next round (error feedback); 0: it is lost."""
     lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate of the outer step."""
@@ -73,32 +60,11 @@ class SitesConfig(Section):
     """Momentum of the outer step; 0: none."""
     nesterov: Annotated[bool, ReadIf("sites.momentum")] = True
     """Nesterov momentum in the outer step; false: heavy-ball momentum."""
-    penalty: bool = False
-    """Divide the mean difference by 1 plus the norm of the outer step that was taken since it was measured, over its
-    own norm (overlap equal to every)."""
-    clip: Annotated[float, at_least(0, "0: no limit"), ReadIf("sites.momentum")] = 0.0
-    """Largest magnitude of an element of the momentum; 0: no limit."""
     moments: Annotated[Literal["keep", "average", "reset"], READ_IF_ROUNDS] = "keep"
     """Moments of the inner optimizer after a round: keep the site's own, average over the sites (sent in full), or
     reset to zero."""
     weigh: Annotated[Literal["tokens", "even"], ReadIf("sites.count")] = "tokens"
     """Weights of the sites in a mean: tokens since their last round, or all the same."""
-    experts: Annotated[Literal["average", "own"], ReadIf("sites.count")] = "average"
-    """own: site n trains the routed experts n, n + count, n + 2 * count, ... of each MoE layer and sends those; it
-    routes to all experts, has no optimizer moments of the others, and gets them from their sites (SPES,
-    arXiv:2602.11543). average: every site trains all experts."""
-    merge_experts: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count"), ReadIf("sites.experts=own")] = 0.0
-    """Share alpha of the merging of experts in the warm-up (experts="own"): after a round, each expert E becomes
-    E + alpha * mean(E_d - E) over the 4 experts E_d of the layer with the most similar w_gate. alpha falls linearly to
-    0 at merge_until. 0: no merging."""
-    merge_every: Annotated[
-        int, at_least(1), ReadIf("sites.count"), ReadIf("sites.experts=own"), ReadIf("sites.merge_experts")
-    ] = 500
-    """Steps between two mergings of experts; a multiple of every."""
-    merge_until: Annotated[
-        int, at_least(1), ReadIf("sites.count"), ReadIf("sites.experts=own"), ReadIf("sites.merge_experts")
-    ] = 10000
-    """Step at which the share of the merging is 0."""
     quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), Judged.FILES] = 0
     """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
     grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 0.0
@@ -113,24 +79,19 @@ class SitesConfig(Section):
         return self.count > 1 or self.has_outer_step
 
     @property
+    def part(self) -> SiteMethodPart:
+        """Return the method."""
+        return cast(SiteMethodPart, self.method)
+
+    @property
     def has_outer_step(self) -> bool:
         """Return whether the outer step does more than to take the mean of the sites' weights."""
-        return self.lr != 1.0 or self.momentum > 0 or self.penalty
-
-    @property
-    def in_pairs(self) -> bool:
-        """Return whether a site exchanges with one other site of a round."""
-        return self.topology == "pairs"
-
-    @property
-    def overlaps_whole_round(self) -> bool:
-        """Return whether a round is exchanged during the whole next one (CO2)."""
-        return self.overlap == self.every
+        return self.lr != 1.0 or self.momentum > 0 or self.part.has_outer_step
 
     @property
     def owns_experts(self) -> bool:
         """Return whether each site trains experts of its own."""
-        return self.count > 1 and self.experts == "own"
+        return self.count > 1 and self.part.owns_experts
 
     @property
     def num_expert_owners(self) -> int:

@@ -118,6 +118,15 @@ MOVED = {
     "rl.correction_low": Moved("rl.correction", "low"),
     "rl.correction_high": Moved("rl.correction", "high"),
     "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
+    "sites.topology": Moved("sites.method", KIND, ("noloco",)),
+    "sites.experts": Moved("sites.method", KIND, ("spes",)),
+    "sites.density": Moved("sites.method", "density", ("sparseloco",)),
+    "sites.values": Moved("sites.method", "bits", ("sparseloco",)),
+    "sites.penalty": Moved("sites.method", "penalty", ("co2",)),
+    "sites.clip": Moved("sites.method", "clip", ("co2",)),
+    "sites.merge_experts": Moved("sites.method", "merge_experts", ("spes",)),
+    "sites.merge_every": Moved("sites.method", "merge_every", ("spes",)),
+    "sites.merge_until": Moved("sites.method", "merge_until", ("spes",)),
 } | {
     f"model.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
     for line in _MODEL.split("\n")
@@ -127,6 +136,14 @@ MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PA
 """Place of each flat key of format 1, as "section.key"."""
 OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
 """Flat keys whose value 0 meant that there is no table."""
+SITE_METHODS = {
+    "topology": ("all", "noloco"),
+    "experts": ("average", "spes"),
+    "density": (1.0, "sparseloco"),
+    "penalty": (False, "co2"),
+    "clip": (0.0, "co2"),
+}
+"""Keys of [sites] that did what a method does now: their default, and the method that another value needs."""
 
 
 def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -161,6 +178,12 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         base = {"model": load_preset(name)} if name in preset_names() else {}
     if isinstance(model, dict):
         _put_layers(found["model"], base.get("model", {}))
+    if isinstance(sites := found.get("sites"), dict):
+        method = sites.get("method", "")
+        kind = method.get(KIND) if isinstance(method, dict) else method
+        of_keys = [other for key, (off, other) in SITE_METHODS.items() if sites.get(key, off) != off]
+        if of_keys and kind not in of_keys:
+            sites["method"] = of_keys[0]
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")

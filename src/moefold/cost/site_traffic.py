@@ -26,10 +26,6 @@ from moefold.topology.fragments import fragment_of, recipe_fragments
 
 BLOCK = 256
 """Elements with a common scale."""
-CHUNK = 4096
-"""Elements of which the largest are sent; an index has 12 bits."""
-NUM_BINS = 4
-"""Bins of values of 2 bits, whose means are sent for each chunk."""
 SCALE_BYTES = 4
 PART_ELEMENTS = 2**22
 """Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
@@ -43,7 +39,7 @@ class CodedSize:
     block: int = 1
     """Elements that are coded together; a parameter takes whole blocks."""
     scale_bytes: int = 0
-    """Of the scale of a block; with top-k, of all that is sent of a block."""
+    """Of what is sent for each block besides the elements."""
 
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of a coded vector."""
@@ -58,25 +54,13 @@ PLAIN = CodedSize(32)
 """Format without blocks."""
 
 
-def num_kept(density: float) -> int:
-    """Return the elements of a chunk of 4096 that are sent under `sites.density`."""
-    return max(1, round(density * CHUNK))
-
-
-def wire_format(precision: str, itemsize: int, *, density: float = 1.0, values: int = 32) -> CodedSize:
-    """Return the format of `sites.precision`, `sites.density` and `sites.values`.
+def wire_format(precision: str, itemsize: int) -> CodedSize:
+    """Return the format of `sites.precision`.
 
     Args:
         precision: float32 (the vector itself), bfloat16, int8 or fp4.
         itemsize: bytes of an element of the vector.
-        density: share of each 4096 elements that is sent, with `values` bits each; 1: all, in `precision`.
-        values: 32 (the elements themselves), 8 or 2.
     """
-    if density < 1:
-        kept = num_kept(density)
-        index_bytes = 3 * -(-kept // 2)
-        value_bytes = {32: itemsize * kept, 8: kept + SCALE_BYTES, 2: -(-kept // 4) + SCALE_BYTES * NUM_BINS}[values]
-        return CodedSize(0, CHUNK, index_bytes + value_bytes)
     match precision:
         case "bfloat16":
             return CodedSize(16)
@@ -102,7 +86,8 @@ def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = No
     itemsize = difference_itemsize(run)
     if precision is not None:
         return wire_format(precision, itemsize)
-    return wire_format(sites.precision, itemsize, density=sites.density, values=sites.values)
+    of_method: CodedSize | None = sites.part.wire_format(itemsize)
+    return of_method or wire_format(sites.precision, itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +158,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         for pp_rank in sharding.pp_ranks_of(name):
             plain[fragment] += stage_ranks * cfg.model.experts.num_choices * item
             largest_plain[fragment, pp_rank] += cfg.model.experts.num_choices
-    if cfg.sites.in_pairs:
+    if cfg.sites.part.in_pairs:
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
         largest_plain += largest
     of_rank = [

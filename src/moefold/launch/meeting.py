@@ -12,7 +12,7 @@ from typing import Any
 
 from moefold.host.listen import is_loopback
 from moefold.launch.signed_lines import Message
-from moefold.launch.site_round import Asked, Ballot, MeetingRound, estimate_grace_s, pair_members
+from moefold.launch.site_round import PAIRS_SETTING, Asked, Ballot, MeetingRound, estimate_grace_s, pair_members
 
 SILENT_S = 30.0
 """A site counts as lost this long after its last message."""
@@ -50,7 +50,7 @@ class _Site:
     @property
     def is_paired(self) -> bool:
         """Return whether its rounds are exchanges of random pairs."""
-        return self.settings.get("sites.topology") == "pairs"
+        return self.settings.get(PAIRS_SETTING) is True
 
 
 class Meeting:

@@ -12,6 +12,8 @@ GRACE_ROUNDS = 16
 MIN_GRACE_ROUNDS = 8
 """With fewer past rounds, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0
+PAIRS_SETTING = "sites.method exchanges in pairs"
+"""Name of the setting by which the meeting point divides the members of a round into random pairs."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class MeetingRound:
 
 
 def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return random pairs of the members of a round (NoLoCo, arXiv:2506.10911); of an odd number one is left.
+    """Return random pairs of the members of a round; of an odd number one is left.
 
     The permutation depends on the arguments alone, so that a run can be repeated.
 

@@ -293,7 +293,7 @@ SITES = _definitions(
     ("members", "sites", "that exchanged with each other; 0 if the round was skipped, 1 if the site rested"),
     ("skipped", "", "why the round was skipped, else null"),
     ("difference", "", "norm of D over the norm of phi; of what this site sends"),
-    ("gap", "", "with `sites.penalty`: norm of the last outer step over the norm of g"),
+    ("gap", "", "with the penalty of `sites.method = 'co2'`: norm of the last outer step over the norm of g"),
     (
         "agreement",
         "",

@@ -1,7 +1,7 @@
 """Norms of a round of the sites, a mean that is not applied yet, and arithmetic of the outer step."""
 
-import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ class OuterNorms:
     weights: float
     """Of the outer weights before the step."""
     averaged: float
-    """Of what this site sent without the experts that sites own, of which `mean` and `product` have nothing."""
-    update: float
-    """Of the change of the outer weights; the same bits on all sites. 0 unless the next round divides by it."""
+    """Of what this site sent and the sites take a mean of; `mean` and `product` have nothing of the rest."""
 
     def to_tensor(self) -> Tensor:
-        """Return the sums, without the sum of the update, float64 [5]."""
+        """Return the sums, float64 [5]."""
         sums = [self.difference, self.mean, self.product, self.weights, self.averaged]
         return torch.tensor(sums, dtype=torch.float64)
 
@@ -42,32 +40,25 @@ class PendingRound:
     own: Tensor
     """What this site sent."""
     mean: Tensor
-    """What `OuterOptimizer.assemble` returned."""
+    """What the members received: g of all parameters, then the means of the buffers."""
+    is_mean_of_weights: bool = False
+    """The mean is of weights and not of differences: it replaces weights and outer weights."""
 
-    def with_corrections(self, first: int) -> "PendingRound":
-        """Return the round with the corrections of buffers: what their means differ from those that were sent.
-
-        Buffers have no outer weights, and during the exchange of a whole round they go on from their own.
-
-        Args:
-            first: index of the first buffer in the vectors.
-        """
-        mean = self.mean.clone()
-        mean[first:] -= self.own[first:]
-        return replace(self, mean=mean)
+    @property
+    def is_overlapped(self) -> bool:
+        """Return whether the site trains until it is applied."""
+        return self.due > self.step
 
 
-def add_pull(mean: Tensor, outer: Tensor) -> Tensor:
-    """Return what takes the place of the mean difference in a round of a pair: g + phi - mean(phi), then the buffers.
+class Sent(NamedTuple):
+    """Vector that a site sends in a round."""
 
-    Args:
-        mean: mean of the pair's vectors: differences and buffers of `difference`, then outer weights of `outer_vector`.
-        outer: the outer weights of this site, as they were sent.
-    """
-    size = len(mean) - len(outer)
-    pulled = mean[:size].clone()
-    pulled[: len(outer)] += outer - mean[size:]
-    return pulled
+    vector: Tensor
+    """On the host [elements of this rank]."""
+    num_coded: int
+    """Elements at the start that are sent as a code."""
+    num_gathered: int = 0
+    """The last of these, of which each site gets the values of all members, and no mean."""
 
 
 def mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
@@ -77,28 +68,6 @@ def mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
         tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))
     else:
         tensor.copy_(outer)
-
-
-def float_to_bits(number: float) -> int:
-    """Return the bits of a float64, for state that is kept as integers."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
-
-
-def bits_to_float(bits: int) -> float:
-    """Return the float64 of what `float_to_bits` returned."""
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
-
-
-def exact_square(x: Tensor) -> float:
-    """Return the sum of squares in float64, by halves: its bits do not depend on the machine."""
-    total = x.flatten().double().square()
-    while len(total) > 1:
-        half = -(-len(total) // 2)
-        total[: len(total) - half] += total[half:]
-        total = total[:half]
-    return float(total.sum())
 
 
 def dot(x: Tensor, y: Tensor) -> float:

@@ -7,8 +7,8 @@ A site is an ordinary job of step time t. With one fragment after the other, eac
     utilisation = H * t / (H * t + sum of exposed over the fragments)
 
 where R sites exchange with each other (2 in pairs), bytes are summed over all ranks of a site, messages and coding are
-counted on its fullest rank, and a round asks the meeting point twice, for its members and for the vote. A round that is
-exchanged during the whole next one (CO2) has overlap = H. Not counted: copies to the host and the outer step.
+counted on its fullest rank, and a round asks the meeting point twice, for its members and for the vote. Not counted:
+copies to the host and the outer step.
 
 Data parallelism over the same link sends all gradients in every step. Its steps are priced as if they were overlapped
 with the whole step, max(t, exchange), which no implementation reaches.
@@ -21,6 +21,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, cast
 
+from moefold.config.groups.site_method import SiteMethodPart
+from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
@@ -47,8 +49,6 @@ CODING_S = MappingProxyType(
     }
 )
 """Seconds to encode an element, and to decode and add it, on one core of a host, by sites.precision (docs/log.md)."""
-TOP_K_CODING_S = (10e-9, 0.7e-9)
-"""The same with sites.density below 1."""
 PRECISIONS = ("float32", "bfloat16", "int8", "fp4")
 """Values of sites.precision, from the most to the fewest bits."""
 MEETING_MESSAGES = 4
@@ -177,17 +177,9 @@ class SiteCost:
 
     def least_every(self, precision: str, overlap: int, target: float = TARGET) -> int:
         """Return the fewest steps between the rounds of a fragment with which a site reaches a utilisation."""
-        fewest = _round_up(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s)
+        fewest = round_up(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s)
         # Each fragment has a round of its own, and its exchange ends before the next one begins.
         return max(fewest, len(self.volumes[precision]) * (overlap + 1))
-
-    def least_every_of_whole_rounds(self, precision: str, target: float = TARGET) -> int:
-        """Return the same where a round is exchanged during the whole next one, so that overlap is equal to it."""
-        meeting_s = MEETING_MESSAGES * self.link.latency_s
-        (volume,) = self.volumes[precision]
-        # H * t is at least u / (1 - u) times the exposed time, whether a part of the exchange is exposed or not.
-        part_exposed_s = target * (meeting_s + self.exchange_s(volume))
-        return max(1, _round_up(max(target / (1 - target) * meeting_s, part_exposed_s) / self.step_s))
 
     def data_parallel(self, num_bytes: float) -> DataParallelRate:
         """Return the speed of data parallelism at best: a ring all-reduce overlapped with the whole step.
@@ -206,16 +198,14 @@ class SitePlan:
     """Settings of sites over a link, for a site under one mapping."""
 
     cost: SiteCost
-    density: float
-    """Share of the differences that is sent; below 1, `values` bits of each are, and the precision has no effect."""
-    values: int
+    method: SiteMethodPart
     recipe: SiteRate
     """Of the recipe's own settings."""
     options: tuple[tuple[SiteRate, SiteRate], ...]
     """Of the least `every` that reaches `TARGET`, for each precision: without overlap, or with as little as may be
     chosen, and with as much."""
     chosen: SiteRate
-    further: Mapping[str, float]
+    further: Mapping[str, Any]
     """Other keys of [sites] that change with the chosen settings."""
     data_parallel: DataParallelRate
 
@@ -229,9 +219,8 @@ class SitePlan:
             "latency_s": cost.link.latency_s,
             "step_time_s": cost.step_s,
             "fragments": len(self.recipe.exchanges_s),
-            "density": self.density,
             "recipe": self.recipe.as_dict(),
-            "chosen": self.chosen.as_dict() | dict(self.further),
+            "chosen": self.chosen.as_dict() | _as_tables(self.further),
             "options": [rate.as_dict() for pair in self.options for rate in dict.fromkeys(pair)],
             "data_parallel": {
                 "step_time_s": parallel.step_s,
@@ -239,6 +228,10 @@ class SitePlan:
                 "bytes_per_day": parallel.bytes_per_day,
             },
         }
+
+
+def _as_tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.as_table() if isinstance(value, Part) else value for key, value in values.items()}
 
 
 def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume, ...]:
@@ -251,11 +244,11 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
     sites = cfg.sites
     code = recipe_format(cfg.run, cfg.sites, precision)
     name = precision or sites.precision
-    is_sparse = precision is None and sites.density < 1
-    encode_s, decode_s = TOP_K_CODING_S if is_sparse else CODING_S[name]
+    of_method = precision is None and sites.part.wire_format(difference_itemsize(cfg.run)) is not None
+    encode_s, decode_s = sites.part.coding_s if of_method else CODING_S[name]
     # A site also decodes its own vector, if its code loses anything.
-    num_members = 2 if sites.in_pairs else sites.count
-    num_decoded = num_members + (is_sparse or name != "float32")
+    num_members = 2 if sites.part.in_pairs else sites.count
+    num_decoded = num_members + (of_method or name != "float32")
     return tuple(
         RoundVolume(part.num_bytes(code), part.messages, part.rank_coded * (encode_s + num_decoded * decode_s))
         for part in site_traffic(cfg, precision)
@@ -267,9 +260,8 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
 
     If the recipe's settings do, they are chosen. Else the least overlap, and with it the most bits, with which the
     recipe's `every` is enough; if none is, that with an `every` near the lowest. If rounds overlap in the chosen
-    settings and not in the recipe, half of a site's own weights stays. Experts are merged at the nearest multiple of
-    `every`. Top-k, averaged moments and rounds that are
-    exchanged during the whole next one stay as they are.
+    settings and not in the recipe, half of a site's own weights stays. A code and an overlap of the method's own, and
+    averaged moments, stay as they are.
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
@@ -277,12 +269,16 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         step_s: step time of a site.
     """
     sites = cfg.sites
-    precisions = _precisions(sites)
-    volumes = {name: site_volumes(cfg, None if sites.density < 1 else name) for name in precisions}
-    cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.in_pairs)
+    has_code = sites.part.wire_format(difference_itemsize(cfg.run)) is not None
+    precisions = [sites.precision] if has_code else _precisions(sites)
+    volumes = {name: site_volumes(cfg, None if has_code else name) for name in precisions}
+    cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.part.in_pairs)
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
     overlaps = _overlaps(sites)
-    choices = {(overlap, name): _least_settings(cost, name, overlap) for overlap, name in product(overlaps, precisions)}
+    choices = {
+        (overlap, name): _least_settings(sites.part, cost, name, overlap)
+        for overlap, name in product(overlaps, precisions)
+    }
     options = tuple(
         (cost.rate(choices[overlaps[0], name]), cost.rate(choices[overlaps[-1], name])) for name in precisions
     )
@@ -292,8 +288,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     chosen = recipe if recipe.reaches_target else cost.rate((enough or near)[0])
     return SitePlan(
         cost=cost,
-        density=sites.density,
-        values=sites.values,
+        method=sites.part,
         recipe=recipe,
         options=options,
         chosen=chosen,
@@ -302,41 +297,29 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     )
 
 
-WHOLE_ROUND = -1
-"""Overlap that is equal to `every`, whatever that is."""
-
-
-def _further_keys(sites: SitesConfig, chosen: RoundSettings) -> dict[str, float]:
+def _further_keys(sites: SitesConfig, chosen: RoundSettings) -> dict[str, Any]:
     """Return the keys that follow from chosen settings, where they differ from the recipe's."""
-    keys: dict[str, float] = {}
-    if chosen.overlap > sites.overlap == 0:
-        keys["keep_local"] = KEEP_LOCAL
-    if sites.merge_experts and sites.merge_every % chosen.every:
-        keys["merge_every"] = max(1, round(sites.merge_every / chosen.every)) * chosen.every
-    return keys
+    keys: dict[str, Any] = {"keep_local": KEEP_LOCAL} if chosen.overlap > sites.overlap == 0 else {}
+    method = sites.part.with_every(chosen.every)
+    return keys if method == sites.part else keys | {"method": method}
 
 
 def _precisions(sites: SitesConfig) -> list[str]:
     """Return the values of sites.precision to choose from."""
-    if sites.density < 1:
-        return [sites.precision]
     # A residual is what a code has lost, and float32 loses nothing.
     return [name for name in PRECISIONS if name != "float32" or not sites.residual]
 
 
 def _overlaps(sites: SitesConfig) -> range:
     """Return the values of sites.overlap to choose from."""
-    if sites.overlaps_whole_round:
-        return range(WHOLE_ROUND, WHOLE_ROUND + 1)
-    if sites.moments == "average" or sites.merge_experts:
+    if sites.moments == "average" or not sites.part.may_overlap or sites.part.overlaps_whole_round:
         return range(1)
     # A share of the local weights stays in an overlap alone.
     return range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
 
 
-def _least_settings(cost: SiteCost, precision: str, overlap: int) -> RoundSettings:
-    if overlap == WHOLE_ROUND:
-        every = cost.least_every_of_whole_rounds(precision)
+def _least_settings(method: SiteMethodPart, cost: SiteCost, precision: str, overlap: int) -> RoundSettings:
+    if every := method.least_every(cost, precision):
         return RoundSettings(precision=precision, every=every, overlap=every)
     return RoundSettings(precision=precision, every=cost.least_every(precision, overlap), overlap=overlap)
 
@@ -346,7 +329,7 @@ def _with_every(settings: RoundSettings, every: int) -> RoundSettings:
     return replace(settings, every=every, overlap=overlap)
 
 
-def _round_up(steps: float) -> int:
+def round_up(steps: float) -> int:
     """Round up, but for the rounding of floating-point numbers."""
     return math.ceil(steps * (1 - 1e-12))
 

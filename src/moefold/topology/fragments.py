@@ -95,21 +95,6 @@ def is_probed(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int)
     )
 
 
-def merged_fragments(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> tuple[int, ...]:
-    """Return the fragments whose experts are merged after their round of a step; empty if the share is 0."""
-    if merge_share(sites, step) == 0:
-        return ()
-    count = recipe_fragments(model, sites)
-    return tuple(
-        p for p in fragments_due(run, model, sites, step) if (step - p * sites.every // count) % sites.merge_every == 0
-    )
-
-
-def merge_share(sites: SitesConfig, step: int) -> float:
-    """Return the share of the merging of experts after a step, which falls linearly to 0 at sites.merge_until."""
-    return sites.merge_experts * max(0.0, 1 - step / sites.merge_until) * sites.owns_experts
-
-
 def shortest_gap(count: int, every: int) -> int:
     """Return the fewest steps between the rounds of two fragments."""
     return every // count

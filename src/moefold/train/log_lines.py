@@ -95,7 +95,7 @@ def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> s
     num_rounds = 1 + -(-(rounds_until(run, model, sites, run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if count > 1 else ""
-    pairs = " of random pairs" if sites.in_pairs else ""
+    pairs = " of random pairs" if sites.part.in_pairs else ""
     resting = ", in which one site rests" if pairs and sites.count % 2 else ""
     text = f"{number}a round{pairs} every {sites.every} steps{fragments}{resting}, learning rate {sites.lr:g}"
     if sites.momentum:

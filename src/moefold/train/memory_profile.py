@@ -26,7 +26,6 @@ from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import build_optimizer
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.owned_experts import OwnedExperts
 from moefold.optim.states import StateStore, is_moment
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
@@ -146,15 +145,17 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
         experts = expert_names(cfg.model, cfg.lora)
         # All sites have equally many experts.
         sites = replace(cfg.sites, number=0)
-        owned = OwnedExperts(trained, experts, sites)
-        optimizer = build_optimizer(owned.parameters, cfg.run, cfg.model, cfg.train, cfg.lora, groups.attn.stage)
+        owned = trained
+        if sites.owns_experts:
+            owned = sites.part.own_parameters(trained, experts, sites.count, 0).parameters
+        optimizer = build_optimizer(owned, cfg.run, cfg.model, cfg.train, cfg.lora, groups.attn.stage)
         states = [(name, local_tensor(x)) for state in optimizer.state.values() for name, x in state.items()]
         moments = sum(
             0 if is_moment(optimizer, name) and _is_offloaded(cfg.train, shard) else _tensor_bytes(shard)
             for name, shard in states
         )
         if cfg.sites.is_active:
-            outer = OuterOptimizer(trained, {}, sites, StateStore(), experts=experts)
+            outer = (sites.part.outer() or OuterOptimizer)(trained, {}, sites, StateStore(), experts=experts)
             shards = [local_tensor(tensor) for tensor in outer.entries().values()]
             moments += sum(_tensor_bytes(shard) for shard in shards if not _is_offloaded(cfg.train, shard))
         # `init_weights` keeps the type of integer buffers and makes all others float32.

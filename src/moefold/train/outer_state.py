@@ -14,7 +14,8 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
-from moefold.optim.outer import EXPERT_OWNER, EXPERT_OWNERS, OuterOptimizer
+from moefold.optim.outer import OuterOptimizer
+from moefold.optim.outer_weights import EXPERT_OWNER, EXPERT_OWNERS
 from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import num_replicas
 from moefold.parallel.parallel_model import ParallelModel
@@ -44,7 +45,7 @@ def make_outer_optimizer(
         name: 0 if name in model.duplicate_params else num_replicas(parameter.data)
         for name, parameter in parameters.items()
     }
-    return OuterOptimizer(
+    made: OuterOptimizer = (sites.part.outer() or OuterOptimizer)(
         parameters,
         averaged,
         sites,
@@ -53,6 +54,7 @@ def make_outer_optimizer(
         replicas=replicas,
         experts=expert_names(sizes, lora),
     )
+    return made
 
 
 def load_outer_states(
@@ -79,7 +81,7 @@ def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
         f"the experts of site {number} of {count}" if count > 1 else "all experts" for count, number in (stored, found)
     )
     raise ConfigError(
-        f"sites.experts={sites.experts!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "
-        f"and this site trains {ours}; resume with the same sites.experts, sites.count and sites.number, or begin a "
+        f"sites.method={sites.part.kind!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "
+        f"and this site trains {ours}; resume with the same sites.method, sites.count and sites.number, or begin a "
         "new run from its weights with checkpoint.init_from"
     )

@@ -21,6 +21,7 @@ from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import Message, read_secret
+from moefold.launch.site_round import PAIRS_SETTING
 from moefold.topology.fragments import round_order
 
 POLL_S = 0.5
@@ -31,7 +32,7 @@ _EQUAL_PARALLEL_KEYS = (
     *("world_size", "tp", "cp", "pp", "ep", "etp", "order", "moe_order"),
     *("schedule", "virtual_stages", "pipeline_layout", "zero"),
 )
-_OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "method", "every", "first", "overlap"})
+_OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "every", "first", "overlap"})
 ROUNDS_SETTING = "the rounds of the run (by run.steps, sites.every and sites.first)"
 """Name of the setting that stands for keys which may differ between sites, in proportion."""
 _FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
@@ -49,13 +50,13 @@ def equal_settings(
     model = {f"model.{key}": value for key, value in model_sizes(sizes).items() if key not in _FREE_MODEL_KEYS}
     schedule = word_of(mapping.schedule)
     parallel = keys_of(mapping) | {"schedule": schedule.as_table() if isinstance(schedule, Part) else schedule}
-    # Experts are merged at a share that falls with the steps.
-    own_keys = _OWN_SITES_KEYS - ({"every", "first"} if sites_config.merge_experts else set())
-    sites = {f"sites.{key}": value for key, value in keys_of(sites_config).items() if key not in own_keys}
+    own_keys = _OWN_SITES_KEYS - ({"every", "first"} if sites_config.part.counts_steps else set())
+    keys = {key: without_source(value, "file") for key, value in keys_of(sites_config).items()}
+    sites = {f"sites.{key}": value for key, value in keys.items() if key not in own_keys}
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
-        | {"sites.overlap equal to sites.every": sites_config.overlaps_whole_round}
+        | {PAIRS_SETTING: sites_config.part.in_pairs}
         | {
             "run.seed": run.seed,
             ROUNDS_SETTING: round_order(run, sizes, sites_config),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,10 +25,8 @@ from moefold.train.step_guard import Mismatch, StepDecision
 
 if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
-    from moefold.optim.forward_only import ProjectedGradient
     from moefold.parallel.replica_check import Divergence, HostFact
     from moefold.train.attention_meter import AttentionMeter
-    from moefold.train.forward_passes import ForwardPasses
     from moefold.train.nonfinite import NonFiniteReport
 
 
@@ -80,8 +78,8 @@ class StepTotals:
     thresholds: Tensor
     receive_loads: Tensor
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
-    projected: "ProjectedGradient | None"
-    """None with gradients."""
+    projected: Any
+    """Gradient of forward passes (`OptimizerPart.passes`); None with gradients."""
 
 
 class StepMeter:
@@ -138,7 +136,7 @@ class StepMeter:
         flags: Sequence[bool],
         data_s: float,
         memory_tracker: "MemoryTracker | None",
-        passes: "ForwardPasses | None",
+        passes: Any,
         rate: float,
     ) -> StepTotals:
         """Sum all numbers of a step over the ranks, in one all-reduce.
@@ -149,7 +147,7 @@ class StepMeter:
             flags: stop flags of this rank.
             data_s: time that this rank took to load the batch.
             memory_tracker: of a measured step.
-            passes: forward passes of an optimizer without gradients.
+            passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
             rate: learning rate of the step.
         """
         world = self._model.groups.world
@@ -192,7 +190,7 @@ class StepMeter:
             projected=projected,
         )
 
-    def _result(self, totals: dict[str, Tensor], rate: float, projected: "ProjectedGradient | None") -> StepResult:
+    def _result(self, totals: dict[str, Tensor], rate: float, projected: Any) -> StepResult:
         """Return the metrics of a step from the sums over all ranks."""
         losses = totals["losses"].tolist()
         num_terms = len(self._loss_terms)

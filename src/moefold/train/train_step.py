@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.optim.outer import OuterOptimizer
-    from moefold.optim.owned_experts import OwnedExperts
     from moefold.optim.states import StateStore
     from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
     from moefold.parallel.router_replay_io import RouterReplayBuffer
-    from moefold.train.forward_passes import ForwardPasses
     from moefold.train.nonfinite import NonFiniteReport
 
 
@@ -57,12 +55,11 @@ class TrainingStep:
             from moefold.parallel.offload import open_state_store
 
             state_store = open_state_store(cfg.train, model.groups.device)
-        self._owned: OwnedExperts | None = None
+        self._owned: Any = None
         if cfg.sites.owns_experts:
-            from moefold.optim import owned_experts
-
             names = expert_names(cfg.model, cfg.lora)
-            self._owned = owned_experts.OwnedExperts(model.trained_parameters, names, cfg.sites)
+            count, number = cfg.sites.count, cfg.sites.number
+            self._owned = cfg.sites.part.own_parameters(model.trained_parameters, names, count, number)
         self.optimizer = build_optimizer(
             self.optimized, cfg.run, cfg.model, cfg.train, cfg.lora, model.groups.attn.stage, state_store
         )
@@ -71,11 +68,8 @@ class TrainingStep:
             from moefold.train.outer_state import make_outer_optimizer
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
-        self._passes: ForwardPasses | None = None
-        if not chosen_in(cfg.train, OptimizerPart).needs_gradients:
-            from moefold.train import forward_passes
-
-            self._passes = forward_passes.ForwardPasses(model, self.optimizer)
+        part = chosen_in(cfg.train, OptimizerPart)
+        self._passes: Any = None if part.needs_gradients else part.passes(model, self.optimizer)
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay: RouterReplayBuffer | None = None
@@ -113,7 +107,8 @@ class TrainingStep:
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the optimizer: without frozen weights, and of sites their own experts alone."""
-        return self.model.trained_parameters if self._owned is None else self._owned.parameters
+        owned: dict[str, nn.Parameter] = self.model.trained_parameters
+        return owned if self._owned is None else dict(self._owned.parameters)
 
     @property
     def shared_weights(self) -> Sequence[Tensor]:
@@ -260,7 +255,8 @@ class TrainingStep:
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
         """Accumulate the gradients of a batch, or run forward passes alone; return this rank's loss terms."""
         if self._passes is not None:
-            return self._passes.run(batch, step, self.begin_step)
+            terms: Tensor = self._passes.run(batch, step, self.begin_step)
+            return terms
         return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":

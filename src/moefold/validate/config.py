@@ -19,7 +19,6 @@ from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
-from moefold.validate.forward_only import FORWARD_ONLY_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
 from moefold.validate.model import MODEL_RULES, layer_problems, validate_layer_words, validate_layers
@@ -86,7 +85,6 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *ROLLOUT_RULES,
         *SITES_RULES,
         *REGROUP_RULES,
-        *FORWARD_ONLY_RULES,
     )
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in ask(rule, cfg)]

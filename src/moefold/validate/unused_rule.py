@@ -37,7 +37,7 @@ def why_unread(cfg: Config, name: str) -> tuple[str, str] | None:
     """
     for mark in read_conditions().get(name, ()):
         conditions = mark.conditions.split()
-        values = {name: read_key(cfg, _parse(name)[0]) for name in (*conditions, *mark.also.split())}
+        values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}
         if not any(_holds(condition, value) for condition, value in values.items()):
             found = " and ".join(f"{_parse(condition)[0]}={shown_value(value)}" for condition, value in values.items())
             return f"nothing reads it with {found}", f"set {join_with_or(list(map(_way_out, conditions)))}"

@@ -7,6 +7,7 @@ z is drawn again for each use, by name and step: no second copy of the weights i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from moefold.model.init import logical_parts, seed_for
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
-from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.optim.states import group_by_decay
 from moefold_experiments.spsa.counter_normal import normal_rows, uniform
 from moefold_experiments.spsa.part import Spsa
@@ -48,7 +48,17 @@ def decode_gradient(code: int, largest: float) -> float:
     return code * (largest / MAX_CODE)
 
 
-class SPSA(ForwardOnlyOptimizer):
+@dataclass(frozen=True)
+class ProjectedGradient:
+    """Gradient of a step along its perturbation; equal on all ranks."""
+
+    value: float
+    """Its value before rounding."""
+    rounded: float
+    """The value that the update takes; 0 where the value is not finite."""
+
+
+class SPSA(torch.optim.Optimizer):
     """Optimizer without state and gradients; all methods are local.
 
     `perturb` and `step` or `restore` draw the same z again. A weight is back at its value up to the rounding of its
@@ -61,6 +71,8 @@ class SPSA(ForwardOnlyOptimizer):
     """
 
     num_passes = len(SIGNS)
+    projected_gradient = 0.0
+    """Gradient along the perturbation, which the next call of `step` applies."""
 
     def __init__(self, part: Spsa, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> None:
         groups = group_by_decay(parameters)

@@ -3,19 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from moefold.config.field import POSITIVE, at_least
 from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart, StateSpec
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import UnusedKeys
+from moefold.config.rule import ask
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from moefold.config.schema import Config
     from moefold.optim.build import OptimizerRun
+    from moefold.parallel.parallel_model import ParallelModel
+    from moefold_experiments.spsa.passes import ForwardPasses
 
 BYTES_PER_PARAM = 26
 """Memory traffic: the weight is read and written for each pass and for the update, and the copy written. Normal
@@ -63,3 +67,16 @@ class Spsa(OptimizerPart):
         from moefold_experiments.spsa.module import SPSA
 
         return SPSA(self, parameters, run)
+
+    def passes(self, model: "ParallelModel", optimizer: Any) -> "ForwardPasses":
+        """Return what runs the forward passes of a step; see the base class."""
+        from moefold_experiments.spsa.passes import ForwardPasses
+
+        return ForwardPasses(model, optimizer)
+
+    def check(self, recipe: "Config") -> Iterator[Any]:  # type: ignore[override]
+        """Yield what forward passes alone do not go with."""
+        from moefold_experiments.spsa.rules import spsa_problems
+
+        yield from ask(super().check, recipe)
+        yield from spsa_problems(f"{self.key}={self.kind!r}", recipe)

@@ -56,7 +56,7 @@ class ForwardOnlyStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPart(Part):
-    """Optimizer. Without gradients (`needs_gradients`) it is built as an `optim.forward_only.ForwardOnlyOptimizer`."""
+    """Optimizer; without gradients (`needs_gradients`) a step consists of its `passes`."""
 
     group: ClassVar[str] = "optimizer"
     key: ClassVar[str] = "train.optimizer"
@@ -99,6 +99,21 @@ class OptimizerPart(Part):
             run: an `optim.build.OptimizerRun`.
         """
         raise NotImplementedError
+
+    def passes(self, model: Any, optimizer: Any) -> Any:
+        """Return what runs the forward passes of a step, without gradients.
+
+        Args:
+            model: the `parallel.parallel_model.ParallelModel`.
+            optimizer: what `build` returned.
+
+        Returns:
+            An object with the methods `run(batch, step, begin_step)`, which returns this rank's loss terms and calls
+            `begin_step(step, batch)` before each pass; `local_losses()`, float64 [passes], which is summed over all
+            ranks; `project(losses, step)`, which returns the gradient with its `value`, and `rounded` for the update;
+            then `update(rounded)`, or `restore()`, which leaves the weights as they were before the step.
+        """
+        raise AssertionError("needs_gradients")
 
     def formula(self) -> Callable[..., Any] | None:
         """Return the update written a second time, for the oracle; None: it has no formula.

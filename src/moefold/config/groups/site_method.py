@@ -1,19 +1,31 @@
-"""Methods of sites: presets of the rounds in which jobs exchange their weights."""
+"""Methods of sites: what jobs exchange in a round, and what a round does to their weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from moefold.config.part import Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteMethodPart(Part):
-    """Values of the keys of [sites] that a recipe leaves out; what a round does, these keys say."""
+    """Values of the keys of [sites] that a recipe leaves out, and what a round does beyond these keys.
+
+    By itself, all sites of a round send their differences in `sites.precision`, and step along the mean.
+    """
 
     group: ClassVar[str] = "site_method"
     key: ClassVar[str] = "sites.method"
     changes_maths: ClassVar[bool] = False
+    in_pairs: ClassVar[bool] = False
+    """Whether a site exchanges with one other site, drawn from run.seed and the number of the round. Outer weights then
+    differ between sites, and all exchange in the round after the last step."""
+    overlaps_whole_round: ClassVar[bool] = False
+    """Whether a round is exchanged during the whole next one: sites.overlap is equal to sites.every."""
+    owns_experts: ClassVar[bool] = False
+    """Whether site n trains the experts n, n + count, n + 2 * count, ... of each layer alone (`own_parameters`)."""
+    coding_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    """With a `wire_format`: seconds to encode an element, and to decode and add it, on one core of a host."""
 
     def values(self, every: Any) -> Mapping[str, Any]:
         """Return the values by key, without the section.
@@ -22,3 +34,65 @@ class SiteMethodPart(Part):
             every: `sites.every` of the recipe, unchecked, or its default.
         """
         raise NotImplementedError
+
+    @property
+    def has_outer_step(self) -> bool:
+        """Return whether the outer step does more than to take a mean, whatever `sites.lr` and momentum are."""
+        return False
+
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether a round depends on the step, so that all sites take equally many between two rounds."""
+        return False
+
+    @property
+    def may_overlap(self) -> bool:
+        """Return whether training may go on during an exchange."""
+        return True
+
+    def wire_format(self, itemsize: int) -> Any:
+        """Return the size of coded differences, a `cost.site_traffic.CodedSize`; None: the one of `sites.precision`.
+
+        Args:
+            itemsize: bytes of an element before it is coded.
+        """
+        return None
+
+    def wire_code(self, dtype: Any) -> Any:
+        """Return the code of differences of a torch type, a `comm.wire_codes.WireCode`; None: of `sites.precision`."""
+        return None
+
+    def outer(self) -> Any:
+        """Return the class of the outer optimizer, derived from `optim.outer.OuterOptimizer`; None: this one."""
+        return None
+
+    def own_parameters(self, parameters: Mapping[str, Any], experts: Any, count: int, number: int) -> Any:
+        """Return what a site with `owns_experts` trains; local.
+
+        Args:
+            parameters: the trained parameters of this rank, by name, `nn.Parameter`.
+            experts: names of the parameters of routed experts.
+            count: sites of the run.
+            number: the site.
+
+        Returns:
+            An object with `parameters`, in which the site's own experts replace all, and the methods `take_gradients`
+            and `drop_gradients`, before and after the optimizer's step.
+        """
+        raise AssertionError("owns_experts")
+
+    def least_every(self, cost: Any, precision: str) -> int | None:
+        """Return the least `sites.every` that `moefold plan` chooses, with an overlap that is equal to it.
+
+        Args:
+            cost: the `planner.sites.SiteCost` of the rounds.
+            precision: a value of `sites.precision`.
+
+        Returns:
+            None: the planner chooses the overlap.
+        """
+        return None
+
+    def with_every(self, every: int) -> Self:
+        """Return the method with settings that go with another `sites.every`."""
+        return self

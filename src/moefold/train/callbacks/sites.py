@@ -1,6 +1,5 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,19 +22,11 @@ from moefold.launch.meeting import describe_sites
 from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
-from moefold.optim.expert_merging import ExpertMerging
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import OuterNorms, PendingRound, add_pull, bits_to_float, exact_square, float_to_bits
+from moefold.optim.outer_round import PendingRound, Sent
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.topology.fragments import (
-    fragments_due,
-    is_probed,
-    merge_share,
-    merged_fragments,
-    rounds_until,
-    step_of_round,
-)
+from moefold.topology.fragments import fragments_due, is_probed, rounds_until, step_of_round
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
@@ -53,17 +44,21 @@ class _Flight:
     due: int
     fragments: tuple[int, ...]
     own: Tensor
+    sent: Sent
     is_finite: bool
     tokens: int
     """Tokens of this site when the differences were taken."""
     members: tuple[int, ...]
     weights: tuple[float, ...]
     """Weight of each member."""
-    exchange: "Future[Exchanged] | Exchanged | None"
-    """None in a round of one site that sends its differences."""
+    exchange: "Future[Exchanged] | None"
+    """None in a round of one site."""
     began_s: float
-    outer: Tensor | None = None
-    """Outer weights that were sent in a round of a pair."""
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Return whether the site trains during the exchange."""
+        return self.due > self.step
 
 
 class SiteRounds(Callback):
@@ -127,7 +122,7 @@ class SiteRounds(Callback):
             step.sites = self._apply(run, is_overlapped=True)
             self._give(run)
         elif fragments:
-            outer.last_update = 0.0
+            outer.skip()
         if not fragments:
             return
         run.groups.recorder.set_phase("exchanging weights with the other sites")
@@ -213,7 +208,7 @@ class SiteRounds(Callback):
         """
         step = run.position.step
         fragments = fragments_due(self._run, self._model, self._sites, step)
-        if self._sites.overlaps_whole_round and fragments and step < self._run.steps and run.status == 0:
+        if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and run.status == 0:
             self._begin(run, step, fragments, self._sites.overlap)
 
     def _give(self, run: TrainingContext) -> None:
@@ -245,14 +240,16 @@ class SiteRounds(Callback):
         is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
         if self._meeting is None:
             if is_finite:
+                sent = outer.send(fragments, own, is_last=step == self._run.steps)
                 self._flight = _Flight(
-                    step, step + overlap, fragments, own, True, run.position.tokens, (0,), (1.0,), None, began_s
+                    step, step + overlap, fragments, own, sent, True, run.position.tokens, (0,), (1.0,), None, began_s
                 )
                 self._begin_next(outer)
             else:
                 self._skip(run, step, "the weights are not finite")
             return True
-        in_pairs = self._sites.in_pairs
+        in_pairs = self._sites.part.in_pairs
+        is_last = step == self._run.steps
         # Before the other sites wait for this one.
         probe = self._probe.read(run) if is_probed(self._run, self._model, self._sites, step) else None
         question = self._position(step, outer) | {
@@ -264,7 +261,7 @@ class SiteRounds(Callback):
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": step + overlap >= self._run.steps,
-            "merges": self._is_merge(step),
+            "merges": in_pairs and is_last,
         }
         answer = self._meeting.ask(question)
         if "missed" in answer:
@@ -281,25 +278,18 @@ class SiteRounds(Callback):
         if answer["nonfinite"] and run.log is not None:
             run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
         members = tuple(answer["members"])
-        sent = own
-        num_coded = outer.num_coded(fragments)
-        phi = None
-        if self._is_merge(step):
-            sent = outer.local_vector(fragments)
-            num_coded = 0
-        elif in_pairs:
-            phi = outer.outer_vector(fragments)
-            sent = torch.cat([own, phi])
-        exchange: Future[Exchanged] | Exchanged | None = Exchanged(sent, sent, 0, 0.0) if in_pairs else None
+        sent = outer.send(fragments, own, is_last=is_last)
+        exchange: Future[Exchanged] | None = None
         if len(members) > 1:
             assert self._meeting.links is not None
             round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
-            counts = num_coded, outer.num_gathered(fragments)
-            exchange = self._meeting.links.begin(round_, sent, counts[0], outer.code, counts[1], probe)
+            exchange = self._meeting.links.begin(
+                round_, sent.vector, sent.num_coded, outer.code, sent.num_gathered, probe
+            )
         tokens = run.position.tokens
         weights = tuple(answer["weights"])
         due = step + overlap
-        self._flight = _Flight(step, due, fragments, own, is_finite, tokens, members, weights, exchange, began_s, phi)
+        self._flight = _Flight(step, due, fragments, own, sent, is_finite, tokens, members, weights, exchange, began_s)
         self._begin_next(outer)
         return True
 
@@ -311,10 +301,8 @@ class SiteRounds(Callback):
 
     def _begin_next(self, outer: OuterOptimizer) -> None:
         """Begin the next round of training, where it does not wait for the exchange under way."""
-        flight = self._flight
-        if flight is not None and flight.due > flight.step and self._sites.overlaps_whole_round:
-            # It has one fragment.
-            outer.take_weights(list(outer.weights))
+        if self._flight is not None and self._flight.is_overlapped:
+            outer.begin_next()
 
     def _decide(self, run: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
@@ -332,9 +320,9 @@ class SiteRounds(Callback):
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
-                if flight.is_finite and flight.due > flight.step and self._sites.overlaps_whole_round:
+                if flight.is_finite and flight.is_overlapped:
                     reshard_parameters(run.training.model.stages)
-                    outer.put_back(flight.fragments, flight.own)
+                    outer.cancel(flight.fragments, flight.own)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
                 self._skip(run, flight.step, str(why))
                 return
@@ -342,17 +330,12 @@ class SiteRounds(Callback):
         outer.num_rounds += 1
         for fragment in flight.fragments:
             outer.tokens[fragment] = flight.tokens
-        if outer.residual and not self._is_merge(flight.step):
+        if outer.residual and flight.sent.num_coded:
             # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
             decoded = exchanged.decoded[: len(flight.own)] if flight.is_finite else flight.own
             outer.keep_residual(flight.fragments, flight.own, decoded)
-        if flight.outer is not None:
-            mean = add_pull(exchanged.mean, flight.outer)
-        else:
-            mean = outer.assemble(flight.fragments, exchanged.mean, exchanged.of_members, flight.members)
-        outer.pending = PendingRound(flight.step, flight.due, flight.fragments, flight.own, mean)
-        if flight.due > flight.step and self._sites.overlaps_whole_round:
-            outer.pending = outer.pending.with_corrections(outer.num_coded(flight.fragments))
+        round_ = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
+        outer.pending = outer.receive(round_, flight.sent, exchanged, flight.members)
         self._record |= {
             "members": len(flight.members),
             "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
@@ -376,18 +359,18 @@ class SiteRounds(Callback):
         outer = _outer_of(run)
         pending, outer.pending = outer.pending, None
         if pending is None:
-            outer.last_update = 0.0
+            outer.skip()
         else:
             reshard_parameters(run.training.model.stages)
             # A checkpoint has g of a round that is not applied yet, and not what this site sent.
             knows_own = "members" in self._record
-            if knows_own and has_moe_layers(self._model) and not self._is_merge(pending.step):
+            if knows_own and has_moe_layers(self._model) and not pending.is_mean_of_weights:
                 squares = _sum_of_ranks(run, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
-            norms = self._step(run, pending, is_overlapped=is_overlapped)
+            norms, metrics = outer.apply(pending, run.groups, is_overlapped=is_overlapped)
+            self._record |= metrics
             if self._sites.moments == "reset":
                 run.training.reset_moments()
-            self._merge_experts(run, pending.step)
             difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
             if knows_own:
                 self._record |= {
@@ -395,42 +378,6 @@ class SiteRounds(Callback):
                     "agreement": product / (averaged * mean) ** 0.5 if averaged * mean else 0.0,
                 }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
-
-    def _step(self, run: TrainingContext, pending: PendingRound, *, is_overlapped: bool) -> OuterNorms:
-        """Take the outer step of a round, or the mean of all sites after the last step of pairs; collective."""
-        outer = _outer_of(run)
-        sites = self._sites
-        if self._is_merge(pending.step):
-            norms = outer.merge(pending.own, pending.mean, pending.fragments)
-        else:
-            penalty = 1.0
-            if sites.penalty:
-                square = _same_sum_of_ranks(mean_square(outer, pending))
-                penalty = 1 + outer.last_update / math.sqrt(square) if square else 1.0
-                self._record["gap"] = penalty - 1
-            norms = outer.step(
-                pending.own,
-                pending.mean,
-                pending.fragments,
-                keep_local=sites.keep_local if is_overlapped else 0.0,
-                moves_both=is_overlapped and sites.overlaps_whole_round,
-                penalty=penalty,
-            )
-            if sites.penalty:
-                outer.last_update = math.sqrt(_same_sum_of_ranks(norms.update))
-        return norms
-
-    def _is_merge(self, step: int) -> bool:
-        """Return whether the round after a step takes the mean of the weights of sites that met in pairs before."""
-        return self._sites.in_pairs and step == self._run.steps
-
-    def _merge_experts(self, run: TrainingContext, step: int) -> None:
-        """Merge similar experts after the round of a step, if it is due; collective."""
-        if fragments := merged_fragments(self._run, self._model, self._sites, step):
-            groups = run.groups
-            share = merge_share(self._sites, step)
-            ExpertMerging(groups.moe.ep, groups.moe.edp, groups.attn.stage).run(_outer_of(run), fragments, share)
-            self._record["merged"] = share
 
     def _skip(self, run: TrainingContext, step: int, why: str) -> None:
         self._num_skipped += 1
@@ -447,13 +394,10 @@ class SiteRounds(Callback):
 
 def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
-    if isinstance(flight.exchange, Exchanged):
-        return flight.exchange, ""
     if flight.exchange is None:
-        outer = _outer_of(run)
-        last = outer.num_coded(flight.fragments)
-        experts = flight.own[last - outer.num_gathered(flight.fragments) : last].unsqueeze(0)
-        return Exchanged(flight.own, flight.own, 0, 0.0, experts), ""
+        vector, num_coded, num_gathered = flight.sent
+        gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
+        return Exchanged(vector, vector, 0, 0.0, gathered), ""
     try:
         while True:
             try:
@@ -485,11 +429,6 @@ def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
     return [distance, weights_square]
 
 
-def mean_square(outer: OuterOptimizer, pending: PendingRound) -> float:
-    """Return the sum of squares of g over the shards of this rank, with the same bits on all sites."""
-    return sum(exact_square(g) / replicas for _, _, g, _, replicas in outer.visit_round(pending) if replicas)
-
-
 def describe_wait(answer: Message, address: str) -> str:
     """Return the line of the log that says for what a site waits, by the answer of the meeting point."""
     if "unreachable" in answer:
@@ -502,11 +441,11 @@ def describe_wait(answer: Message, address: str) -> str:
 def _header(run: TrainingContext, index: int) -> list[int]:
     """Return the numbers of the state that a site gives.
 
-    They are round, steps since, rounds applied, updates of the moments, and the norm of the last outer step.
+    They are round, steps since, rounds applied, updates of the moments, and a number of the method of sites.
     """
     outer = _outer_of(run)
     since = run.position.step - step_of_round(run.cfg.run, run.cfg.model, run.cfg.sites, index)
-    return [index, since, outer.num_rounds, run.training.moment_updates, float_to_bits(outer.last_update)]
+    return [index, since, outer.num_rounds, run.training.moment_updates, outer.carried]
 
 
 def _state_tensors(run: TrainingContext) -> list[Tensor]:
@@ -515,7 +454,7 @@ def _state_tensors(run: TrainingContext) -> list[Tensor]:
     Each site has the moments of its own experts, where sites own them; those stay.
     """
     training = run.training
-    owned = _outer_of(run).owned
+    owned = _outer_of(run).experts if run.cfg.sites.owns_experts else ()
     shared = {name: p for name, p in training.optimized.items() if name not in owned}
     moments = named_moments(training.optimizer, shared)
     outer = _outer_of(run).entries(("weights", "momentum"))
@@ -528,9 +467,9 @@ def _adopt(run: TrainingContext, header: Tensor) -> None:
 
     The step stays this site's own: a site may take more or fewer steps between two rounds.
     """
-    index, since, num_rounds, moment_updates, last_update = header.tolist()
+    index, since, num_rounds, moment_updates, carried = header.tolist()
     reshard_parameters(run.training.model.stages)
-    _outer_of(run).last_update = bits_to_float(last_update)
+    _outer_of(run).carried = carried
     _outer_of(run).adopt(num_rounds, run.position.tokens)
     run.training.restore_moment_updates(moment_updates)
     run.position.step = step_of_round(run.cfg.run, run.cfg.model, run.cfg.sites, index) + min(
@@ -543,11 +482,6 @@ def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
     local = torch.tensor(numbers, dtype=torch.float64, device=run.groups.device)
     sums: list[float] = all_reduce_sum(local, run.groups.world).tolist()
     return sums
-
-
-def _same_sum_of_ranks(number: float) -> float:
-    """Return the sum of a number over the ranks of the site, with the same bits on all sites; collective."""
-    return math.fsum(current_world().all_gather_object(number))
 
 
 def _outer_of(run: TrainingContext) -> OuterOptimizer:

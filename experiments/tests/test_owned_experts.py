@@ -10,11 +10,11 @@ from moefold.comm.wire_codes import make_wire_code
 from moefold.config.part import make_part
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
-from moefold.optim.outer import OuterOptimizer
 from moefold.optim.outer_round import PendingRound
-from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
+from moefold_experiments.spes.module import OuterOfOwners
+from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.optim.alone import build_alone
 
 SHAPES = {"experts.w_up": (6, 3, 2), "shared": (4, 3), "experts.b_up": (6, 2)}
@@ -39,7 +39,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
     cfg = TrainConfig(optimizer=make_part("optimizer", "adamw", weight_decay=0.3, moment_dtype=moment_dtype, beta2=0.9))
     whole, ours = parameters(torch.float32), parameters(torch.float32)
     before = {name: p.detach().clone() for name, p in ours.items()}
-    owned = OwnedExperts(ours, EXPERTS, SitesConfig(count=3, number=number, experts="own"))
+    owned = OwnedExperts(ours, EXPERTS, 3, number)
     expected, optimizer = build_alone(whole, cfg), build_alone(owned.parameters, cfg)
     for step in range(3):
         set_gradients(whole, step)
@@ -69,7 +69,7 @@ def test_norm_and_clipping_read_the_gradients_of_own_experts_alone():
     ours = parameters()
     set_gradients(ours, 0)
     gradients = {name: p.grad.clone() for name, p in ours.items()}
-    owned = OwnedExperts(ours, EXPERTS, SitesConfig(count=2, number=1, experts="own"))
+    owned = OwnedExperts(ours, EXPERTS, 2, 1)
     owned.take_gradients()
     norm = local_norm_sq(owned.parameters).sqrt()
     counted = [gradients["shared"], *(gradients[name][1::2] for name in EXPERTS)]
@@ -80,9 +80,9 @@ def test_norm_and_clipping_read_the_gradients_of_own_experts_alone():
 
 class Site:
     def __init__(self, number: int, settings: dict[str, object]) -> None:
-        self.settings = SitesConfig(count=3, number=number, experts="own", **settings)
+        self.settings = SitesConfig(count=3, number=number, method="spes", **settings)
         self.parameters = parameters()
-        self.outer = OuterOptimizer(
+        self.outer = OuterOfOwners(
             self.parameters, {"bias": torch.ones(2)}, self.settings, StateStore(), experts=EXPERTS
         )
         self.outer.start()

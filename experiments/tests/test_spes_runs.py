@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.tests.oracle_site_methods import OracleOfOwners
 from moefold.checkpoint.checkpoint_dir import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
-from moefold.optim.outer import OuterOptimizer
-from moefold.optim.owned_experts import OwnedExperts, select_owned
 from moefold.train.train_step import TrainingStep
 from moefold.verify.ranks.pool import WorkerError
+from moefold_experiments.spes.module import OuterOfOwners
+from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.models import edit_model
 from tests.slow import slow
-from tests.train.oracle_sites import OracleSites
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
 from tests.train.test_sites import adapted, planned_bytes, recipe, train, train_and_come_back, train_sites, train_until
@@ -27,8 +27,8 @@ from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity
 
-OWN = {"count": 2, "every": 2, "experts": "own"}
-MERGED = OWN | {"merge_experts": 0.1, "merge_every": 2, "merge_until": 8}
+OWN = {"count": 2, "every": 2, "method": make_part("site_method", "spes", merge_experts=0.0)}
+MERGED = OWN | {"method": make_part("site_method", "spes", merge_experts=0.1, merge_every=2, merge_until=8)}
 STREAMED = OWN | {"every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.8, "momentum": 0.5}
 
 
@@ -83,7 +83,7 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
     cfg = owned(tmp_path, num_steps, sites, mapping, options)
     train_sites(pool, cfg)
     count = cfg.sites.count
-    expected = OracleSites(without_mapping(cfg)).run(num_steps)
+    expected = OracleOfOwners(without_mapping(cfg)).run(num_steps)
     for number in range(count):
         run_dir = tmp_path / f"site-{number}"
         assert_equals_oracle(cfg, number, run_dir, expected, (2, 3, num_steps))
@@ -99,9 +99,9 @@ def test_sites_that_own_experts_equal_their_oracle(pool, tmp_path, case):
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}])
 def test_sites_own_the_adapters_of_their_experts(pool, tmp_path, mapping):
     cfg = adapted(tmp_path, **mapping)
-    cfg = replace(cfg, sites=replace(cfg.sites, experts="own"))
+    cfg = replace(cfg, sites=replace(cfg.sites, method=OWN["method"]))
     train_sites(pool, cfg)
-    expected = OracleSites(without_mapping(cfg)).run(4)
+    expected = OracleOfOwners(without_mapping(cfg)).run(4)
     for number, step in ((0, 2), (1, 3), (1, 4)):
         path = checkpoint(tmp_path / f"site-{number}", step)
         for prefix, weights in (
@@ -115,7 +115,7 @@ def test_sites_own_the_adapters_of_their_experts(pool, tmp_path, mapping):
 
 def train_broken(cfg: Config, broken: str) -> int:
     """Train with one mistake."""
-    drop_gradients, assemble, init = OwnedExperts.drop_gradients, OuterOptimizer.assemble, TrainingStep.__init__
+    drop_gradients, assemble, init = OwnedExperts.drop_gradients, OuterOfOwners.assemble, TrainingStep.__init__
 
     def decay_others(self: OwnedExperts) -> None:
         drop_gradients(self)
@@ -124,7 +124,7 @@ def train_broken(cfg: Config, broken: str) -> int:
             select_owned(whole.data, 2, other).mul_(1 - cfg.train.lr * cfg.train.optimizer.weight_decay)
             assert name.rpartition(".")[0].endswith("experts")
 
-    def swap_owners(self: OuterOptimizer, fragments: Any, mean: Any, of_members: Any, members: Any) -> Any:
+    def swap_owners(self: OuterOfOwners, fragments: Any, mean: Any, of_members: Any, members: Any) -> Any:
         return assemble(self, fragments, mean, of_members, members[::-1])
 
     def count_all(self: TrainingStep, *args: Any) -> None:
@@ -135,7 +135,7 @@ def train_broken(cfg: Config, broken: str) -> int:
         if broken == "weight decay of other experts":
             patch.setattr(OwnedExperts, "drop_gradients", decay_others)
         elif broken == "experts of the wrong site":
-            patch.setattr(OuterOptimizer, "assemble", swap_owners)
+            patch.setattr(OuterOfOwners, "assemble", swap_owners)
         elif broken == "norm of all experts":
             patch.setattr(TrainingStep, "__init__", count_all)
         return train(cfg)
@@ -150,7 +150,7 @@ def test_a_mistake_is_noticed(pool, tmp_path, broken):
     cfg = owned(tmp_path, 3, OWN, {}, {})
     with Server().running() as server:
         run_sites(pool, [of_site(cfg, n, server.port) for n in (0, 1)], train_broken, broken)
-    state = OracleSites(cfg).run(3)[-1]
+    state = OracleOfOwners(cfg).run(3)[-1]
     error = largest_error(tensors(checkpoint(tmp_path / "site-0", 3), "model."), state.weights[0])
     assert (error > 1e-5) if broken else (error <= TOLERANCE)
 
@@ -220,7 +220,7 @@ def test_moments_of_other_experts_are_refused(pool, tmp_path):
     cfg = owned(tmp_path, 2, OWN, {}, {})
     train_sites(pool, cfg)
     path = checkpoint(tmp_path / "site-0", 2)
-    alone = replace(cfg, sites=replace(cfg.sites, count=1, experts="average"))
+    alone = replace(cfg, sites=replace(cfg.sites, count=1, method="mean"))
     alone = replace(alone, checkpoint=replace(alone.checkpoint, resume=str(path)))
     with pytest.raises(
         WorkerError, match="has the optimizer moments of the experts of site 0 of 2, and this site trains"

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefold.optim.forward_only import ForwardOnlyOptimizer, ProjectedGradient
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.parallel_model import ParallelModel
+from moefold_experiments.spsa.module import SPSA, ProjectedGradient
 
 
 class ForwardPasses:
@@ -19,8 +19,7 @@ class ForwardPasses:
         optimizer: perturbs and updates the weights.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
-        assert isinstance(optimizer, ForwardOnlyOptimizer), "what `build` of a part without gradients returns"
+    def __init__(self, model: ParallelModel, optimizer: SPSA) -> None:
         self._model = model
         self._optimizer = optimizer
         self._losses: list[Tensor] = []

@@ -9,14 +9,17 @@ parts of all experts, so that a rank needs the memory of its own shard three tim
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum, all_to_all
 from moefold.comm.groups import Group
-from moefold.config.sites import NUM_SIMILAR
-from moefold.optim.outer import OuterOptimizer
+from moefold_experiments.spes.part import NUM_SIMILAR
+
+if TYPE_CHECKING:
+    from moefold_experiments.spes.module import OuterOfOwners
 
 GATE = ".w_gate"
 """End of the name of the matrix by which experts are compared."""
@@ -35,7 +38,7 @@ class ExpertMerging:
     """The ranks that together have the experts of a layer."""
 
     @torch.no_grad()
-    def run(self, outer: OuterOptimizer, fragments: Sequence[int], share: float) -> None:
+    def run(self, outer: "OuterOfOwners", fragments: Sequence[int], share: float) -> None:
         """Merge the experts of fragments.
 
         Args:

@@ -1,30 +1,32 @@
-"""Rules on optimizers without gradients: a step has forward passes alone."""
+"""Rules on SPSA, whose step has forward passes alone."""
 
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
+from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
 
 
-def _without_gradients(train: TrainConfig) -> str:
-    """Return the optimizer as a message names it; empty if it needs gradients."""
-    optimizer = chosen_in(train, OptimizerPart)
-    return "" if optimizer.needs_gradients else f"train.optimizer={optimizer.kind!r}"
+def spsa_problems(name: str, cfg: Config) -> Iterator[str]:
+    """Yield what forward passes alone do not go with in a recipe.
+
+    Args:
+        name: the optimizer, as a message names it.
+        cfg: the recipe.
+    """
+    yield from _schedule_problems(name, cfg.run, cfg.parallel)
+    yield from _model_problems(name, cfg.model, cfg.moe)
+    yield from _method_problems(name, cfg.rl, cfg.sites)
 
 
-def validate_forward_passes(run: RunConfig, parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def _schedule_problems(name: str, run: RunConfig, p: ParallelConfig) -> Iterator[str]:
     """Refuse what schedules backward passes."""
-    name, p = _without_gradients(train), parallel
-    if not name:
-        return
     if p.overlap_experts:
         yield (
             f"parallel.overlap_experts=true overlaps forward with backward passes, and {name} has only forward passes; "
@@ -42,11 +44,8 @@ def validate_forward_passes(run: RunConfig, parallel: ParallelConfig, train: Tra
         )
 
 
-def validate_forward_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> Iterator[str]:
+def _model_problems(name: str, model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Refuse what learns by a gradient of its own, and records of one forward pass."""
-    name = _without_gradients(train)
-    if not name:
-        return
     if model.selected_keys:
         yield (
             f"model.attention.indexer.top_k={model.selected_keys} trains indexers by the gradient of a loss of their "
@@ -60,11 +59,8 @@ def validate_forward_model(model: ModelConfig, moe: MoEConfig, train: TrainConfi
         )
 
 
-def validate_forward_method(train: TrainConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
+def _method_problems(name: str, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
     """Refuse methods that send or sample gradients."""
-    name = _without_gradients(train)
-    if not name:
-        return
     if rl.is_on:
         yield (
             f"rl.group_size={rl.group_size} updates by the gradient of sampled rewards, and {name} has no "
@@ -75,6 +71,3 @@ def validate_forward_method(train: TrainConfig, rl: RLConfig, sites: SitesConfig
             f"sites.method='{sites.method}' exchanges the weights of sites, and {name} has no exchange of bytes "
             "between them; leave [sites] out: data-parallel ranks already send two numbers a step"
         )
-
-
-FORWARD_ONLY_RULES = (validate_forward_passes, validate_forward_model, validate_forward_method)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 
 
@@ -48,12 +47,16 @@ class OwnedExperts:
     Args:
         parameters: the trained parameters of this rank, by name.
         experts: names of the parameters of routed experts.
-        sites: the section [sites]; unless its sites own experts, this one trains all.
+        count: sites of the run.
+        number: the site.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], experts: Collection[str], sites: SitesConfig) -> None:
-        self._sites = sites
-        self._whole = {name: p for name, p in parameters.items() if sites.owns_experts and name in experts}
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], experts: Collection[str], count: int, number: int
+    ) -> None:
+        self._count = count
+        self._number = number
+        self._whole = {name: p for name, p in parameters.items() if name in experts}
         owned = {name: nn.Parameter(self._select(p.data)) for name, p in self._whole.items()}
         self.parameters: dict[str, nn.Parameter] = {**parameters, **owned}
 
@@ -61,7 +64,7 @@ class OwnedExperts:
         """Give the owned parameters their rows of the gradients, as views; local, without a copy."""
         for name, whole in self._whole.items():
             owned = self.parameters[name]
-            assert local_tensor(owned).data_ptr() == local_tensor(whole)[self._sites.number :].data_ptr(), name
+            assert local_tensor(owned).data_ptr() == local_tensor(whole)[self._number :].data_ptr(), name
             owned.grad = None if whole.grad is None else self._select(whole.grad)
 
     def drop_gradients(self) -> None:
@@ -70,4 +73,4 @@ class OwnedExperts:
             whole.grad = self.parameters[name].grad = None
 
     def _select(self, tensor: Tensor) -> Tensor:
-        return select_owned(tensor, self._sites.count, self._sites.number)
+        return select_owned(tensor, self._count, self._number)

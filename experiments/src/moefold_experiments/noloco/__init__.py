@@ -1,0 +1,1 @@
+"""Rounds of random pairs of sites (NoLoCo, arXiv:2506.10911)."""

@@ -1,1 +1,0 @@
-"""Methods of sites: presets of the rounds in which jobs exchange their weights."""

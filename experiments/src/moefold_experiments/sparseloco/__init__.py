@@ -1,0 +1,1 @@
+"""Few differences in few bits (SparseLoCo, arXiv:2508.15706)."""

@@ -1,0 +1,1 @@
+"""Experts that sites own (SPES, arXiv:2602.11543)."""
