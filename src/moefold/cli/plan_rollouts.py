@@ -56,10 +56,10 @@ def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: Roll
     ]
     parts = {
         "step, s": [plan.total_s for plan in plans],
-        "train": [plan.train_s for plan in plans],
-        "prefill": [plan.prefill_s for plan in plans],
-        "decode": [plan.decode_s for plan in plans],
-        "copy": [plan.reshard_s for plan in plans],
+        "train": [plan.times.train_s for plan in plans],
+        "prefill": [plan.times.prefill_s for plan in plans],
+        "decode": [plan.times.decode_s for plan in plans],
+        "copy": [plan.times.copy_s for plan in plans],
     }
     columns += [numbers(name, [format_seconds(seconds) for seconds in times]) for name, times in parts.items()]
     gib = [f"{plan.memory_bytes / GIB:.1f}{'' if plan.fits else ' (too much)'}" for plan in plans]
