@@ -150,8 +150,11 @@ class CostItem:
 
     part: str
     seconds: float
-    comm_axis: str = ""
-    """The axis whose ranks communicate; empty for compute."""
+
+    @property
+    def is_comm(self) -> bool:
+        """True for a collective, whose part is named after the axis of its ranks."""
+        return self.part.endswith("_comm")
 
 
 class DirectionCost(NamedTuple):
@@ -309,16 +312,16 @@ class _MixerCost:
         part = "attention"
         forward = (
             CostItem(part, passes),
-            CostItem("tp_comm", gather, "tp"),
+            CostItem("tp_comm", gather),
             CostItem(part, project + core),
-            CostItem("cp_comm", ring, "cp"),
-            CostItem("tp_comm", gather, "tp"),
+            CostItem("cp_comm", ring),
+            CostItem("tp_comm", gather),
         )
         backward = (
-            CostItem("tp_comm", gather, "tp"),
+            CostItem("tp_comm", gather),
             CostItem(part, project_back + weights + core_back + 1.6 * passes),
-            CostItem("cp_comm", ring_back, "cp"),
-            CostItem("tp_comm", gather, "tp"),
+            CostItem("cp_comm", ring_back),
+            CostItem("tp_comm", gather),
         )
         forward_kernels, backward_kernels = costs.kernel_counts("mixer")
         core_again = 0.0 if self._recomputes_core else core
@@ -493,7 +496,7 @@ def _dense_block(layer_costs: LayerCostModel, width: int, tp: int, cp: int, mbs:
     gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
     forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, 3)
     passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
-    comm = CostItem("tp_comm", gather, "tp")
+    comm = CostItem("tp_comm", gather)
     forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", forward_s), comm)
     backward = (comm, CostItem("dense_mlp", backward_s + weights + 1.6 * passes), comm)
     recompute = (
@@ -705,7 +708,7 @@ class _MoECost:
             routing = GroupLimitedRouting(self.top_k, self.part.num_groups, self.part.top_groups)
             once = routing if transfer.sends_once else None
             seconds = all_to_all_s(costs.device, group, transfer.num_bytes, routing=once)
-        return CostItem(f"{transfer.axis}_comm", seconds * imbalance, transfer.axis)
+        return CostItem(f"{transfer.axis}_comm", seconds * imbalance)
 
     @property
     def ep_stride(self) -> int:
@@ -720,7 +723,6 @@ class _MoECost:
         gather = CostItem(
             "tp_comm",
             all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * gemm.value_bytes),
-            "tp",
         )
         part = "shared_experts"
         return (

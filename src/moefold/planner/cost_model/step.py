@@ -23,7 +23,7 @@ from moefold.cost.memory_columns import ModelChunk
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
-from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
+from moefold.planner.cost_model.data_parallel import DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
@@ -199,7 +199,7 @@ class CostModel:
             part: n * sum(count * layer.part_s(part) for count, layer in zip(counts, layers, strict=True))
             for part in TIME_PARTS
         }
-        data_parallel = self.data_parallel_cost(mapping)
+        data_parallel = self.data_parallel.cost(mapping)
         posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
         seconds["head"] += n * has_loss * sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
         seconds["launch"] += posted
@@ -253,7 +253,7 @@ class CostModel:
             mapping: a mapping with this pipeline, its ZeRO stage and the placement of its moments.
             place: index of the pipeline.
         """
-        comm = self.data_parallel_cost(mapping)
+        comm = self.data_parallel.cost(mapping)
         exposed_s = self.data_parallel.exposed_s(
             mapping,
             comm,
@@ -512,10 +512,6 @@ class CostModel:
         send_s = self.p2p_s(mapping)
         exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
         return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_S), vpp * send_s
-
-    def data_parallel_cost(self, mapping: ParallelMapping) -> DataParallelCost:
-        """Return the seconds of the data-parallel collectives and of the optimizer update."""
-        return self.data_parallel.cost(mapping)
 
     def _build_step_time(self, seconds: dict[str, float], num_micro_batches: int, world_size: int) -> StepTime:
         total = sum(seconds.values())
