@@ -11,7 +11,7 @@ from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_compact_degrees, format_seconds
 from moefold.planner.rollout import RolloutPlan
-from moefold.planner.rollout_cost import RolloutLengths, default_lengths
+from moefold.planner.rollout_cost import RolloutLengths, given_lengths
 
 GIB = 2**30
 
@@ -38,8 +38,7 @@ def rollout_lengths(
             )
     if not rl.is_on or rollout.uses_server:
         return None
-    default = default_lengths(train, rollout)
-    return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)
+    return given_lengths(train, rollout, args.prompt_tokens, args.new_tokens)
 
 
 def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: RolloutLengths) -> None:

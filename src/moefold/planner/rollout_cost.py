@@ -31,10 +31,10 @@ class RolloutLengths:
         return self.prompt + self.new
 
 
-def default_lengths(train: TrainConfig, rollout: RolloutConfig) -> RolloutLengths:
-    """Return the longest completion, and the longest prompt that fits into a sample with it."""
-    new = rollout.max_tokens
-    return RolloutLengths(prompt=max(1, train.seq_len + 1 - new), new=new)
+def given_lengths(train: TrainConfig, rollout: RolloutConfig, prompt: int | None, new: int | None) -> RolloutLengths:
+    """Return the given lengths; by default the longest completion, and the longest prompt that fits with it."""
+    most = rollout.max_tokens
+    return RolloutLengths(prompt=prompt or max(1, train.seq_len + 1 - most), new=new or most)
 
 
 def packed_fraction(parallel: ParallelConfig, train: TrainConfig, lengths: RolloutLengths) -> float:

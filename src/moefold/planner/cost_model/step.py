@@ -22,7 +22,7 @@ from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
-from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
+from moefold.planner.cost_model.collective import p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -476,7 +476,7 @@ class CostModel:
             gemm = self.layer_costs.gemm
             tokens = self.layer_costs.tokens(cp, mbs)
             _, width = shard_rows(shape.vocab_size, tp, 0)
-            gather = all_gather_s(self.device, RankGroup(tp, 1), tokens * shape.hidden_size * self.workload.value_bytes)
+            gather = self.layer_costs.tp_gather(tp, tokens).seconds
             logits = gemm.memory_bound_s(tokens * width * 4)
             forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
             backward_s = gemm.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
