@@ -270,7 +270,7 @@ class Search:
             stages = one.group.zero_stages
             limits[stages] = max(limits.get(stages, -inf), one.limit_s)
         sizes = node.view.pipelines_by_mbs[node.number]
-        found = self._fastest_that_fit(node.fold, *sizes, limits)
+        found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=True)
         for one in own:
             timed = found.get(one.group.zero_stages)
             if timed is not None and timed[0] < one.best.get(node.fold, (inf,))[0]:
@@ -453,6 +453,8 @@ class Search:
         size: int,
         pipelines: tuple[PipelineVariant, ...],
         limits: Mapping[tuple[int, ...], float],
+        *,
+        is_beam: bool,
     ) -> dict[tuple[int, ...], TimedMapping]:
         """Return the fastest mappings with a micro-batch size that fit, by the ZeRO stages that they may have.
 
@@ -461,12 +463,17 @@ class Search:
             size: samples of a micro-batch.
             pipelines: legal pipelines.
             limits: seconds of a step that a mapping with some of these ZeRO stages has to beat.
+            is_beam: whether to price `MAX_PIPELINES` alone, as long as what three snapshots do not exclude fits.
         """
         found: dict[tuple[int, ...], TimedMapping] = {}
         queue: list[Candidate] = []
+        bounds = dict(limits)
         for choice in self._choices(fold, size, pipelines):
-            for m, seconds in self._candidates(fold, choice, limits):
+            for m, seconds in self._candidates(fold, choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
+                if is_beam:
+                    # Of a beam only the fastest counts: if it does not fit, all are priced.
+                    bounds |= {one: min(limit_s, queue[-1][0]) for one, limit_s in bounds.items() if m.zero in one}
         heapify(queue)
         while queue and len(found) < len(limits):
             least_s, number, m, seconds, is_exact = heappop(queue)
@@ -478,6 +485,8 @@ class Search:
             best = self._with_strategy(m, int(seconds.argmin()))
             if is_exact or self.memory_model.estimate(best).fits:
                 found |= dict.fromkeys(wanted, (least_s, best))
+            elif is_beam:
+                return self._fastest_that_fit(fold, size, pipelines, limits, is_beam=False)
             else:
                 fits = self.memory_model.totals(m, self.space.strategies) <= self.memory_model.device.memory_bytes
                 seconds = np.where(fits, seconds, inf)
@@ -485,13 +494,13 @@ class Search:
         return found
 
     def _candidates(
-        self, fold: Fold, choice: MicroBatchChoice, limits: Mapping[tuple[int, ...], float]
+        self, fold: Fold, choice: MicroBatchChoice, limits: Mapping[tuple[int, ...], float], max_pipelines: int
     ) -> Iterator[tuple[ParallelMapping, Seconds]]:
         """Yield the mappings of a choice without a strategy, and their seconds with each; inf where it cannot win."""
         limit_s = max(limits.values()) - STEP_OVERHEAD_S
         plain = self.cost_model.pass_times(build_mapping(fold, choice, choice.pipelines[0]), choice.pipelines).seconds
         places = [i for i in np.argsort(plain[:, 0], kind="stable").tolist() if plain[i, 0] < limit_s]
-        places = [i for k, i in enumerate(places) if k < MAX_PIPELINES or choice.pipelines[i] == PLAIN_PIPELINE]
+        places = [i for k, i in enumerate(places) if k < max_pipelines or choice.pipelines[i] == PLAIN_PIPELINE]
         if not places:
             return
         choice = replace(choice, pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
