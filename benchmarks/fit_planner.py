@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moefold.cost.hardware import Device, load_device
 from moefold.planner import model_spec
-from moefold.planner.cost_model import data_parallel, gemm, layer, step, workload
+from moefold.planner.cost_model import data_parallel, layer, step, workload
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.validation import PAPER, Prediction, PublishedCase, parse_case, row_key, validate_predictions
@@ -97,14 +97,13 @@ CONSTANTS = (
     Constant("quantize_passes.nvfp4", (), 8.0, 0.5),
     Constant("nvlink", HOPPER, 0.72, 0.1, 0.95),
     Constant("nvlink", BLACKWELL, 0.62, 0.12, 0.95),
-    Constant("gemm.UNFILLED_WAVE_FRACTION", (), 0.5, 0.5, 1.0),
     Constant("layer.RECURRENCE_BYTES", (), 190.0, 0.5),
     Constant("layer.RING_KERNELS", (), 16.0, 0.5),
     Constant("layer.ROUTER_BYTES", (), 60.0, 0.4),
     Constant("layer.UNFUSED_PERMUTE_PASSES", (), 1.5, 0.4),
     Constant("layer.UNFUSED_CLAMP_FACTOR", (), 2.0, 0.5),
     Constant("layer.HIDDEN_RING_FRACTION", (), 0.7, 0.3, 1.0),
-    Constant("model_spec.CLAMPED_SWIGLU_PASSES", (), 8.0, 0.4),
+    Constant("layer.CLAMPED_SWIGLU_PASSES", (), 8.0, 0.4),
     Constant("step.HIDDEN_ALL_TO_ALL_FRACTION", (), 0.7, 0.25, 0.95),
     Constant("step.EXPERT_LAUNCH_SHARE", (), 0.2, 0.15),
     Constant("step.GRAPH_GAP_SHARE", (), 0.5, 0.3),
@@ -115,9 +114,7 @@ START = np.log([constant.start for constant in CONSTANTS])
 SIGMA = TRUST * np.array([constant.sigma for constant in CONSTANTS])
 MODULES = {
     "data_parallel": data_parallel,
-    "gemm": gemm,
     "layer": layer,
-    "model_spec": model_spec,
     "step": step,
     "workload": workload,
 }

@@ -31,7 +31,7 @@ PARTS = {
     "ep_comm": "all-to-all over EP",
     "etp_comm": "all-gathers over ETP",
 }
-COLOURS = dict(zip(PARTS, (PALETTE[0], PALETTE[9], PALETTE[5], PALETTE[3], PALETTE[1]), strict=True))
+COLOURS = dict(zip(PARTS, (PALETTE[0], PALETTE[3], PALETTE[10], PALETTE[15], PALETTE[13]), strict=True))
 
 
 @dataclass(frozen=True)

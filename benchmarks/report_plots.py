@@ -64,13 +64,13 @@ def _draw_step(report: Report, axes: Sequence["Axes"]) -> str:
         [(row["median_s"] - row["low_s"]) * MS_PER_S for row in rows],
         [(row["high_s"] - row["median_s"]) * MS_PER_S for row in rows],
     ]
-    left.barh(names, medians, xerr=quartiles, color=[PALETTE[0], *[PALETTE[4]] * (len(rows) - 1)], ecolor=FAINT)
+    left.barh(names, medians, xerr=quartiles, color=[PALETTE[0], *[PALETTE[2]] * (len(rows) - 1)], ecolor=FAINT)
     left.invert_yaxis()
     left.set_title("a step, ms (median and quartiles)", fontsize=9.5, color=INK)
     pieces = report["pieces"]
     ticks = range(len(pieces))
-    right.barh(ticks, [p["seconds"] * MS_PER_S for p in pieces], color=PALETTE[4], label="measured")
-    right.barh(ticks, [p["floor_s"] * MS_PER_S for p in pieces], height=0.4, color=PALETTE[3], label="floor")
+    right.barh(ticks, [p["seconds"] * MS_PER_S for p in pieces], color=PALETTE[2], label="measured")
+    right.barh(ticks, [p["floor_s"] * MS_PER_S for p in pieces], height=0.4, color=PALETTE[15], label="floor")
     right.set_yticks(ticks, [p["name"] for p in pieces])
     right.invert_yaxis()
     right.set_title("parts of our step by themselves, ms", fontsize=9.5, color=INK)
@@ -103,7 +103,7 @@ def _draw_scaling(report: Report, axes: Sequence["Axes"]) -> str:
     left.set_title("tokens/s over tokens a rank", fontsize=9.5, color=INK)
     experts = report["by_experts"]
     right.plot(
-        [r["experts"] for r in experts], [r["median_s"] * MS_PER_S for r in experts], marker="o", color=PALETTE[3]
+        [r["experts"] for r in experts], [r["median_s"] * MS_PER_S for r in experts], marker="o", color=PALETTE[15]
     )
     right.set_title("ms over experts, same active compute", fontsize=9.5, color=INK)
     for panel, key, rows in ((left, "tokens", tokens), (right, "experts", experts)):
@@ -119,10 +119,10 @@ def _draw_documents(report: Report, axes: Sequence["Axes"]) -> str:
     names = [row["method"] for row in rows]
     ticks = range(len(rows))
     left.barh(ticks, [row["busiest_cpu_s"] * MS_PER_S for row in rows], color=PALETTE[0], label="busiest rank")
-    left.barh(ticks, [row["mean_cpu_s"] * MS_PER_S for row in rows], height=0.4, color=PALETTE[3], label="mean")
+    left.barh(ticks, [row["mean_cpu_s"] * MS_PER_S for row in rows], height=0.4, color=PALETTE[15], label="mean")
     left.set_title("CPU time of the core attention of a layer, ms", fontsize=9.5, color=INK)
     left.legend(frameon=False, fontsize=8)
-    right.barh(ticks, [row["step_s"] * MS_PER_S for row in rows], color=PALETTE[4])
+    right.barh(ticks, [row["step_s"] * MS_PER_S for row in rows], color=PALETTE[2])
     right.set_title("a step, ms", fontsize=9.5, color=INK)
     for panel in axes:
         panel.set_yticks(ticks, names)

@@ -430,7 +430,7 @@ def test_schedule_that_needs_a_pipeline_is_refused(capsys):
 def test_a_fold_of_which_only_some_sizes_overlap_is_ranked(capsys):
     found = answer(capsys, "--fix", "overlap=on")
     assert {m["overlap"] for m in found["mappings"]} == {True}
-    assert len(found["mappings"]) == found["num_folds"] > 0
+    assert len(found["mappings"]) == min(10, found["num_folds"]) > 0
 
 
 def test_budget_that_nothing_fits_names_a_sufficient_one(capsys):

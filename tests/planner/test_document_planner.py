@@ -48,7 +48,7 @@ def request(world_size: int, **fixed) -> PlanRequest:
 def test_the_best_mapping_of_every_fold_is_found_with_documents():
     asked = request(8)
     search = Planner(asked).search.searches[make_part("context", "ring")]
-    plans = search.rank_all()
+    plans = search.top_plans(1000)
     found = {plan.mapping: plan.time.total_s for plan in plans}
     every = every_mapping(search, asked.restriction.fixed)
     assert len(every) == len(found) > 20
@@ -65,10 +65,15 @@ def test_each_fold_gets_its_fastest_strategy():
     planner = Planner(asked)
     assert make_part("context", "ring") in planner.search.searches
     assert any(strategy.is_planned for strategy in planner.search.searches)
-    for plan in planner.plans:
+    everything = planner.search.plans_below(float("inf"))
+    alone = {
+        strategy: {plan.fold: plan for plan in single.plans_below(float("inf"))}
+        for strategy, single in planner.search.searches.items()
+    }
+    for plan in everything:
         m = plan.mapping
-        for strategy, single in planner.search.searches.items():
-            other = next(p for p in single.rank_all() if _fold(p) == _fold(plan))
+        for strategy, plans in alone.items():
+            other = plans[plan.fold]
             assert plan.time.total_s <= other.time.total_s * (1 + 1e-12)
             if strategy == plan.attention:
                 assert other.mapping == m
@@ -76,28 +81,23 @@ def test_each_fold_gets_its_fastest_strategy():
     best = planner.best()
     assert best.attention is not None
     assert best.attention.is_planned
-    assert [p.mapping for p in planner.top_plans(4)] == [p.mapping for p in planner.plans[:4]]
-    assert len(planner.search.faster_folds(best.time.total_s)) == 0
+    assert [p.mapping for p in planner.top_plans(4)] == [p.mapping for p in everything[:4]]
+    assert planner.search.plans_below(best.time.total_s) == []
     parallel = planner.config_for(best).parallel
     assert parallel.context == best.attention
     assert (parallel.tp, parallel.cp) == (best.mapping.tp, best.mapping.cp)
 
 
-def _fold(plan):
-    m = plan.mapping
-    return m.tp, m.cp, m.dp, m.pp, m.ep, m.etp
-
-
 def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     asked = request(8, pp=1)
     every = Planner(asked)
-    ranking = every.plans
+    ranking = every.search.plans_below(float("inf"))
     joint = Planner(request(8, pp=1))
     assert joint.top_plans(3) == ranking[:3]
     times = sorted({plan.time.total_s for plan in ranking})
     # Between two times: a fold is priced alone or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
-    assert len(joint.search.faster_folds(limit)) == sum(plan.time.total_s < limit for plan in ranking)
+    assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1)
     assert Planner(few).top_plans(1) == ranking[:1]
     assert 0 < few.workload.attention.num_planned < asked.workload.attention.num_planned / 2
@@ -125,8 +125,9 @@ def test_a_planned_recipe_has_no_key_of_attention_without_effect(tmp_path):
     loads = asked.workload.attention
     asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=loads.with_strategy(own)))
     planner = Planner(asked)
-    assert {plan.mapping.cp for plan in planner.plans} >= {1, 2}
-    for number, plan in enumerate(planner.plans):
+    plans = planner.search.plans_below(float("inf"))
+    assert {plan.mapping.cp for plan in plans} >= {1, 2}
+    for number, plan in enumerate(plans):
         path = tmp_path / f"{number}.toml"
         write_recipe(planner.config_for(plan), path, [], {})
         load_config(path)

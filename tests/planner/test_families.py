@@ -101,9 +101,8 @@ def test_the_beam_contains_what_an_exhaustive_search_finds(question, degrees):
     found = [
         planner_of(model, num_gpus, PAPER | fixed, gpu=gpu, seq_len=seq_len, batch=batch) for fixed in ({}, degrees)
     ]
-    found[1].rank_all()
-    assert found[1].plans[0].memory.fits
-    assert found[0].best().time.total_s <= found[1].plans[0].time.total_s
+    part = found[1].search.plans_below(float("inf"))
+    assert found[0].best().time.total_s <= min(plan.time.total_s for plan in part)
 
 
 def test_offload_is_searched_where_it_is_asked_for():

@@ -160,16 +160,16 @@ def test_pairs_are_sorted_and_have_the_copies_of_the_plan(recipe):
     assert {plan.is_in_place for plan in plans} == {False, True}
     for plan in plans:
         assert plan.fits
-        sampling_s = plan.prefill_s + plan.decode_s + plan.reshard_s
-        total_s = sampling_s + plan.train_s
+        sampling_s = plan.times.prefill_s + plan.times.decode_s + plan.times.copy_s
+        total_s = sampling_s + plan.times.train_s
         if plan.ranks:
             # One round ahead: the longer part, or half of the way of one round through both.
-            total_s = max(sampling_s, plan.train_s, total_s / 2)
+            total_s = max(sampling_s, plan.times.train_s, total_s / 2)
         assert plan.total_s == pytest.approx(total_s)
         assert plan.degrees.world_size == (plan.ranks or 8)
         assert plan.training.mapping.world_size == 8 - plan.ranks
         fraction = 1 if plan.training.mapping.pp > 1 else 96 / 256
-        assert plan.train_s == pytest.approx(plan.training.time.total_s * fraction)
+        assert plan.times.train_s == pytest.approx(plan.training.time.total_s * fraction)
     # 6 GPUs divide the batch of 64 with three stages alone, of the embedding, two layers and the loss.
     assert {plan.ranks for plan in plans} == {0, 2, 4, 6}
     assert {plan.training.mapping.pp for plan in plans if plan.ranks == 2} == {3}
@@ -187,12 +187,12 @@ def test_pairs_are_sorted_and_have_the_copies_of_the_plan(recipe):
     )
     received = [sum(t.box.numel * itemsize[t.name] for t in reshard.moved if t.target == rank) for rank in range(8)]
     link = H100.links[0]
-    assert other.reshard_s == pytest.approx(max(received) / (link.bytes_per_s * link.fraction))
+    assert other.times.copy_s == pytest.approx(max(received) / (link.bytes_per_s * link.fraction))
 
 
 def test_longer_completions_take_longer(recipe):
     planner = _planner(recipe, 4)
-    short, long = (plan_rollouts(planner, RolloutLengths(prompt=64, new=new))[0].decode_s for new in (32, 64))
+    short, long = (plan_rollouts(planner, RolloutLengths(prompt=64, new=new))[0].times.decode_s for new in (32, 64))
     assert long > 1.9 * short
 
 

@@ -138,7 +138,7 @@ def _update_seconds() -> list[float]:
             load_device("h100"),
             workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"),
         )
-        seconds.append(costs.data_parallel_cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
+        seconds.append(costs.data_parallel.cost(ParallelMapping(tp=2, dp=8, ep=8, edp=2, zero=1)).optimizer_s)
     return seconds
 
 

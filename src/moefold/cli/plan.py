@@ -75,8 +75,6 @@ def run(argv: list[str]) -> int:
         progress.report("listing the legal mappings")
         planner = Planner(request)
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
-        if args.json and args.top is None:
-            planner.rank_all()
         families = best_of_families(planner)
         chosen = choose_family(families, args.take)
         if chosen is None:
@@ -181,14 +179,14 @@ def _parser() -> argparse.ArgumentParser:
         "--top",
         type=int,
         metavar="N",
-        help="rank the best N folds too, or mappings of --json (all folds, slower)",
+        help="rank the best N folds too, or mappings of --json (10)",
     )
     help_ = "mean prompt of reinforcement learning (default: the longest that fits into train.seq_len)"
     add("--prompt-tokens", type=int, metavar="N", help=help_)
     add("--new-tokens", type=int, metavar="N", help="mean completion (default: rollout.max_tokens)")
     add("--wide", action="store_true", help="all columns of the table")
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
-    add("--json", action="store_true", help="print the best mapping of every fold as one JSON object")
+    add("--json", action="store_true", help="print the best mappings as one JSON object")
     add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of mapping #1")
     add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
     help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"

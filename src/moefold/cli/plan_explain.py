@@ -79,9 +79,9 @@ def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespac
     """Return the rank of the mapping among the best mappings of all folds."""
     everything = Planner(replace(request, restriction=Restriction({}, args.method)))
     best = everything.top_plans(1)[0]
-    fits = plan.memory.fits
+    limit_s = plan.time.total_s * (1 - TIE_TOLERANCE)
     return {
-        "rank": 1 + len(everything.search.faster_folds(plan.time.total_s * (1 - TIE_TOLERANCE))) if fits else None,
+        "rank": 1 + len(everything.search.plans_below(limit_s)) if plan.memory.fits else None,
         "num_folds": everything.num_folds,
         "best": format_mapping(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,

@@ -11,7 +11,7 @@ from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 from moefold.planner.mapping import format_compact_degrees, format_seconds
 from moefold.planner.rollout import RolloutPlan
-from moefold.planner.rollout_cost import RolloutLengths, default_lengths
+from moefold.planner.rollout_cost import RolloutLengths, given_lengths
 
 GIB = 2**30
 
@@ -38,8 +38,7 @@ def rollout_lengths(
             )
     if not rl.is_on or rollout.uses_server:
         return None
-    default = default_lengths(train, rollout)
-    return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)
+    return given_lengths(train, rollout, args.prompt_tokens, args.new_tokens)
 
 
 def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: RolloutLengths) -> None:
@@ -56,10 +55,10 @@ def print_rollouts(console: Console, plans: Sequence[RolloutPlan], lengths: Roll
     ]
     parts = {
         "step, s": [plan.total_s for plan in plans],
-        "train": [plan.train_s for plan in plans],
-        "prefill": [plan.prefill_s for plan in plans],
-        "decode": [plan.decode_s for plan in plans],
-        "copy": [plan.reshard_s for plan in plans],
+        "train": [plan.times.train_s for plan in plans],
+        "prefill": [plan.times.prefill_s for plan in plans],
+        "decode": [plan.times.decode_s for plan in plans],
+        "copy": [plan.times.copy_s for plan in plans],
     }
     columns += [numbers(name, [format_seconds(seconds) for seconds in times]) for name, times in parts.items()]
     gib = [f"{plan.memory_bytes / GIB:.1f}{'' if plan.fits else ' (too much)'}" for plan in plans]

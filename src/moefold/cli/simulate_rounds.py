@@ -7,14 +7,12 @@ from dataclasses import replace
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
 from moefold.planner.rollout_cost import (
-    RolloutLengths,
     SamplingCost,
     copy_seconds,
-    default_lengths,
+    given_lengths,
     packed_fraction,
     recipe_sampling_degrees,
     weights_for_sampling,
@@ -67,16 +65,12 @@ def check_round_options(rl: RLConfig, rollout: RolloutConfig, args: argparse.Nam
         )
 
 
-def rollout_lengths(train: TrainConfig, rollout: RolloutConfig, args: argparse.Namespace) -> RolloutLengths:
-    """Return the mean lengths of the rollouts."""
-    default = default_lengths(train, rollout)
-    return RolloutLengths(prompt=args.prompt_tokens or default.prompt, new=args.new_tokens or default.new)
-
-
 def with_packed_batch(cfg: Config, args: argparse.Namespace) -> Config:
     """Return the recipe with the samples that the rollouts of a step are packed into as its batch."""
     unit = cfg.train.micro_batch_size * cfg.parallel.dp
-    fraction = packed_fraction(cfg.parallel, cfg.train, rollout_lengths(cfg.train, cfg.rollout, args))
+    fraction = packed_fraction(
+        cfg.parallel, cfg.train, given_lengths(cfg.train, cfg.rollout, args.prompt_tokens, args.new_tokens)
+    )
     count = max(1, math.ceil(cfg.train.global_batch_size * fraction / unit))
     return replace(cfg, train=replace(cfg.train, global_batch_size=count * unit))
 
@@ -90,9 +84,9 @@ def simulate_recipe_rounds(cfg: Config, device: Device, args: argparse.Namespace
         args: the options.
         step: the simulated training step, of `with_packed_batch`.
     """
-    sampling = SamplingCost(cfg, device, rollout_lengths(cfg.train, cfg.rollout, args)).times(
-        recipe_sampling_degrees(cfg.parallel, cfg.rollout)
-    )
+    sampling = SamplingCost(
+        cfg, device, given_lengths(cfg.train, cfg.rollout, args.prompt_tokens, args.new_tokens)
+    ).times(recipe_sampling_degrees(cfg.parallel, cfg.rollout))
     times = RoundTimes(
         copy_s=copy_seconds(cfg.parallel, cfg.rollout, device, weights_for_sampling(cfg)[1]),
         prefill_s=sampling.prefill_s,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
 from moefold.config.suggestions import closest_match
@@ -131,6 +131,23 @@ class Device:
                 f"{self.name} has no rate of GEMMs in {dtype}; give it in the device's file as [wide_flops] {dtype}"
             )
         return self.peak_flops["bf16"] / self.wide_flops[dtype]
+
+
+@dataclass(frozen=True)
+class DetectedMachine:
+    """Number of ranks and their device, as detected on one rank."""
+
+    device_type: Literal["cpu", "cuda"]
+    """"cpu" or "cuda"."""
+    device: str
+    """Device name in the planner."""
+    num_ranks: int
+    """World size of the launcher; without a launcher the number of ranks for which this machine has devices."""
+    is_launched: bool
+    """Whether a launcher started the ranks."""
+    memory_gib: float
+    """Memory of all ranks together; 0: use the memory of the device description."""
+    host: str = ""
 
 
 def device_names() -> tuple[str, ...]:

@@ -43,10 +43,6 @@ class ReshardPlan:
         """Yield the transfers between different ranks."""
         return (transfer for transfers in self.rounds for transfer in transfers)
 
-    def moved_bytes(self, itemsize: Mapping[str, int]) -> int:
-        """Return the bytes that all ranks send together."""
-        return sum(transfer.box.numel * itemsize[transfer.name] for transfer in self.moved)
-
 
 def plan_reshard(
     source: WeightSharding,

@@ -51,11 +51,6 @@ class StateBytes:
     def __add__(self, other: "StateBytes") -> "StateBytes":
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
 
-    @property
-    def persistent(self) -> int:
-        """Bytes between two steps."""
-        return self.weights + self.optimizer + self.buffers
-
 
 def master_dtype_bytes(run: RunConfig) -> int:
     """Return the bytes of one element of a master weight, its gradient or a float32 moment."""

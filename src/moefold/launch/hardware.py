@@ -8,35 +8,17 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
-from moefold.cost.hardware import device_names, load_device
+from moefold.cost.hardware import DetectedMachine, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.host.memory import physical_bytes
 from moefold.host.rank_env import RankEnv
 
 MAX_CPU_RANKS = 8
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class DetectedMachine:
-    """Number of ranks and their device, as detected on one rank."""
-
-    device_type: Literal["cpu", "cuda"]
-    """"cpu" or "cuda"."""
-    device: str
-    """Device name in the planner."""
-    num_ranks: int
-    """World size of the launcher; without a launcher the number of ranks for which this machine has devices."""
-    is_launched: bool
-    """Whether a launcher started the ranks."""
-    memory_gib: float
-    """Memory of all ranks together; 0: use the memory of the device description."""
-    host: str = ""
 
 
 def slowest_machine(machines: Sequence[DetectedMachine]) -> DetectedMachine:

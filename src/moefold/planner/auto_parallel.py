@@ -1,13 +1,12 @@
 """`parallel = "auto"`: the planner chooses the mapping of a recipe before training. Torch-free."""
 
 from dataclasses import replace
-from typing import Literal, Protocol
 
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
-from moefold.cost.hardware import Device, load_device
+from moefold.cost.hardware import DetectedMachine, Device, load_device
 from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import (
@@ -27,36 +26,7 @@ PROCESS_OVERHEAD_GIB = 0.5
 """Memory of a process with torch and gloo, without a model."""
 
 
-class MachineProtocol(Protocol):
-    """Ranks of a machine and their device; see `launch.hardware.DetectedMachine`."""
-
-    @property
-    def device_type(self) -> Literal["cpu", "cuda"]:
-        """Device type, cpu or cuda."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Name of the planner's device."""
-        ...
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks, of the launcher or of the machine."""
-        ...
-
-    @property
-    def is_launched(self) -> bool:
-        """True if a launcher started the ranks."""
-        ...
-
-    @property
-    def memory_gib(self) -> float:
-        """Memory of all ranks together; 0: the memory of each device."""
-        ...
-
-
-def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -> tuple[Config, str]:
+def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -> tuple[Config, str]:
     """Return the recipe with the fastest mapping that fits, and a description of the choice.
 
     Args:
@@ -100,7 +70,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: MachineProtocol) -
     return planned, _describe(planner, best) + "".join(notes)
 
 
-def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed: dict[str, object]) -> PlanRequest:
+def _plan_request(base: Config, num_ranks: int, machine: DetectedMachine, fixed: dict[str, object]) -> PlanRequest:
     parallel = replace(base.parallel, world_size=num_ranks, context=legal_context(base.model, base.parallel))
     cfg = replace(base, parallel=parallel)
     train = cfg.train
@@ -124,7 +94,7 @@ def _plan_request(base: Config, num_ranks: int, machine: MachineProtocol, fixed:
     )
 
 
-def _device_with_memory(machine: MachineProtocol, num_ranks: int) -> Device:
+def _device_with_memory(machine: DetectedMachine, num_ranks: int) -> Device:
     device = load_device(machine.device)
     if not machine.memory_gib:
         return device

@@ -1,59 +1,32 @@
 """Colours of the planner's pictures."""
 
+from moefold.planner.cost_model.step import TIME_PARTS
+from moefold.planner.memory.budget import MEMORY_PARTS
+
 PALETTE = (
     "#1e4ba5",
-    "#e1873c",
-    "#00b4a5",
-    "#872d0f",
-    "#69b4ff",
-    "#e1b42d",
-    "#5a69c3",
-    "#96c387",
-    "#b45a00",
-    "#4b96b4",
     "#8787f0",
-    "#968769",
-    "#005a5a",
-    "#e1c3c3",
+    "#69b4ff",
+    "#4b96b4",
     "#5a5a87",
-    "#b4e178",
-    "#5a7878",
+    "#00b4a5",
     "#00e1ff",
+    "#5a69c3",
+    "#968769",
+    "#e1c3c3",
+    "#e1b42d",
+    "#b4e178",
+    "#96c387",
+    "#e1873c",
+    "#b45a00",
+    "#872d0f",
+    "#5a7878",
+    "#005a5a",
 )
 """Any two are at least 0.07 apart in OKLab, also with protanopia or deuteranopia (tests/planner/test_colours.py)."""
-TIME_COLOURS = {
-    "attention": PALETTE[0],
-    "dense_mlp": PALETTE[10],
-    "experts": PALETTE[4],
-    "shared_experts": PALETTE[9],
-    "router": PALETTE[14],
-    "permute": PALETTE[2],
-    "head": PALETTE[17],
-    "recompute": PALETTE[6],
-    "launch": PALETTE[11],
-    "offload": PALETTE[13],
-    "tp_comm": PALETTE[5],
-    "cp_comm": PALETTE[15],
-    "etp_comm": PALETTE[7],
-    "ep_comm": PALETTE[1],
-    "pp_comm": PALETTE[8],
-    "dp_comm": PALETTE[3],
-    "bubble": PALETTE[16],
-    "optimizer": PALETTE[12],
-}
+TIME_COLOURS = dict(zip(TIME_PARTS, PALETTE, strict=True))
 """Colours of the parts of a step: compute is blue, communication yellow to brown, the rest between."""
-MEMORY_COLOURS = {
-    "weights": PALETTE[0],
-    "gathered": PALETTE[4],
-    "gradients": PALETTE[2],
-    "optimizer": PALETTE[12],
-    "buffers": PALETTE[14],
-    "activations": PALETTE[1],
-    "dispatch": PALETTE[5],
-    "logits": PALETTE[7],
-    "pipeline": PALETTE[3],
-    "workspace": PALETTE[11],
-}
+MEMORY_COLOURS = dict(zip(MEMORY_PARTS, (PALETTE[i] for i in (0, 2, 5, 17, 4, 13, 10, 12, 15, 8)), strict=True))
 INK = "#1c2430"
 FAINT = "#6b7685"
 PASS_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}

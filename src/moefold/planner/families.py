@@ -79,12 +79,7 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     request = planner.request
     own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
     degrees = {tuple(int(row[axis]) for axis in FOLD_AXES) for row in own_rows}
-    groups = [family.group for family in FAMILIES.values()]
-    plans = planner.search.find(groups)
-    if not any(plans):
-        # The beam holds nothing that fits: rank every fold.
-        fitting = [plan for plan in planner.plans if plan.memory.fits]
-        plans = [[p for p in fitting if p.mapping.zero in g.zero_stages and g.accepts(p.fold)][:1] for g in groups]
+    plans = planner.search.find([family.group for family in FAMILIES.values()])
     least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
     found = []
     for (name, family), own in zip(FAMILIES.items(), plans, strict=True):

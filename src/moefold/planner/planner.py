@@ -147,7 +147,7 @@ class Planner:
         return len(self.space.folds)
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """Return the first `count` plans, best first; plans that do not fit are returned only if none fits.
+        """Return the first `count` plans that fit, best first; if none fits, the plan of least memory alone.
 
         Raises:
             ConfigError: no mapping is legal.
@@ -156,28 +156,13 @@ class Planner:
             raise ConfigError(self._nothing_legal_message())
         if count > self._num_requested:
             self._num_requested = count
-            self._top_plans = self.search.find([MappingGroup(count)])[0]
-        return self._top_plans[:count] or self.plans[:count]
+            self._top_plans = self.search.find([MappingGroup(count)])[0] or [self._smallest_plan]
+        return self._top_plans[:count]
 
     @cached_property
-    def plans(self) -> list[PlannedMapping]:
-        """The best mapping of every legal fold, best first; mappings that do not fit come last.
-
-        Raises:
-            ConfigError: no mapping is legal.
-        """
-        if not self.space.folds:
-            raise ConfigError(self._nothing_legal_message())
-        return self.search.rank_all()
-
-    def rank_all(self) -> None:
-        """Rank every fold now, so that `top_plans` needs no separate search.
-
-        Raises:
-            ConfigError: no mapping is legal.
-        """
-        self._num_requested = len(self.plans)
-        self._top_plans = [plan for plan in self.plans if plan.memory.fits]
+    def _smallest_plan(self) -> PlannedMapping:
+        """The mapping of least memory."""
+        return min(self.search.smallest_plans(), key=lambda plan: (plan.memory.total, plan.time.total_s))
 
     def best(self) -> PlannedMapping:
         """Return the fastest mapping that fits.
@@ -187,7 +172,7 @@ class Planner:
         """
         best = self.top_plans(1)[0]
         if not best.memory.fits:
-            raise ConfigError(self._nothing_fits_message(best))
+            raise ConfigError(self._nothing_fits_message())
         return best
 
     def config_for(self, plan: PlannedMapping) -> Config:
@@ -228,10 +213,10 @@ class Planner:
         options += ["fewer fixed axes"] if fixed else []
         return f"{text}; or choose {', or '.join(options or ['another batch or number of GPUs'])}"
 
-    def _nothing_fits_message(self, closest: PlannedMapping) -> str:
+    def _nothing_fits_message(self) -> str:
         q = self.request
         gib = 2**30
-        smallest = min(self.plans, key=lambda plan: plan.memory.total)
+        smallest = self._smallest_plan
         text = (
             f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into "
             f"{q.usable_device.memory_bytes / gib:.0f} GiB of {q.device.name}{_describe_reserve(q)}: the least is "
@@ -252,8 +237,7 @@ class Planner:
         count = 2 * self.request.num_gpus
         while count <= MAX_GPUS:
             planner = Planner(self.request.with_num_gpus(count))
-            search = planner._own_search()
-            if any(search.can_fit(fold, view) for fold, view in planner.space.folds):
+            if any(plan.memory.fits for plan in planner._own_search().smallest_plans()):
                 return count
             count *= 2
         return None

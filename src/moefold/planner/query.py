@@ -39,6 +39,9 @@ DEFAULT_SEQ_LEN = 4096
 DEFAULT_BATCH_TOKENS = 2**22
 """Tokens per step of a model without a recipe."""
 
+DEFAULT_MAPPINGS = 10
+"""Mappings of a result, unless another number is asked for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -181,11 +184,11 @@ def document_loads(
 def result_as_dict(
     planner: Planner, count: int | None = None, families: Sequence[FamilyBest] | None = None
 ) -> dict[str, Any]:
-    """Return the result in the form of `moefold plan --json`: the best mapping of each fold, best first, and family.
+    """Return the result in the form of `moefold plan --json`: the best mappings, best first, and each family's.
 
     Args:
         planner: the planner that searched.
-        count: number of folds to return; None returns all.
+        count: number of mappings, each of another fold; None: `DEFAULT_MAPPINGS`.
         families: the best mapping of each family; None: they are searched.
     """
     q = planner.request
@@ -208,7 +211,9 @@ def result_as_dict(
             "num_folds": planner.num_folds,
             "stated_error": asdict(STATED_ERROR),
             "beam_gap": planner.search.gap,
-            "mappings": [plan_as_dict(plan) for plan in (planner.plans if count is None else planner.top_plans(count))],
+            "mappings": [
+                plan_as_dict(plan) for plan in planner.top_plans(DEFAULT_MAPPINGS if count is None else count)
+            ],
         }
         | documents_as_dict(q.workload.attention)
         | sites_as_dict(planner)

@@ -22,6 +22,7 @@ from moefold.planner.rollout_cost import (
     gathered_bytes,
     packed_fraction,
     weights_for_sampling,
+    with_degrees,
 )
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.rounds import RoundTimes
@@ -47,15 +48,12 @@ class RolloutPlan:
     degrees: SamplingDegrees
     is_in_place: bool
     """Whether the model in training samples itself, and nothing is copied."""
-    train_s: float
-    prefill_s: float
-    decode_s: float
-    reshard_s: float
+    times: RoundTimes
+    """Seconds of an optimizer step by part: a round of one update."""
     slots: int
     """Rollouts that a rank decodes at once."""
     memory_bytes: float
     """Of the fullest GPU, in training or in sampling."""
-    capacity_bytes: float
     ranks: int = 0
     """GPUs that only sample; 0: those that train sample in turn."""
     rounds_ahead: int | None = None
@@ -64,20 +62,12 @@ class RolloutPlan:
     @property
     def total_s(self) -> float:
         """Seconds of an optimizer step: the sum of the parts, or less where GPUs sample while others train."""
-        times = RoundTimes(
-            copy_s=self.reshard_s,
-            prefill_s=self.prefill_s,
-            decode_s=self.decode_s,
-            reward_s=0.0,
-            train_s=self.train_s,
-            updates=1,
-        )
-        return times.step_s(self.rounds_ahead)
+        return self.times.step_s(self.rounds_ahead)
 
     @property
     def fits(self) -> bool:
         """True if the device has the memory."""
-        return self.memory_bytes <= self.capacity_bytes
+        return self.memory_bytes <= self.training.memory.capacity
 
 
 def plan_rollouts(planner: Planner, lengths: RolloutLengths) -> list[RolloutPlan]:
@@ -147,19 +137,15 @@ def sampling_mappings(cfg: Config) -> Iterator[SamplingDegrees]:
         tps = [tp for tp in divisors(stage) if all(unit % tp == 0 for unit in units)]
         eps = [ep for ep in divisors(stage) if model.routed is None or model.routed.num_experts % ep == 0]
         for tp, ep, etp in product(tps, eps, divisors(stage)):
-            degrees = dict(zip(ROLLOUT_DEGREES, (tp, pp, ep, etp), strict=True))
-            changed = _with_degrees(cfg, degrees)
+            degrees = SamplingDegrees(world_size, tp, pp, ep, etp)
+            changed = with_degrees(cfg, degrees)
             if stage % (ep * etp) or not has_rollout_mapping(changed.parallel, changed.rl, changed.rollout):
                 continue
             try:
                 check_rollout_mapping(changed)
             except ConfigError:
                 continue
-            yield SamplingDegrees(world_size, **degrees)
-
-
-def _with_degrees(cfg: Config, degrees: dict[str, int]) -> Config:
-    return replace(cfg, rollout=replace(cfg.rollout, **degrees))  # type: ignore[arg-type]  # degrees are integers
+            yield degrees
 
 
 class _Pricing:
@@ -195,10 +181,8 @@ class _Pricing:
             # Without the copy of the weights, which is slower to price.
             if best is not None and _sort_key(best) <= _sort_key(bound):
                 break
-            degrees = {axis: getattr(bound.degrees, axis) for axis in ROLLOUT_DEGREES}
-            priced = self._priced(
-                bound.degrees, *weights_for_sampling(_with_degrees(self._cfg, degrees)), is_in_place=False
-            )
+            changed = with_degrees(self._cfg, bound.degrees)
+            priced = self._priced(bound.degrees, *weights_for_sampling(changed), is_in_place=False)
             best = priced if best is None else min(best, priced, key=_sort_key)
         return best
 
@@ -234,14 +218,15 @@ class _Pricing:
             training=self._plan,
             degrees=degrees,
             is_in_place=is_in_place,
-            # Rollouts are packed into samples of train.seq_len, for which the step was priced.
-            train_s=self._plan.time.total_s * packed_fraction(cfg.parallel, cfg.train, self._lengths),
-            prefill_s=sampling.prefill_s / updates,
-            decode_s=sampling.decode_s / updates,
-            reshard_s=copy_seconds(cfg.parallel, cfg.rollout, self._device, received) / updates,
+            times=RoundTimes(
+                copy_s=copy_seconds(cfg.parallel, cfg.rollout, self._device, received) / updates,
+                prefill_s=sampling.prefill_s / updates,
+                decode_s=sampling.decode_s / updates,
+                # Rollouts are packed into samples of train.seq_len, for which the step was priced.
+                train_s=self._plan.time.total_s * packed_fraction(cfg.parallel, cfg.train, self._lengths),
+            ),
             slots=sampling.slots,
             memory_bytes=max(memory.total + (0 if is_in_place or self._ranks else held), states + held + cache),
-            capacity_bytes=memory.capacity,
             ranks=self._ranks,
             rounds_ahead=self._rounds_ahead,
         )
@@ -265,10 +250,10 @@ def rollouts_as_dict(plans: Sequence[RolloutPlan], lengths: RolloutLengths) -> d
                 "sampling_gpus": plan.ranks,
                 "rounds_ahead": plan.rounds_ahead,
                 "step_time_s": plan.total_s,
-                "train_s": plan.train_s,
-                "prefill_s": plan.prefill_s,
-                "decode_s": plan.decode_s,
-                "reshard_s": plan.reshard_s,
+                "train_s": plan.times.train_s,
+                "prefill_s": plan.times.prefill_s,
+                "decode_s": plan.times.decode_s,
+                "reshard_s": plan.times.copy_s,
                 "slots": plan.slots,
                 "memory_gib": plan.memory_bytes / 2**30,
                 "fits": plan.fits,

@@ -3,19 +3,19 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
-from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device
+from moefold.cost.kv_cache import kv_cache_bytes, recurrent_state_bytes
 from moefold.cost.rollout_memory import rollout_weight_bytes, sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.planner.cost_model.collective import link_between
 from moefold.planner.cost_model.decode import DecodeCost, SamplingDegrees
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
+from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,10 @@ class RolloutLengths:
         return self.prompt + self.new
 
 
-def default_lengths(train: TrainConfig, rollout: RolloutConfig) -> RolloutLengths:
-    """Return the longest completion, and the longest prompt that fits into a sample with it."""
-    new = rollout.max_tokens
-    return RolloutLengths(prompt=max(1, train.seq_len + 1 - new), new=new)
+def given_lengths(train: TrainConfig, rollout: RolloutConfig, prompt: int | None, new: int | None) -> RolloutLengths:
+    """Return the given lengths; by default the longest completion, and the longest prompt that fits with it."""
+    most = rollout.max_tokens
+    return RolloutLengths(prompt=prompt or max(1, train.seq_len + 1 - most), new=new or most)
 
 
 def packed_fraction(parallel: ParallelConfig, train: TrainConfig, lengths: RolloutLengths) -> float:
@@ -76,17 +76,11 @@ class SamplingCost:
         cfg = self._cfg
         rollout = cfg.rollout
         lengths = self._lengths
-        model = cfg.model
         per_rank = ceil(cfg.rl.updates * cfg.train.global_batch_size / degrees.dp)
-        item = compute_dtype_bytes(cfg.run)
-        states = [core for layer in model.decoder_layers if isinstance(core := layer.core, RecurrentCore)]
-        cached = [layer.core for layer in model.decoder_layers if not isinstance(layer.core, RecurrentCore)]
-        is_expanded = rollout.cache == "heads"
-        width = sum(core.cached_width(degrees.tp, expanded=is_expanded) for core in cached) / max(1, len(cached))
-        rollout_bytes = ceil(lengths.total * ceil(len(cached) / degrees.pp) * width) * item
-        if states:
-            mean_bytes = sum(core.state_bytes(degrees.tp, item) for core in states) // len(states)
-            rollout_bytes += ceil(len(states) / degrees.pp) * mean_bytes
+        sampling = with_degrees(cfg, degrees)
+        if has_rollout_mapping(sampling.parallel, sampling.rl, sampling.rollout):
+            sampling = rollout_config(sampling)
+        rollout_bytes = kv_cache_bytes(sampling, lengths.total, 1, rollout.cache) + recurrent_state_bytes(sampling)
         slots = max(1, min(rollout.slots, per_rank, int(rollout.cache_gib * 2**30 // rollout_bytes)))
         decode_pass_s = self._cost.pass_s(degrees, slots, lengths.prompt + lengths.new / 2)
         prompt_tokens = ceil(per_rank / cfg.rl.group_size) * lengths.prompt
@@ -98,6 +92,12 @@ class SamplingCost:
             slots=slots,
             rollout_bytes=rollout_bytes,
         )
+
+
+def with_degrees(cfg: Config, degrees: SamplingDegrees) -> Config:
+    """Return a recipe that samples under a mapping."""
+    axes = {axis: getattr(degrees, axis) for axis in ROLLOUT_DEGREES}
+    return replace(cfg, rollout=replace(cfg.rollout, **axes))
 
 
 def recipe_sampling_degrees(parallel: ParallelConfig, rollout: RolloutConfig) -> SamplingDegrees:

@@ -505,7 +505,8 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
     """
     # Detecting the devices imports torch.
-    from moefold.launch.hardware import DetectedMachine, detect_machine, slowest_machine
+    from moefold.cost.hardware import DetectedMachine
+    from moefold.launch.hardware import detect_machine, slowest_machine
     from moefold.planner.auto_parallel import plan_mapping
 
     machine = detect_machine(cfg.run.device, rank_env)

@@ -62,7 +62,7 @@ def test_numbers_are_held_once_where_they_are_sharded():
 
 def test_the_optimizer_comes_from_the_recipe():
     def seconds(part):
-        return CostModel(SHAPE, H100, replace(WORK, optimizer=part)).data_parallel_cost(SPREAD)[2]
+        return CostModel(SHAPE, H100, replace(WORK, optimizer=part)).data_parallel.cost(SPREAD)[2]
 
     plain = seconds(optimizer())
     assert seconds(WORK.optimizer) == plain

@@ -57,8 +57,8 @@ def test_float32_moves_twice_the_bytes_and_computes_at_its_rate():
     for part in ("tp_comm", "ep_comm", "pp_comm"):
         assert 1.7 < found[part] / known[part] <= 2
     # Gathers of parameters double; gradients are summed in float32 either way.
-    assert wide.data_parallel_cost(FOLDED)[0] > 1.9 * narrow.data_parallel_cost(FOLDED)[0]
-    assert wide.data_parallel_cost(FOLDED)[1] == narrow.data_parallel_cost(FOLDED)[1]
+    assert wide.data_parallel.cost(FOLDED)[0] > 1.9 * narrow.data_parallel.cost(FOLDED)[0]
+    assert wide.data_parallel.cost(FOLDED)[1] == narrow.data_parallel.cost(FOLDED)[1]
     low = [
         pricer(work=replace(WORK, dtype=name, precision="fp8")).step_time(FOLDED).parts
         for name in ("float32", "bfloat16")
@@ -317,7 +317,7 @@ def test_the_busiest_of_more_ranks_is_busier_and_one_rank_has_its_mean():
 def test_zero_3_exposes_a_part_of_its_gathers_and_the_first_of_a_pass():
     cost_model = pricer()
     mapping = ParallelMapping(dp=128, ep=8, edp=16, zero=3)
-    comm = cost_model.data_parallel_cost(mapping)
+    comm = cost_model.data_parallel.cost(mapping)
     hidden = cost_model.data_parallel.exposed_s(mapping, comm, 1e3, 1e3, 2)
     bare = cost_model.data_parallel.exposed_s(mapping, comm, 0.0, 0.0, 2)
     moved = 2 * (2 * comm.all_gathers_s + comm.gradients_s)

@@ -86,20 +86,20 @@ def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, floa
 def check_folds(search: Search, fixed: dict | None = None) -> None:
     """Compare the search with the ranking of everything: each fold, the first few, and who is faster."""
     everything = fastest_of_all(search, fixed)
-    views = dict(search.space.folds)
-    assert set(views) == set(everything)
+    assert set(dict(search.space.folds)) == set(everything)
+    found = {plan.fold: plan for plan in search.plans_below(float("inf"))}
     for fold, fastest in everything.items():
-        plan = search.best(fold, views[fold])
-        assert plan.memory.fits == (fastest < float("inf"))
-        if plan.memory.fits:
-            assert plan.time.total_s == pytest.approx(fastest, rel=1e-12)
+        assert (fold in found) == (fastest < float("inf"))
+        if fold in found:
+            assert found[fold].memory.fits
+            assert found[fold].time.total_s == pytest.approx(fastest, rel=1e-12)
     ranking = sorted(seconds for seconds in everything.values() if seconds < float("inf"))
     for count in (1, 10):
         found = [plan.time.total_s for plan in search.top_plans(count)]
         assert found == pytest.approx(ranking[:count], rel=1e-12)
     for place in range(0, len(ranking), 5):
         limit = ranking[place] * (1 - 1e-9)
-        assert len(search.faster_folds(limit)) == sum(seconds < limit for seconds in ranking)
+        assert len(search.plans_below(limit)) == sum(seconds < limit for seconds in ranking)
 
 
 @pytest.mark.parametrize("room_mib", [0.3, 0.5, 100.0])
@@ -152,11 +152,22 @@ def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room
 
 
 def test_plans_are_ranked_best_first():
-    plans = searched("plain", 4, 0.25 / 1024).rank_all()
-    assert len(plans) == len(searched("plain", 4, 1.0).space.folds)
+    plans = searched("plain", 4, 0.25 / 1024).top_plans(1000)
+    assert 0 < len(plans) < len(searched("plain", 4, 1.0).top_plans(1000))
     assert [plan.sort_key for plan in plans] == sorted(plan.sort_key for plan in plans)
-    fits = [plan.memory.fits for plan in plans]
-    assert fits == sorted(fits, reverse=True)
+    assert all(plan.memory.fits for plan in plans)
+
+
+def test_where_nothing_fits_the_smallest_mappings_are_known():
+    fixed = {"pp": 1, "mbs": 1, "overlap": False}
+    search = searched("plain", 2, 0.001 / 1024, fixed)
+    assert search.top_plans(1) == []
+    everything = every_mapping(search, {**fixed, "recompute": (), "offload": ()})
+    plans = {plan.fold: plan for plan in search.smallest_plans()}
+    assert set(plans) == set(everything)
+    for fold, plan in plans.items():
+        assert not plan.memory.fits
+        assert plan.memory.total <= 1.01 * min(priced(search, m)[1].min() for m in everything[fold])
 
 
 @pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
@@ -185,24 +196,24 @@ def test_the_heaviest_moments_are_below_what_is_needed():
 
 @pytest.mark.parametrize("room_mib", [0.5, 100.0])
 def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
-    everything = [plan for plan in searched("plain", 4, room_mib / 1024).rank_all() if plan.memory.fits]
+    everything = searched("plain", 4, room_mib / 1024).top_plans(1000)
     search = searched("plain", 4, room_mib / 1024)
     for count in (1, 3, 10):
         found = [plan.time.total_s for plan in search.top_plans(count)]
         assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
     for place in range(0, len(everything), 5):
         faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
-        assert len(search.faster_folds(everything[place].time.total_s * (1 - 1e-9))) == faster
+        assert len(search.plans_below(everything[place].time.total_s * (1 - 1e-9))) == faster
 
 
 def test_a_fixed_zero_is_searched():
     search = searched("plain", 2, 1.0, {"zero": 0})
-    assert {plan.mapping.zero for plan in search.rank_all()} == {0}
+    assert {plan.mapping.zero for plan in search.top_plans(1000)} == {0}
 
 
 def test_what_is_bound_by_memory_says_so():
     search = searched("plain", 4, 1.0)
-    plan = search.rank_all()[0]
+    (plan,) = search.top_plans(1)
     assert "memory" not in plan.bottleneck
     again = search.price(replace(plan.mapping, recompute=("layer",)))
     assert isinstance(again, PlannedMapping)

@@ -17,10 +17,6 @@ WGRAD_ACCUMULATION_BYTES = 8
 """Memory traffic of a weight gradient that is added to a float32 sum: read and written, 4 bytes each."""
 
 
-UNFILLED_WAVE_FRACTION = 1.0
-"""Part of the last waves of separate kernels that the next kernel, on another stream, does not fill."""
-
-
 class GemmCost:
     """Cost model of GEMMs on one device in one precision.
 
@@ -65,15 +61,9 @@ class GemmCost:
         tiles = groups * ceil(rows / device.tile_rows) * ceil(columns / device.tile_columns)
         work = 2.0 * device.tile_rows * device.tile_columns * (inner + device.half_depth) * tiles
         rate = self.flops_per_s * device.grouped_fraction if groups > 1 else self.flops_per_s
-        return max(work * self._wave_factor(tiles, 1 if fused else groups) / rate, moved_bytes / self.bytes_per_s)
-
-    def _wave_factor(self, tiles: int, groups: int) -> float:
-        """Return the slowdown of a GEMM over full waves: the last wave is half empty on average.
-
-        Expert GEMMs in separate kernels each end with such a wave, which other streams fill in part.
-        """
-        kernels = 1.0 if groups == 1 else max(1.0, groups * UNFILLED_WAVE_FRACTION)
-        return 1.0 + 0.5 * self.device.multiprocessors * kernels / tiles
+        # The last wave is half empty on average; expert GEMMs in separate kernels each end with such a wave.
+        waves = 1.0 + 0.5 * device.multiprocessors * (1 if fused else groups) / tiles
+        return max(work * waves / rate, moved_bytes / self.bytes_per_s)
 
     def quantize_s(self, elements: float, *, fused: bool = False) -> float:
         """Return the seconds of casting operands below 16 bits; 0 if the GEMMs do it themselves."""

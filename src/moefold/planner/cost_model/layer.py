@@ -150,8 +150,11 @@ class CostItem:
 
     part: str
     seconds: float
-    comm_axis: str = ""
-    """The axis whose ranks communicate; empty for compute."""
+
+    @property
+    def is_comm(self) -> bool:
+        """True for a collective, whose part is named after the axis of its ranks."""
+        return self.part.endswith("_comm")
 
 
 class DirectionCost(NamedTuple):
@@ -267,6 +270,11 @@ class LayerCostModel:
         """Return the tokens of a micro-batch on the ranks of one tp group."""
         return mbs * self.workload.seq_len / cp
 
+    def tp_gather(self, tp: int, tokens: float) -> CostItem:
+        """Return the time of an all-gather, or a reduce-scatter, of hidden states over tp."""
+        num_bytes = tokens * self.model_spec.hidden_size * self.gemm.value_bytes
+        return CostItem("tp_comm", all_gather_s(self.device, RankGroup(tp, 1), num_bytes))
+
 
 class _MixerCost:
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
@@ -293,7 +301,7 @@ class _MixerCost:
         tokens = self.tokens
         tp = self.tp
         gemm = costs.gemm
-        gather = all_gather_s(costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
+        gather = costs.tp_gather(tp, tokens)
         project, project_back, weights = self._projections_s()
         heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * gemm.value_bytes
         stream_bytes = tokens / tp * hidden * gemm.value_bytes
@@ -309,16 +317,16 @@ class _MixerCost:
         part = "attention"
         forward = (
             CostItem(part, passes),
-            CostItem("tp_comm", gather, "tp"),
+            gather,
             CostItem(part, project + core),
-            CostItem("cp_comm", ring, "cp"),
-            CostItem("tp_comm", gather, "tp"),
+            CostItem("cp_comm", ring),
+            gather,
         )
         backward = (
-            CostItem("tp_comm", gather, "tp"),
+            gather,
             CostItem(part, project_back + weights + core_back + 1.6 * passes),
-            CostItem("cp_comm", ring_back, "cp"),
-            CostItem("tp_comm", gather, "tp"),
+            CostItem("cp_comm", ring_back),
+            gather,
         )
         forward_kernels, backward_kernels = costs.kernel_counts("mixer")
         core_again = 0.0 if self._recomputes_core else core
@@ -490,15 +498,14 @@ def _dense_block(layer_costs: LayerCostModel, width: int, tp: int, cp: int, mbs:
     gemm = layer_costs.gemm
     hidden = layer_costs.model_spec.hidden_size
     tokens = layer_costs.tokens(cp, mbs)
-    gather = all_gather_s(layer_costs.device, RankGroup(tp, 1), tokens * hidden * gemm.value_bytes)
+    gather = layer_costs.tp_gather(tp, tokens)
     forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, 3)
     passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
-    comm = CostItem("tp_comm", gather, "tp")
-    forward = (CostItem("dense_mlp", passes), comm, CostItem("dense_mlp", forward_s), comm)
-    backward = (comm, CostItem("dense_mlp", backward_s + weights + 1.6 * passes), comm)
+    forward = (CostItem("dense_mlp", passes), gather, CostItem("dense_mlp", forward_s), gather)
+    backward = (gather, CostItem("dense_mlp", backward_s + weights + 1.6 * passes), gather)
     recompute = (
         ("norms", gemm.memory_bound_s(2 * tokens / tp * hidden * gemm.value_bytes)),
-        ("dense_mlp", forward_s + 2 * gather),
+        ("dense_mlp", forward_s + 2 * gather.seconds),
     )
     return BlockTime(forward, backward, weights, *layer_costs.kernel_counts("dense"), recompute=recompute)
 
@@ -705,7 +712,7 @@ class _MoECost:
             routing = GroupLimitedRouting(self.top_k, self.part.router.num_groups, self.part.router.top_groups)
             once = routing if transfer.sends_once else None
             seconds = all_to_all_s(costs.device, group, transfer.num_bytes, routing=once)
-        return CostItem(f"{transfer.axis}_comm", seconds * imbalance, transfer.axis)
+        return CostItem(f"{transfer.axis}_comm", seconds * imbalance)
 
     @property
     def ep_stride(self) -> int:
@@ -717,11 +724,7 @@ class _MoECost:
         hidden = self.layer_costs.model_spec.hidden_size
         width = max(1, self.part.shared_width // self.tp)
         forward_s, backward_s, weights = swiglu_mlp_s(gemm, self.tokens, hidden, width, self.num_matrices)
-        gather = CostItem(
-            "tp_comm",
-            all_gather_s(self.layer_costs.device, RankGroup(self.tp, 1), self.tokens * hidden * gemm.value_bytes),
-            "tp",
-        )
+        gather = self.layer_costs.tp_gather(self.tp, self.tokens)
         part = "shared_experts"
         return (
             [gather, CostItem(part, forward_s), gather],

@@ -22,8 +22,8 @@ from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
-from moefold.planner.cost_model.collective import RankGroup, all_gather_s, p2p_s
-from moefold.planner.cost_model.data_parallel import DataParallelCost, DataParallelCostModel, RankContent
+from moefold.planner.cost_model.collective import p2p_s
+from moefold.planner.cost_model.data_parallel import DataParallelCostModel, RankContent
 from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
@@ -199,7 +199,7 @@ class CostModel:
             part: n * sum(count * layer.part_s(part) for count, layer in zip(counts, layers, strict=True))
             for part in TIME_PARTS
         }
-        data_parallel = self.data_parallel_cost(mapping)
+        data_parallel = self.data_parallel.cost(mapping)
         posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
         seconds["head"] += n * has_loss * sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
         seconds["launch"] += posted
@@ -253,7 +253,7 @@ class CostModel:
             mapping: a mapping with this pipeline, its ZeRO stage and the placement of its moments.
             place: index of the pipeline.
         """
-        comm = self.data_parallel_cost(mapping)
+        comm = self.data_parallel.cost(mapping)
         exposed_s = self.data_parallel.exposed_s(
             mapping,
             comm,
@@ -476,7 +476,7 @@ class CostModel:
             gemm = self.layer_costs.gemm
             tokens = self.layer_costs.tokens(cp, mbs)
             _, width = shard_rows(shape.vocab_size, tp, 0)
-            gather = all_gather_s(self.device, RankGroup(tp, 1), tokens * shape.hidden_size * self.workload.value_bytes)
+            gather = self.layer_costs.tp_gather(tp, tokens).seconds
             logits = gemm.memory_bound_s(tokens * width * 4)
             forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
             backward_s = gemm.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
@@ -512,10 +512,6 @@ class CostModel:
         send_s = self.p2p_s(mapping)
         exposed_fraction = 1 - HIDDEN_P2P_FRACTION * (vpp > 1)
         return 2 * num_micro_batches * vpp * (send_s * exposed_fraction + CHUNK_S), vpp * send_s
-
-    def data_parallel_cost(self, mapping: ParallelMapping) -> DataParallelCost:
-        """Return the seconds of the data-parallel collectives and of the optimizer update."""
-        return self.data_parallel.cost(mapping)
 
     def _build_step_time(self, seconds: dict[str, float], num_micro_batches: int, world_size: int) -> StepTime:
         total = sum(seconds.values())

@@ -1,7 +1,9 @@
 """Search for samples of documents: finds the best mappings under each way to share attention. Torch-free."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.part import make_part
@@ -36,20 +38,13 @@ class DocumentSearch:
         found = [search.find(groups) for search in self.searches.values()]
         return [self._best_of_folds(plans)[: group.count] for group, *plans in zip(groups, *found, strict=True)]
 
-    def rank_all(self) -> list[PlannedMapping]:
-        """See `Search.rank_all`; each fold has its fastest strategy."""
-        return self._best_of_folds([search.rank_all() for search in self.searches.values()])
-
-    def faster_folds(self, seconds: float) -> set[Fold]:
-        """See `Search.faster_folds`."""
-        return set().union(*(search.faster_folds(seconds) for search in self.searches.values()))
-
-    def plans_below(
-        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
-    ) -> list[PlannedMapping]:
+    def plans_below(self, limit_s: float, *group: Any) -> list[PlannedMapping]:
         """See `Search.plans_below`."""
-        found = [search.plans_below(limit_s, zero_stages, accepts) for search in self.searches.values()]
-        return list(self._marked(found))
+        return self._best_of_folds([search.plans_below(limit_s, *group) for search in self.searches.values()])
+
+    def smallest_plans(self) -> Iterator[PlannedMapping]:
+        """See `Search.smallest_plans`."""
+        yield from chain.from_iterable(search.smallest_plans() for search in self.searches.values())
 
     @property
     def gap(self) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import count, product
 from math import inf
 from typing import NamedTuple
 
@@ -135,8 +135,9 @@ class _Node(NamedTuple):
 class _Found:
     """The best mappings of a group so far, one for each fold."""
 
-    def __init__(self, group: MappingGroup) -> None:
+    def __init__(self, group: MappingGroup, limit_s: float = inf) -> None:
         self.group = group
+        self._limit_s = limit_s
         self.best: dict[Fold, TimedMapping] = {}
         self.accepts = cache(group.accepts)
 
@@ -144,7 +145,7 @@ class _Found:
     def limit_s(self) -> float:
         """Seconds that another fold has to beat."""
         seconds = sorted(seconds for seconds, _ in self.best.values())
-        return seconds[self.group.count - 1] if len(seconds) >= self.group.count else inf
+        return min((self._limit_s, *seconds[self.group.count - 1 : self.group.count]))
 
     def mappings(self) -> list[ParallelMapping]:
         """Return the best mappings, best first."""
@@ -173,12 +174,8 @@ class Search:
         self._persistent: dict[tuple[object, ...], ByteArray] = {}
         self._peaks: dict[tuple[object, ...], tuple[ByteArray, ByteArray]] = {}
 
-    def rank_all(self) -> list[PlannedMapping]:
-        """Return the best mapping of every fold, best first; those that do not fit come last."""
-        return sorted((self.best(fold, view) for fold, view in self.space.folds), key=lambda plan: plan.sort_key)
-
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """Return the first `count` plans of `rank_all` that fit."""
+        """Return the best `count` plans that fit, each of another fold, best first."""
         return self.find([MappingGroup(count)])[0]
 
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
@@ -186,9 +183,10 @@ class Search:
         found = [_Found(group) for group in groups]
         queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(self._folds_of_view)]
         heapify(queue)
-        for _ in range(MAX_ROUNDS):
+        for number in count():
             queue = sorted(self._search_round(queue, [one for one in found if not one.best]))
-            if all(one.best for one in found) or not queue:
+            # Where nothing fits at all, every mapping has been looked at.
+            if not queue or all(one.best for one in found) or (number >= MAX_ROUNDS and any(one.best for one in found)):
                 break
         limit_s = min((one.limit_s for one in found), default=inf)
         bound = queue[0].bound_s if queue else inf
@@ -217,34 +215,26 @@ class Search:
                 heappush(queue, refined)
         return skipped
 
-    def faster_folds(self, seconds: float) -> set[Fold]:
-        """Return the folds whose best mapping that fits takes less than `seconds`."""
-        views = ((view, folds) for view, folds in self._folds_of_view.items() if self._view_bound_s(view) < seconds)
-        return {fold for view, folds in views for fold in folds if self._fastest_of_fold(fold, view, seconds)}
-
     def plans_below(
-        self, limit_s: float, zero_stages: tuple[int, ...], accepts: Callable[[Fold], bool]
+        self,
+        limit_s: float,
+        zero_stages: tuple[int, ...] = ALL_ZERO_STAGES,
+        accepts: Callable[[Fold], bool] = _any_fold,
     ) -> list[PlannedMapping]:
         """Return the best mapping of each accepted fold that takes less than `limit_s` and fits."""
-        found = (
-            self._fastest_of_fold(fold, view, limit_s, zero_stages, is_beam=True)
-            for fold, view in self.space.folds
-            if accepts(fold) and self._fold_bound_s(fold, view) < limit_s
-        )
-        return [self.price(timed[1]) for timed in found if timed is not None]
-
-    def best(self, fold: Fold, view: AttentionView) -> PlannedMapping:
-        """Return the fastest mapping of a fold that fits, or, if none does, one that needs little memory."""
-        found = self._fastest_of_fold(fold, view)
-        return self.price(found[1]) if found is not None else self._min_memory_plan(fold, view)
+        found = _Found(MappingGroup(len(self.space.folds), accepts, zero_stages), limit_s)
+        queue = [_Node(0.0, 0, view) for view in self._folds_of_view if self._view_bound_s(view) < limit_s]
+        while queue:
+            node = queue.pop()
+            if node.is_bounded:
+                self._price_node(node, [found])
+            else:
+                queue += [closer for closer in self._refine(node, [found]) if closer.bound_s < limit_s]
+        return [self.price(m) for m in found.mappings()]
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
         return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
-
-    def can_fit(self, fold: Fold, view: AttentionView) -> bool:
-        """Return whether any mapping of a fold fits."""
-        return self._min_memory_plan(fold, view).memory.fits
 
     @cached_property
     def _folds_of_view(self) -> dict[AttentionView, list[Fold]]:
@@ -358,7 +348,7 @@ class Search:
             other = replace(probe, dispatcher=one)
             if one != fastest and has_own_memory(one) and self.memory_model.activation_memory.may_need_less(other):
                 choices.append(replace(choice, dispatcher=one))
-        may_fit = np.any([self._may_fit(fold, one, least=True)[0] for one in choices], axis=0)
+        may_fit = np.any([self._may_fit(fold, one).any(axis=0) for one in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.placements])
         if not may_fit.any():
             return inf
@@ -375,21 +365,15 @@ class Search:
         """Return whether the states alone of some ZeRO stage fit, with the smallest micro-batches."""
         small = _small_pipelines(self._plain_pipelines(fold, pipelines))
         choice = MicroBatchChoice(size, self._dispatchers(fold, size)[0], False, small)
-        sizes = self._state_bytes(fold, choice, least=True)[0].max(axis=0).tolist()
+        sizes = self._state_bytes(fold, choice).max(axis=1).min(axis=0).tolist()
         return any(held < self._room for held, (zero, _) in zip(sizes, self.placements, strict=True) if zero in zeros)
 
-    def _may_fit(self, fold: Fold, choice: MicroBatchChoice, *, least: bool = False) -> NDArray[np.bool_]:
-        """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies].
-
-        Args:
-            fold: the degrees.
-            choice: the rest, apart from the ZeRO stage and the memory strategy.
-            least: whether to return the same for the least counts over the pipelines, [1, placements, strategies].
-        """
+    def _may_fit(self, fold: Fold, choice: MicroBatchChoice) -> NDArray[np.bool_]:
+        """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
         probe = build_mapping(fold, choice, choice.pipelines[0])
         saved = self.memory_model.activation_memory.total_bytes(probe, self.space.strategies)
-        states = self._state_bytes(fold, choice, least=least)
-        _, counts = self._peak_counts(fold, choice, least=least)
+        states = self._state_bytes(fold, choice)
+        _, counts = self._peak_counts(fold, choice)
         totals = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
         found: NDArray[np.bool_] = totals <= self._room
         return found
@@ -399,21 +383,19 @@ class Search:
         """Bytes that a mapping may have, with a tolerance for rounding."""
         return self.memory_model.device.memory_bytes + 1
 
-    def _state_bytes(self, fold: Fold, choice: MicroBatchChoice, *, least: bool) -> ByteArray:
+    def _state_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
-        counts, _ = self._peak_counts(fold, choice, least=least)
+        counts, _ = self._peak_counts(fold, choice)
         probe = build_mapping(fold, choice, choice.pipelines[0])
         found: ByteArray = counts @ self._persistent_bytes(fold, choice).T + self.memory_model.workspace(probe)
         return found
 
-    def _peak_counts(self, fold: Fold, choice: MicroBatchChoice, *, least: bool) -> tuple[ByteArray, ByteArray]:
+    def _peak_counts(self, fold: Fold, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
         """Return the counts of states and activations at three snapshots, [pipelines, snapshots, columns]."""
-        key = (fold.pp, fold.dp * choice.mbs, choice.overlap, choice.pipelines, least)
+        key = (fold.pp, fold.dp * choice.mbs, choice.overlap, choice.pipelines)
         if key not in self._peaks:
             peaks = [self.memory_model.peak_candidates(build_mapping(fold, choice, p)) for p in choice.pipelines]
-            counts = np.array([p.states for p in peaks]), np.array([p.activations for p in peaks])
-            states, activations = (one.min(axis=0, keepdims=True) if least else one for one in counts)
-            self._peaks[key] = states, activations
+            self._peaks[key] = np.array([p.states for p in peaks]), np.array([p.activations for p in peaks])
         return self._peaks[key]
 
     def _persistent_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
@@ -464,24 +446,6 @@ class Search:
         return tuple(
             part for part in reversed(found) if part == default or not like or is_own(part, "traffic", "sends_once")
         )
-
-    def _fastest_of_fold(
-        self,
-        fold: Fold,
-        view: AttentionView,
-        limit_s: float = inf,
-        zero_stages: tuple[int, ...] = ALL_ZERO_STAGES,
-        *,
-        is_beam: bool = False,
-    ) -> TimedMapping | None:
-        """Return the fastest mapping of a fold that fits and takes less than `limit_s`."""
-        found = None
-        for bound, sizes in sorted((self._size_bound_s(fold, *sizes), sizes) for sizes in view.pipelines_by_mbs):
-            limit_s = found[0] if found else limit_s
-            if bound < limit_s:
-                fastest = self._fastest_that_fit(fold, *sizes, {zero_stages: limit_s}, is_beam=is_beam)
-                found = fastest.get(zero_stages, found)
-        return found
 
     def _fastest_that_fit(
         self,
@@ -557,7 +521,11 @@ class Search:
         recompute, offload = self.space.strategies[index]
         return replace(mapping, recompute=recompute, offload=(*offload, *mapping.offload))
 
-    def _min_memory_plan(self, fold: Fold, view: AttentionView) -> PlannedMapping:
+    def smallest_plans(self) -> Iterator[PlannedMapping]:
+        """Yield the mapping of each fold that needs least memory."""
+        yield from (self._smallest_of_fold(fold, view) for fold, view in self.space.folds)
+
+    def _smallest_of_fold(self, fold: Fold, view: AttentionView) -> PlannedMapping:
         """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""
         for size, pipelines in view.pipelines_by_mbs:
             for dispatcher in self.space.dispatchers(fold, size):

@@ -52,7 +52,7 @@ MIN_LABELLED_FRACTION = 0.012
 """Minimum width of a pass with a label, as a fraction of the picture's width."""
 
 
-def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
+def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write a step as a trace (.json) or draw it (.png, .svg, .pdf).
 
     Raises:
@@ -63,7 +63,7 @@ def write_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
         if path.suffix.lower() == ".json":
             path.write_text(json.dumps(chrome_trace(timeline)))
         else:
-            draw_timeline(timeline, title).savefig(path)
+            draw_timeline(timeline).savefig(path)
     except OSError as error:
         raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from None
 
@@ -148,7 +148,7 @@ def _track_index(action: Action) -> int:
     return 0 if action.kind == "F" else 1
 
 
-def draw_timeline(timeline: Timeline, title: str = "") -> "Figure":
+def draw_timeline(timeline: Timeline) -> "Figure":
     """Draw a lane for each rank: passes above, collectives below, red if exposed; a long step in windows."""
     # No pyplot: it would select a display and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -177,9 +177,8 @@ def draw_timeline(timeline: Timeline, title: str = "") -> "Figure":
         axes.tick_params(colors=FAINT, labelsize=9, length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    figure.text(0.008, 1 - 0.3 / height, title or format_summary(timeline), fontsize=12, fontweight="bold", color=INK)
+    figure.text(0.008, 1 - 0.3 / height, format_summary(timeline), fontsize=12, fontweight="bold", color=INK)
     faint: dict[str, Any] = {"color": FAINT, "fontsize": 9, "ha": "right"}
-    figure.text(right, 1 - 0.3 / height, format_summary(timeline) if title else "", **faint)
     figure.text(right, 1 - 0.6 / height, describe_windows(timeline, windows), va="center", **faint)
     _draw_legend(figure, height, drawn)
     return figure

@@ -17,10 +17,10 @@ class RoundTimes:
     copy_s: float
     prefill_s: float
     decode_s: float
-    reward_s: float
+    reward_s: float = 0.0
     train_s: float
     """Of one optimizer step."""
-    updates: int
+    updates: int = 1
     """Optimizer steps of a round."""
 
     @property

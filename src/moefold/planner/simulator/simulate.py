@@ -335,11 +335,11 @@ class _LayerSegments:
         late_s = float(priced.backward_s[0]) - recompute_s - sum(work.seconds for work in backward_items)
         late_launches = Segment("launch", late_s)
         self.backward = (recompute, *map(_segment, backward_items), late_launches)
-        computed = sum(work.seconds for work in backward_items if not work.comm_axis)
+        computed = sum(work.seconds for work in backward_items if not work.is_comm)
         input_fraction = 1.0 - priced.wgrad_s / computed if computed else 1.0
         self.input_gradient = (
             recompute,
-            *(_scale_segment(_segment(work), 1.0 if work.comm_axis else input_fraction) for work in backward_items),
+            *(_scale_segment(_segment(work), 1.0 if work.is_comm else input_fraction) for work in backward_items),
             late_launches,
         )
         self.weight_gradient = (Segment("weight_gradients", priced.wgrad_s),)
@@ -374,7 +374,7 @@ def _combine_stage(
 
 
 def _segment(item: CostItem) -> Segment:
-    return Segment(item.part, item.seconds, COMMUNICATION if item.comm_axis else COMPUTE)
+    return Segment(item.part, item.seconds, COMMUNICATION if item.is_comm else COMPUTE)
 
 
 def _scale_segment(segment: Segment, factor: float) -> Segment:
