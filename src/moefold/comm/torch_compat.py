@@ -66,6 +66,34 @@ def shard_in_graph(tensor: DTensor) -> Tensor:
     return shard
 
 
+def dtensor_like(like: DTensor, shard: Tensor) -> DTensor:
+    """Return a DTensor of another shard with the same shape and type; torch's operators take 2 ms for it."""
+    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def zeros_like_shard(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of a type with the shape and placements of a tensor or DTensor."""
+    if isinstance(like, DTensor) and like.dtype == dtype:
+        return dtensor_like(like, torch.zeros_like(like._local_tensor))
+    return torch.zeros_like(like, dtype=dtype)
+
+
+def as_parameter(tensor: DTensor) -> DTensor:
+    """Make a DTensor that nothing else holds a parameter; `nn.Parameter` detaches it before, which takes 2 ms."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor.requires_grad_()
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Replace meta parameters and buffers by uninitialised memory, as `to_empty` does, but shard by shard."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        shard = torch.empty_like(local_tensor(tensor), device=device)
+        return dtensor_like(tensor, shard) if isinstance(tensor, DTensor) else shard
+
+    module._apply(empty)
+
+
 class _LocalShard(torch.autograd.Function):
     """`DTensor.to_local` without a copy and checks of the placements: 0.2 ms less for each use of a parameter."""
 
