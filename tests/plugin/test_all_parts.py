@@ -54,12 +54,11 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
     ("forks", "by_file", "mapping"),
     [
         (True, False, FOUR),
-        # What a spawned rank has to find is the class.
-        (False, True, ()),
+        (False, True, ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")),
         *slow([(True, False, EIGHT), (True, True, EIGHT), (False, False, EIGHT), (False, True, EIGHT)]),
     ],
     ids=[
-        *("forked-entry point-4", "spawned-file-1", "forked-entry point-8", "forked-file-8"),
+        *("forked-entry point-4", "spawned-file-2", "forked-entry point-8", "forked-file-8"),
         *("spawned-entry point-8", "spawned-file-8"),
     ],
 )
