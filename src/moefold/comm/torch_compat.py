@@ -55,6 +55,11 @@ def tensor_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def import_compiler() -> None:
+    """Import torch's compiler, which torch does in the first step of a process: a second less for each forked rank."""
+    torch.compiler.disable(lambda: None)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, without a node in the autograd graph; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
