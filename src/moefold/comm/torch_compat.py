@@ -85,8 +85,9 @@ def zeros_like_shard(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_parameter(tensor: DTensor) -> DTensor:
     """Make a DTensor that nothing else holds a parameter; `nn.Parameter` detaches it before, which takes 2 ms."""
-    tensor._is_param = True  # type: ignore[attr-defined]
-    return tensor.requires_grad_()
+    tensor._is_param = True
+    tensor.requires_grad_()
+    return tensor
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
