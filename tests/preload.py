@@ -10,6 +10,7 @@ from importlib import import_module
 
 import torch
 
+from moefold.ops.cpu.build import CompilerError, load_library
 from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
 
@@ -18,10 +19,19 @@ MODULES = (
     *("moefold.verify.compare", "moefold.train.callbacks.run_log", "moefold.cli.train", "moefold.train.worker"),
     *("moefold.parts.optimizer.adamw.module", "moefold.parts.dispatcher.alltoall.module"),
     *("moefold.parts.attention.gqa.module", "moefold.parallel.pipeline", "moefold.parallel.pipeline_stage"),
+    *(
+        "moefold.parts.optimizer.muon.module",
+        "moefold.parts.dispatcher.leastloaded.module",
+        "moefold.optim.state_offload",
+    ),
+    *("moefold.parallel.low_precision", "moefold.parallel.offload", "moefold.parallel.memory_tracking"),
+    *("moefold.train.rollout_loader", "moefold.train.callbacks.rollouts", "moefold.train.reference"),
+    *("moefold.parallel.gathered_weights", "moefold.inference.vllm_engine", "moefold.train.memory_profile"),
     *("torch.utils.serialization.config", "encodings.utf_8_sig"),
     *("moefold.convert.init_from", "moefold.convert.families", "moefold.cost.peak_memory"),
     *("moefold.cli.inference_options", "moefold.inference.worker", "moefold.inference.rollouts"),
     *("moefold.ops.cpu.attention", "moefold.ops.cpu.decode", "moefold.ops.cpu.gemm", "moefold.ops.cpu.swiglu"),
+    *("moefold.ops.cpu.linear_attention", "moefold.ops.cpu.convolution", "moefold.ops.cpu.rope"),
 )
 """What most ranks or commands import."""
 
@@ -31,6 +41,10 @@ with suppress(ImportError):
     import safetensors.torch  # noqa: F401
     import transformers.cache_utils
     import transformers.modeling_utils  # noqa: F401
+# Each rank of a run in float32 would ask the compiler for its version and load them.
+with suppress(CompilerError):
+    for _name in ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode"):
+        load_library(_name)
 
 ignore_speed()
 leave_out_plots()

@@ -87,7 +87,7 @@ REFUSED = [
         "sites.overlap=3 must be equal to sites.every=30 with sites.method",
     ),
     (
-        (*TWO, "sites.method=co2", "sites.fragment_layers=1", "model.num_layers=2"),
+        (*TWO, "sites.method=co2", "sites.fragment_layers=1", "model.layers=2"),
         "sites.fragment_layers=1 has a round for a part of the layers, and sites.method='co2' exchanges all layers",
     ),
     ((*TWO, "sites.method=co2", "sites.momentum=0"), "sites.method.clip=1.0 limits a momentum, and sites.momentum=0"),
@@ -101,15 +101,15 @@ REFUSED = [
         "sites.momentum=0.9 and sites.residual=0.95 with sites.method='sparseloco' would count a difference twice",
     ),
     ((*OWN, "sites.moments=average"), "sites.moments='average' needs moments of the same experts on all sites"),
-    ((*OWN, "model.layer_pattern=D"), "sites.method='spes' needs MoE layers, and the model has none"),
+    ((*OWN, "model.layers=4 dense"), "sites.method='spes' needs MoE layers, and the model has none"),
     ((*OWN, "sites.count=3"), "sites.count=3 must divide the 8 experts of a rank (parallel.ep=1), so that each rank"),
     (
         (*OWN, "parallel.world_size=8", "parallel.ep=4"),
         "sites.count=2 must divide the 1 experts of a rank (parallel.ep=4, sharded over 2 data-parallel ranks)",
     ),
     (
-        (*OWN, "model.num_experts=4", "model.top_k=2"),
-        "sites.method.merge_experts=0.01 merges each expert with the 4 most similar ones, and model.num_experts=4",
+        (*OWN, "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"),
+        "sites.method.merge_experts=0.01 merges each expert with the 4 most similar ones, and model.ffn.moe.num_experts=4",
     ),
     (
         (*OWN, "sites.every=30"),

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
+from moefold.cli.main import main
 from tests.e2e.forked import interrupt_forked, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +52,12 @@ def run(words: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedP
 def moefold(*words: str, timeout_s: float = 240.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run `moefold WORDS` to its end in a folder, in a process that has torch in memory from its start."""
     return run_forked(words, timeout_s, cwd, environment())
+
+
+def here(capsys: pytest.CaptureFixture[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `moefold WORDS` in this process: its ranks come from the fork server of the session, which starts once."""
+    status = main(words)
+    return subprocess.CompletedProcess(words, status, *capsys.readouterr())
 
 
 def fresh(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:

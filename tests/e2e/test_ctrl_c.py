@@ -16,6 +16,7 @@ from moefold.launch.local_job import LOCK_FILE
 from moefold.verify.ranks.pool import WorkerPool
 from tests.e2e.command import ROOT, TWO, environment, losses, processes_of, small, wait_until_gone
 from tests.e2e.forked import interrupt_forked
+from tests.slow import slow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")]
 
@@ -41,7 +42,8 @@ def _send(number: signal.Signals) -> Callable[[int], None]:
         # The command, a helper of multiprocessing, the fork server; then the ranks too.
         (("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS), 3),
         (("verify", RECIPE, "--shrink", "--steps", "1", *FOUR_RANKS), 5),
-        (("memory", RECIPE, *FOUR_RANKS), 5),
+        # As verify has it: the same pool of ranks.
+        *slow([(("memory", RECIPE, *FOUR_RANKS), 5)]),
         (("probe", "{out}.toml", "--ranks", "2", "--device", "cpu", "--rounds", MANY_STEPS), 3),
         (("tokenize", "{text}", "--out", "{out}", "--tokenizer", "bytes", "--processes", "2", "--shard-mb", "4"), 3),
     ],

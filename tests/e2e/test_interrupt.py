@@ -11,8 +11,6 @@ import pytest
 
 from moefold.checkpoint.checkpoint_dir import complete_checkpoints
 from tests.e2e.command import (
-    FOLDED,
-    FOUR,
     ROOT,
     TWO,
     checkpoints,
@@ -85,9 +83,10 @@ def test_closed_output_pipe_saves_and_reports_it(tmp_path, words):
 
 def test_kill_and_resume_under_another_mapping_equals_the_uninterrupted_run(one_rank, tmp_path):
     run_dir, words = tmp_path / "run", ("checkpoint.every=5", "checkpoint.keep=2")
-    killed = interrupted(run_dir, 12, lambda pid: os.killpg(pid, signal.SIGKILL), *words, *FOLDED)
+    folded = ("parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "parallel.ep=2")
+    killed = interrupted(run_dir, 12, lambda pid: os.killpg(pid, signal.SIGKILL), *words, *folded)
     assert killed.returncode == -signal.SIGKILL
-    done = train(run_dir, *words, *FOUR)
+    done = train(run_dir, *words, "parallel.world_size=2", "parallel.cp=2", "parallel.etp=2", "parallel.zero=3")
     assert "step-000010 at step 10; " in done.stdout
     assert "of metrics.jsonl beyond it removed" in done.stdout
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, 21))

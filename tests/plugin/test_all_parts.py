@@ -17,7 +17,7 @@ from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.test_imports import imports_torch
-from tests.e2e.command import checkpoints, losses, metrics, moefold, train
+from tests.e2e.command import TWO, checkpoints, here, losses, metrics, moefold, train
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
 from tests.plugin.test_objective import loss
 from tests.slow import slow
@@ -53,11 +53,14 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
 @pytest.mark.parametrize(
     ("forks", "by_file", "mapping"),
     [
-        (True, False, EIGHT),
+        (True, False, FOUR),
         (False, True, ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")),
-        *slow([(True, True, EIGHT), (False, False, EIGHT), (False, True, EIGHT)]),
+        *slow([(True, False, EIGHT), (True, True, EIGHT), (False, False, EIGHT), (False, True, EIGHT)]),
     ],
-    ids=["forked-entry point-8", "spawned-file-2", "forked-file-8", "spawned-entry point-8", "spawned-file-8"],
+    ids=[
+        *("forked-entry point-4", "spawned-file-2", "forked-entry point-8", "forked-file-8"),
+        *("spawned-entry point-8", "spawned-file-8"),
+    ],
 )
 def test_ranks_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
     cfg = recipe(*words(by_file=by_file), *mapping)
@@ -151,78 +154,78 @@ def test_a_changed_file_is_said_when_a_run_goes_on_and_when_it_is_read(tmp_path,
 
 
 @pytest.mark.e2e
-def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file):
+def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[model]\npreset = "tiny"\n[run]\nsteps = 3\n[data]\nkind = "synthetic"\n'
         "[train]\nseq_len = 16\nmicro_batch_size = 1\nglobal_batch_size = 4\nlr = 1e-2\n"
         'lr_schedule = {kind = "parts.py:InverseSqrt", floor = 0.2, timescale = 2}\n'
     )
-    asked = ["verify", str(recipe), *FOUR, "--steps", "3"]
-    done = moefold(*asked)
+    asked = ["verify", str(recipe), *TWO, "--steps", "3"]
+    done = here(capsys, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nequal: " in done.stdout
     file.write_text(file.read_text().replace("def formula", "def other_formula"))
-    refused = moefold(*asked)
+    refused = here(capsys, *asked)
     assert refused.returncode == 3
     assert "no formula for train.lr_schedule='parts.py:InverseSqrt' (" in refused.stderr
     assert refused.stderr.endswith("--against one-rank\n")
-    done = moefold(*asked, "--against", "one-rank")
+    done = here(capsys, *asked, "--against", "one-rank")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT judged by the oracle" in done.stdout
     assert "\nequal: " in done.stdout
     # The oracle finds an error of the code, one rank of the same code does not.
     file.write_text(file.read_text().replace("return peak * max", "return 2 * peak * max").replace("other_f", "f"))
-    assert moefold(*asked).returncode == 1
-    assert moefold(*asked, "--against", "one-rank").returncode == 0
+    assert here(capsys, *asked).returncode == 1
+    assert here(capsys, *asked, "--against", "one-rank").returncode == 0
 
 
 @pytest.mark.e2e
-def test_it_is_planned_and_the_planned_recipe_names_it(tmp_path, file):
+def test_it_is_planned_and_the_planned_recipe_names_it(tmp_path, file, capsys):
     recipe, planned = tmp_path / "recipe.toml", tmp_path / "planned" / "recipe.toml"
     planned.parent.mkdir()
     recipe.write_text('[model]\npreset = "tiny"\n[train]\nlr_schedule = {kind = "parts.py:InverseSqrt", floor = 0.2}\n')
-    done = moefold("plan", str(recipe), "--gpu", "h100", "--num-gpus", "8", "--recipe", str(planned))
+    done = here(capsys, "plan", str(recipe), "--gpu", "h100", "--num-gpus", "8", "--recipe", str(planned))
     assert done.returncode == 0, done.stderr
     assert f'lr_schedule = {{ kind = "{file}:InverseSqrt", floor = 0.2, timescale = 10 }}' in planned.read_text()
     assert load_config(planned).train.lr_schedule == load_config(recipe).train.lr_schedule
 
 
 @pytest.mark.e2e
-def test_verify_judges_all_and_refuses_an_attention_without_a_formula_by_name(tmp_path):
+def test_verify_judges_all_and_refuses_an_attention_without_a_formula_by_name(tmp_path, capsys):
     empty, file = tmp_path / "recipe.toml", tmp_path / "gated_attention.py"
     empty.touch()
     asked = ["verify", str(empty), *SIZES, *FOUR, *words(), "--steps", "2"]
-    done = moefold(*asked)
+    done = here(capsys, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dispatcher gathering, schedule eager" in done.stdout
     assert "\nequal: " in done.stdout
     file.write_text((PACKAGE / file.name).read_text().replace("def formula", "def other_formula"))
     asked.append(f"model.attention={file}:Gated")
-    refused = moefold(*asked)
+    refused = here(capsys, *asked)
     assert refused.returncode == 3
     assert "no formula for model.attention='gated_attention.py:Gated' (" in refused.stderr
-    done = moefold(*asked, "--against", "one-rank")
+    done = here(capsys, *asked, "--against", "one-rank")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT judged by the oracle" in done.stdout
     assert "\nequal: " in done.stdout
 
 
 @pytest.mark.e2e
-def test_a_mapping_of_all_is_planned_and_counted(tmp_path):
+def test_a_mapping_of_all_is_planned_and_counted(tmp_path, capsys):
     path, planned = tmp_path / "recipe.toml", tmp_path / "planned.toml"
     sizes = 'model.preset = "tiny"', "train.seq_len = 16", "train.global_batch_size = 8"
     path.write_text("\n".join((*words(), *sizes)))
     fixed = "tp=2,cp=1,pp=2,ep=2,etp=1,mbs=1,schedule=eager,dispatcher=gathering"
     asked = ["plan", str(path), "--gpu", "h100", "--num-gpus", "8", "--fix", fixed]
-    done = moefold(*asked, "--recipe", str(planned), "--json")
+    done = here(capsys, *asked, "--recipe", str(planned), "--json")
     assert done.returncode == 0, done.stderr
     [best, *_] = json.loads(done.stdout)["mappings"]
     assert (best["schedule"], best["dispatcher"]) == ("eager", "gathering")
     cfg = load_config(planned)
     assert cfg.model.attention == recipe(*words()).model.attention
     assert cfg.train.optimizer == recipe(*words()).train.optimizer
-    done = moefold("memory", str(path), "run.device=cpu", *FOUR)
+    done = here(capsys, "memory", str(path), "run.device=cpu", *FOUR)
     assert done.returncode == 0, done.stderr
 
 

@@ -40,7 +40,7 @@ REFUSED = [
         (*TWO, "sites.overlap=31"),
         "must be below the 30 steps between two rounds (sites.every=30 over 1 fragment); choose at most 29",
     ),
-    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.num_layers=2"), "must be below the 15 steps"),
+    ((*TWO, "sites.overlap=30", "sites.fragment_layers=1", "model.layers=2"), "must be below the 15 steps"),
     (
         (*TWO, "sites.moments=average", "sites.overlap=1"),
         "sites.moments='average' would replace moments by the moments of",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_snapshot
 from moefold.comm.job_link import JobLink, JobSplit
+from moefold.comm.torch_compat import import_compiler
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.listen import is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout
@@ -96,6 +97,8 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: 
     """
     if world_size == 1:
         return main(single_rank_env(), device_type)
+    if device_type == "cpu":
+        import_compiler()
     store = loopback_store()
     with SignalForwarder() as forwarder, record_files(world_size) as paths:
         rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.torch_compat import zeros_like_shard
 from moefold.model.local_param import local_tensor
 
 STEP = "step"
@@ -66,7 +67,7 @@ class StateStore:
 
     def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Allocate a moment of a parameter, sharded like the parameter."""
-        return torch.zeros_like(like, dtype=dtype)
+        return zeros_like_shard(like, dtype)
 
     def is_offloaded(self, moment: Tensor) -> bool:
         """Return whether a moment is off the device between steps."""

@@ -29,6 +29,7 @@ from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.comm.torch_compat import (
+    as_parameter,
     init_fsdp_root,
     remove_fsdp_forward_hooks,
     run_fsdp_post_backward,
@@ -64,7 +65,7 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
                 sharded = _meta_shard(parameter, expert_mesh, (Shard(0), _placement(weight.etp_dim)))
             else:
                 sharded = _meta_shard(parameter, tp_mesh, (_placement(weight.tp_shard_dim(groups.layout.tp)),))
-            module.register_parameter(leaf, nn.Parameter(sharded))
+            module.register_parameter(leaf, as_parameter(sharded))
 
 
 def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:

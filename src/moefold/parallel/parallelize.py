@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.torch_compat import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
@@ -194,7 +195,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             freeze_all_but_adapters(stage)
         if layout.world_size > 1 and for_training:
             shard_data_parallel(stage, groups, cfg.run, cfg.parallel)
-        stage.to_empty(device=groups.device)
+        allocate(stage, groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
     return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache, kernels.autotuner)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.sharded_tensor import full_tensor
+from moefold.comm.sharded_tensor import full_tensors
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
@@ -118,7 +118,6 @@ def open_samples(cfg: Config) -> Dataset:
 
 def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
     """Gather all parameters and buffers, or all gradients, as full tensors on the first rank of a stage. Collective."""
-    is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():
         if gradients and not parameter.requires_grad:
@@ -126,9 +125,10 @@ def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dic
         tensor = parameter.grad if gradients else parameter.data
         if tensor is None:
             raise ValueError(f"{name} has no gradient")
-        logical = full_tensor(tensor)
-        if is_first:
-            tensors[name] = logical.detach().clone()
-    if is_first and not gradients:
-        tensors |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
-    return tensors
+        tensors[name] = tensor
+    tensors = full_tensors(tensors)
+    if model.groups.attn.dp_cp.rank or model.groups.attn.tp.rank:
+        return {}
+    if not gradients:
+        tensors |= model.named_buffers
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

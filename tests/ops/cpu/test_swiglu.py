@@ -2,9 +2,8 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ from moefold.ops.swiglu import SwiGLUActivation
 from moefold.parallel.select_ops import select_kernels
 from moefold.validate.config import check_config
 from moefold.validate.train import check_kernel_device
+from tests.e2e.forked import run_program
 from tests.models import edit_model
 from tests.ops.c_kernels import assert_same_losses, needs_compiler
 from tests.slow import slow
@@ -210,9 +210,13 @@ def test_ranks_that_ask_at_once_compile_once(tmp_path):
     )
     compiler.chmod(0o755)
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
-    program = "from moefold.ops.cpu.build import build_libraries; build_libraries('swiglu', 'rope')"
-    ranks = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
+    program = (
+        "from moefold.ops.cpu.build import build_libraries, load_library\n"
+        "load_library.cache_clear(); build_libraries('swiglu', 'rope')"
+    )
+    with ThreadPoolExecutor(3) as threads:
+        ranks = threads.map(lambda _: run_program(program, timeout_s=120, environment=environment), range(3))
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert log.read_text().split() == ["began", "began"]
 
 

@@ -45,7 +45,7 @@ def spes_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
                 "sites.count",
                 sites.count,
                 f"must divide the {rows} experts {where}, so that each rank has experts of every site",
-                f"choose another sites.count, model.num_experts or parallel.ep, or {OTHER.removeprefix('choose ')}",
+                f"choose another sites.count, model.ffn.moe.num_experts or parallel.ep, or {OTHER.removeprefix('choose ')}",
             )
             break
     if method.merge_experts:
@@ -59,7 +59,7 @@ def _merging_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
         yield Problem(
             f"{KEY}.merge_experts",
             method.merge_experts,
-            f"merges each expert with the {NUM_SIMILAR} most similar ones, and model.num_experts="
+            f"merges each expert with the {NUM_SIMILAR} most similar ones, and model.ffn.moe.num_experts="
             f"{cfg.model.experts.num_experts}",
             "choose 0",
         )

@@ -157,9 +157,15 @@ def _build_spec(name: str) -> tuple[list[str], Path, str]:
     """Return the compile command, the source, and the file name of the library."""
     source = Path(__file__).with_name(f"{name}.c")
     command = _compile_command()
+    return command, source, _file_name(source, *command)
+
+
+@cache
+def _file_name(source: Path, *command: str) -> str:
+    """Return the file name of a library, which has the hash of its source, all headers, the compiler and processor."""
     sources = [path.read_text(encoding="ascii") for path in (source, *sorted(source.parent.glob("*.h")))]
     identity = (*sources, *command, _compiler_version(command[0]), _cpu_identity())
-    return command, source, f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.so"
+    return f"{source.stem}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.so"
 
 
 @contextlib.contextmanager

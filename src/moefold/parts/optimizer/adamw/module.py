@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from moefold.comm.torch_compat import zeros_like_shard
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.optim.states import StateStore, group_by_decay
@@ -172,6 +173,6 @@ def build_adamw(part: AdamW, parameters: Mapping[str, nn.Parameter], run: Optimi
     for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            **{moment: zeros_like_shard(parameter, parameter.dtype) for moment in MOMENTS},
         }
     return optimizer
