@@ -109,7 +109,8 @@ REFUSED = [
     ),
     (
         (*OWN, "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"),
-        "sites.method.merge_experts=0.01 merges each expert with the 4 most similar ones, and model.ffn.moe.num_experts=4",
+        "sites.method.merge_experts=0.01 merges each expert with the 4 most similar ones, and "
+        "model.ffn.moe.num_experts=4",
     ),
     (
         (*OWN, "sites.every=30"),

@@ -45,7 +45,8 @@ def spes_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
                 "sites.count",
                 sites.count,
                 f"must divide the {rows} experts {where}, so that each rank has experts of every site",
-                f"choose another sites.count, model.ffn.moe.num_experts or parallel.ep, or {OTHER.removeprefix('choose ')}",
+                "choose another sites.count, model.ffn.moe.num_experts or parallel.ep, or "
+                f"{OTHER.removeprefix('choose ')}",
             )
             break
     if method.merge_experts:
