@@ -135,7 +135,7 @@ def test_every_number_of_the_schema_has_a_range():
         for field in fields(part)
         if type(field.default) in (int, float)
     }
-    assert numbers - {name for name, _, _ in RANGED} == {"parallel.zero", "sites.values"}
+    assert numbers - {name for name, _, _ in RANGED} == {"parallel.zero"}
 
 
 def test_the_ends_of_ranges_that_include_them():
