@@ -1,7 +1,7 @@
 """What the ranks and commands that tests fork find in memory: they would each import it again.
 
 A rank imports the file of the function that it is to call, which takes a tenth of a second for pytest and a second for
-transformers. Its runs draw no loss.png, see tests/no_plots.py, and detach DTensors sooner, see tests/quick_detach.py.
+transformers. Its runs draw no loss.png, see tests/no_plots.py.
 """
 
 import gc
@@ -13,7 +13,6 @@ import torch
 from moefold.ops.cpu.build import CompilerError, load_library
 from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
-from tests.quick_detach import detach_by_shard
 
 MODULES = (
     *("pytest", "hypothesis.strategies", "numpy.ma", "pydantic.dataclasses", "multiprocessing.popen_fork"),
@@ -49,7 +48,6 @@ with suppress(CompilerError):
 
 ignore_speed()
 leave_out_plots()
-detach_by_shard()
 torch.set_num_threads(1)
 # As in moefold.verify.ranks.preload.
 gc.collect()

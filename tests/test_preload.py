@@ -1,18 +1,13 @@
 """What ranks of the tests find in memory."""
 
 import sys
-from itertools import product
 from pathlib import Path
 
-import torch
 from hypothesis import settings
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moefold.cli.main import main
 from moefold.verify.ranks.pool import WorkerPool
 from tests.e2e.command import small, train
-from tests.quick_detach import DETACH
 from tests.train.test_trainer import _train, recipe
 
 
@@ -35,24 +30,3 @@ def test_no_run_of_the_tests_draws_its_loss(pool: WorkerPool, tmp_path: Path) ->
     main(small(tmp_path / "here", "run.steps=1"))
     assert {path.parent.name for path in tmp_path.glob("*/metrics.jsonl")} == {"rank", "command", "here"}
     assert list(tmp_path.glob("*/loss.png")) == []
-
-
-def _detached() -> list[tuple[object, ...]]:
-    mesh = init_device_mesh("cpu", (2, 1))
-    found = []
-    for placements in product((Shard(0), Shard(1), Replicate()), repeat=2):
-        shard = torch.arange(24.0).view(4, 6)
-        tensor = DTensor.from_local(shard, mesh, placements, run_check=False).requires_grad_()
-        copy = tensor.detach()
-        found.append((type(copy), copy._spec, copy.requires_grad, copy.to_local().data_ptr() == shard.data_ptr()))
-    return found
-
-
-def _detaches_as_torch() -> bool:
-    ours = _detached()
-    del DTensor._op_dispatcher._custom_op_handlers[DETACH]
-    return ours == _detached() and all(shares for *_, shares in ours)
-
-
-def test_a_rank_detaches_as_torch_does(pool: WorkerPool) -> None:
-    assert pool.run(2, _detaches_as_torch) == [True, True]
