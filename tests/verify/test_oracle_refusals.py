@@ -14,7 +14,7 @@ import torch
 import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
-from moefold.config import patterns as model_kinds
+from moefold.config import layers as model_kinds
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, with_key
