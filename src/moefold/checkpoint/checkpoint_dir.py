@@ -515,7 +515,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         _model_of(sizes)
     except ConfigError as error:
         raise TypeError(f"model is {'; '.join(map(str.strip, str(error).splitlines()))}") from None
-    layers = sizes.get("layers", None if sizes else ModelConfig.layers)
+    layers: Any = sizes.get("layers", None if sizes else ModelConfig.layers)
     try:
         parse_layers(layers)
     except (TypeError, ValueError) as error:
