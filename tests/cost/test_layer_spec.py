@@ -71,7 +71,7 @@ def test_names_and_shapes_equal_the_module(name: str) -> None:
 
 def test_shard_dims_by_hand() -> None:
     """Compare the shapes of one rank of tp=2, ep=3, etp=2, and of tp=4, which does not divide the key-value heads."""
-    moe = {weight.name: weight for weight in WITH_EVERYTHING.layers[1].params}
+    moe = {weight.name: weight for weight in WITH_EVERYTHING.decoder_layers[1].params}
     found = {name: weight.shard(2, 3, 2).shape for name, weight in moe.items()}
     assert found == {
         "attention_norm.weight": (24,), "attention.wq": (12, 24), "attention.wk": (6, 24), "attention.wv": (6, 24),
@@ -85,7 +85,7 @@ def test_shard_dims_by_hand() -> None:
     }  # fmt: skip
     assert moe["attention.wk"].shard(4, 1, 1).shape == (12, 24)
     assert moe["attention.wq"].shard(4, 1, 1).shape == (6, 24)
-    latent = {weight.name: weight.shard(2, 1, 1).shape for weight in LATENT.layers[0].params}
+    latent = {weight.name: weight.shard(2, 1, 1).shape for weight in LATENT.decoder_layers[0].params}
     assert latent == {
         "attention_norm.weight": (24,), "attention.wq_down": (5, 24), "attention.wq_up": (12, 5),
         "attention.wkv_down": (9, 24), "attention.wkv_up": (14, 7), "attention.wo": (24, 6),
@@ -96,7 +96,7 @@ def test_shard_dims_by_hand() -> None:
 
 def test_matrices_by_hand() -> None:
     """List what is no matrix, for weight decay, and the matrix that Muon leaves to AdamW."""
-    weights = WITH_EVERYTHING.layers[1].params
+    weights = WITH_EVERYTHING.decoder_layers[1].params
     vectors = {weight.name.split(".", 1)[-1] for weight in weights if not weight.is_matrix}
     assert vectors == {
         "weight", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight", "router.bias",
