@@ -47,7 +47,15 @@ def config_of(tree: Mapping[str, Any]) -> Config:
 
 def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
     """Return a model with other settings, see `moefold.config.edit`; patterns change its layers."""
-    return moefold.config.edit.edit_model(model, layers_in_words(settings, model.layers))
+    words = layers_in_words(settings, model.layers)
+    if (
+        isinstance(words.get("layers"), int)
+        and isinstance(model.layers, str)
+        and any(key.endswith("_pattern") for key in settings)
+    ):
+        # A number alone keeps what the layers are.
+        words["layers"] = f"{words['layers']} moe"
+    return moefold.config.edit.edit_model(model, words)
 
 
 def _read(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
