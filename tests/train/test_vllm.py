@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cli.simulate_rounds import check_round_options
 from moefold.comm.groups import World
 from moefold.config.checkpoint import CheckpointConfig
@@ -235,13 +234,10 @@ def test_a_folder_that_cannot_be_written_ends_the_run(pool, tmp_path, served):
             pool.run(2, _train, cfg)
 
 
-def test_the_planner_does_not_price_a_server(tmp_path):
+def test_the_simulator_does_not_price_a_server(tmp_path):
     cfg = recipe(tmp_path)
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine="vllm", folder="hf"))
     options = Namespace(prompt_tokens=None, new_tokens=None, reward_s=None, rounds=None)
-    assert rollout_lengths(cfg.train, cfg.rl, cfg.rollout, options) is None
-    with pytest.raises(ConfigError, match="--new-tokens 4 has no effect: a server of rollout.engine='vllm'"):
-        rollout_lengths(cfg.train, cfg.rl, cfg.rollout, Namespace(prompt_tokens=None, new_tokens=4))
     with pytest.raises(ConfigError, match="rollout.engine='vllm' samples on a server, whose time is not simulated"):
         check_round_options(cfg.rl, cfg.rollout, options)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.plan_options import add_noise_options, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_rollouts import rollout_lengths
 from moefold.cli.plan_sites import add_site_options, reject_site_options
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
@@ -19,15 +18,14 @@ from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.memory.budget import RESERVE_FRACTION
 from moefold.planner.planner import Planner
 from moefold.planner.query import result_as_dict
-from moefold.planner.rollout import plan_rollouts, rollouts_as_dict
 from moefold.planner.search.constraints import FOLDED, METHODS
 from moefold.progress import WorkProgress
+from moefold.terminal import print_escaped
 
 EPILOG = (
     """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe supplies the
 batch, the number of GPUs and its other settings wherever no option is given. For a recipe of reinforcement learning,
-the fastest training mappings are paired with the best mapping for sampling on the same GPUs; decoding is not
-calibrated.
+the mapping of training is planned; `moefold simulate RECIPE` estimates a round with sampling.
 With --sites, the GPUs and the batch belong to one site.
 
 methods, the baselines of arXiv:2504.14960 as parts of the search:
@@ -61,7 +59,12 @@ def run(argv: list[str]) -> int:
     check_output_paths(args)
     request = request_from_args(args)
     check_contents(request, args)
-    rollout_lengths(request.base_config.train, request.base_config.rl, request.base_config.rollout, args)
+    if request.base_config.is_rl:
+        print_escaped(
+            "sampling is not priced, nor its memory: "
+            f"`moefold simulate {args.model}` draws a round of the recipe's own mapping",
+            file=sys.stderr,
+        )
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
 
@@ -83,14 +86,10 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--take {args.take}: no such mapping is legal and fits; leave it out for the others")
     best = chosen.plan
     write_outputs(planner, best, args, argv)
-    lengths = rollout_lengths(request.base_config.train, request.base_config.rl, request.base_config.rollout, args)
-    rollouts = [] if lengths is None else plan_rollouts(planner, lengths)
     if args.json:
-        found = result_as_dict(planner, args.top, families)
-        print(json.dumps(found if lengths is None else found | {"rollouts": rollouts_as_dict(rollouts, lengths)}))
+        print(json.dumps(result_as_dict(planner, args.top, families)))
     else:
         from moefold.cli.plan_outputs import print_footer
-        from moefold.cli.plan_rollouts import print_rollouts
         from moefold.cli.plan_sites import print_site_plan
         from moefold.cli.plan_table import print_breakdown, print_families, print_ranking, print_request
         from moefold.cli.screen import open_console
@@ -107,8 +106,6 @@ def run(argv: list[str]) -> int:
             print_breakdown(console, shown)
         if planner.site_plan is not None:
             print_site_plan(console, planner.site_plan)
-        if lengths is not None:
-            print_rollouts(console, rollouts, lengths)
         print_footer(console, planner, (best, *shown), args, argv, time.perf_counter() - started)
     return 0
 
@@ -123,12 +120,6 @@ def _check_output(args: argparse.Namespace) -> None:
             "leave one of them out"
         )
     is_other_answer = args.explain is not None or args.compare_folding is not None
-    for name in ("prompt", "new"):
-        if getattr(args, f"{name}_tokens") is not None and is_other_answer:
-            raise ConfigError(
-                f"--{name}-tokens has no effect on --explain and --compare-folding, which price no rollouts; leave it "
-                "out"
-            )
     if is_other_answer and args.take is not None:
         raise ConfigError(f"--take {args.take} chooses a family of a plan; leave it out, or use --fix")
     if is_other_answer:
@@ -181,9 +172,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rank the best N folds too, or mappings of --json (10)",
     )
-    help_ = "mean prompt of reinforcement learning (default: the longest that fits into train.seq_len)"
-    add("--prompt-tokens", type=int, metavar="N", help=help_)
-    add("--new-tokens", type=int, metavar="N", help="mean completion (default: rollout.max_tokens)")
     add("--wide", action="store_true", help="all columns of the table")
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mappings as one JSON object")

@@ -10,12 +10,11 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
 from moefold.planner.rollout_cost import (
-    SamplingCost,
     copy_seconds,
     given_lengths,
     packed_fraction,
-    recipe_sampling_degrees,
-    weights_for_sampling,
+    received_bytes,
+    sampling_seconds,
 )
 from moefold.planner.simulator.rounds import RoundTimeline, RoundTimes, simulate_rounds
 from moefold.planner.simulator.timeline import Timeline
@@ -84,13 +83,12 @@ def simulate_recipe_rounds(cfg: Config, device: Device, args: argparse.Namespace
         args: the options.
         step: the simulated training step, of `with_packed_batch`.
     """
-    sampling = SamplingCost(
-        cfg, device, given_lengths(cfg.train, cfg.rollout, args.prompt_tokens, args.new_tokens)
-    ).times(recipe_sampling_degrees(cfg.parallel, cfg.rollout))
+    lengths = given_lengths(cfg.train, cfg.rollout, args.prompt_tokens, args.new_tokens)
+    prefill_s, decode_s = sampling_seconds(cfg, device, lengths)
     times = RoundTimes(
-        copy_s=copy_seconds(cfg.parallel, cfg.rollout, device, weights_for_sampling(cfg)[1]),
-        prefill_s=sampling.prefill_s,
-        decode_s=sampling.decode_s,
+        copy_s=copy_seconds(cfg.parallel, cfg.rollout, device, received_bytes(cfg)),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
         reward_s=args.reward_s or 0.0,
         train_s=step.total_s,
         updates=cfg.rl.updates,

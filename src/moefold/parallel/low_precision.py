@@ -8,7 +8,6 @@ import torch
 
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.cost.fp8_estimate import estimate_fp8
 from moefold.cost.unit_memory import caches_quantized_weights
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
@@ -48,13 +47,12 @@ def low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotune
         expert_ops = Fp8ExpertOps(QUANT_FORMATS[name].block_size, weight_cache, autotuner)
         kernels = triton_kernels(cfg.run, cfg.model, cfg.parallel, cfg.moe, device, autotuner)
         linear_backend, dense_message = select_fp8_linear(expert_ops, device, getattr(torch, cfg.run.dtype))
-        choices = f"train.precision={name!r}: on the tensor cores{dense_message}{kernels.message}"
         return replace(
             kernels,
             expert_ops=expert_ops,
             linear_backend=linear_backend,
             swiglu=expert_ops,
-            message=f"{choices}; {estimate_fp8(cfg).message}",
+            message=f"train.precision={name!r}: on the tensor cores{dense_message}{kernels.message}",
             weight_cache=weight_cache,
         )
     return _emulated_kernels(EmulatedLinear(QUANT_FORMATS[name]), reason)

@@ -12,6 +12,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import shortest, toml_value
+from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import sections
 from moefold.config.upgrade import FORMAT, FORMAT_KEY
@@ -23,6 +24,7 @@ from moefold.planner.search.space import HOST
 from moefold.planner.stages import RecipeStageSplitter, placed_ranks
 from moefold.recipe import load_config
 from moefold.topology.pipeline_layout import even_stages, format_layout
+from moefold.topology.rollout_mapping import ROLLOUT_DEGREES
 from moefold.validate.config import check_config
 from moefold.validate.unused import idle_keys
 
@@ -81,7 +83,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
         # The memory model assumes that every offload copy has finished.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
     # Another mapping may leave nothing to share, and such keys are refused.
-    cfg = _without_idle_attention(cfg)
+    cfg = _without_idle_rollout_mapping(_without_idle_attention(cfg))
     check_config(cfg)
     return cfg
 
@@ -96,6 +98,14 @@ def _without_idle_attention(cfg: Config) -> Config:
         return cfg
     # Without a placement there may be nothing to split.
     return _without_idle_attention(replace(cfg, parallel=replace(cfg.parallel, context=replace(part, **idle))))
+
+
+def _without_idle_rollout_mapping(cfg: Config) -> Config:
+    """Return a recipe whose settings of a mapping that samples have their defaults where training has the same one."""
+    unread = idle_keys(cfg) if cfg.is_rl else {}
+    idle = [key for key in (*ROLLOUT_DEGREES, "experts") if f"rollout.{key}" in unread]
+    defaults = {key: getattr(RolloutConfig(), key) for key in idle}
+    return replace(cfg, rollout=replace(cfg.rollout, **defaults))
 
 
 def with_run_defaults(cfg: Config, name: str) -> Config:

@@ -22,7 +22,7 @@ from moefold.config.rule import Rule, ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
-from moefold.validate.config import RULES
+from moefold.validate.config import RULES, check_rollout_mapping
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
@@ -37,6 +37,7 @@ from moefold.validate.parallel import (
     validate_sequence_length,
 )
 from moefold.validate.planned_attention import validate_attention_pool
+from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
 from moefold.validate.sites import validate_site_shards
 from moefold.validate.sparse import selection_stage_errors, validate_selection_stages
@@ -263,13 +264,25 @@ class MappingConstraints:
         return all(self._is_satisfied(rule, values) for rule in rules)
 
     def can_fold(self, degrees: Mapping[str, int]) -> bool:
-        """Return whether both views fold over each other under the recipe's rank orders."""
+        """Return whether both views fold over each other under the recipe's rank orders, and the result can sample."""
         p = self.base_config.parallel
         try:
             fold(world_size=p.world_size, order=p.order, moe_order=p.moe_order, **degrees)
         except ConfigError:
             return False
-        return True
+        return not self.sampling_error(degrees)
+
+    def sampling_error(self, degrees: Mapping[str, int]) -> str:
+        """Return why the recipe's rollouts cannot be sampled next to a training mapping; empty if they can."""
+        if not self.base_config.is_rl:
+            return ""
+        cfg = self.config_with(degrees)
+        try:
+            raise_all(validate_rollout_experts(cfg.parallel, cfg.rl, cfg.rollout))
+            check_rollout_mapping(cfg)
+        except ConfigError as error:
+            return " ".join(str(error).split())
+        return ""
 
     def _is_satisfied(self, rule: MappingRule, values: AxisValues) -> bool:
         axis, applies = rule.applies_when

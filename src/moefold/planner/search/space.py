@@ -416,6 +416,7 @@ def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -
     """
     return (
         _unsearchable_reason(MappingSpace(constraints, restriction), restriction)
+        or _sampling_reason(constraints, restriction)
         or _single_axis_reason(constraints, restriction)
         or _fixed_axes_reason(constraints, restriction)
         or _derived_degree_reason(constraints, restriction)
@@ -435,6 +436,13 @@ def _unsearchable_reason(space: MappingSpace, restriction: Restriction) -> str:
         value = "+".join(fixed[axis]) if axis == "offload" else fixed[axis]
         return f"{axis}={value} needs a GPU and train.offload_to='host': no other memory is priced"
     return ""
+
+
+def _sampling_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
+    """Return why rollouts cannot be sampled next to a mapping that can train; empty if none can train."""
+    cfg = constraints.base_config
+    trains = MappingConstraints(replace(cfg, rl=replace(cfg.rl, group_size=0)))
+    return next((constraints.sampling_error(fold.values) for fold, _ in MappingSpace(trains, restriction).folds), "")
 
 
 def _single_axis_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
