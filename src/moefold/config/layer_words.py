@@ -12,7 +12,10 @@ MAX_LAYERS = 10_000
 
 
 class LayerWords(NamedTuple):
-    """What a layer is made of; a word is written where it is not the default, or where layers differ in it."""
+    """Words of one layer.
+
+    A word is written where it is not the default, or where layers differ in it.
+    """
 
     attention: str = "full"
     position: str = "rope"
