@@ -218,6 +218,15 @@ def check_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], O
     assert len(set(tokens)) > 1, "the sites would have the same weights"
 
 
+def test_sites_compare_each_setting_of_a_table_by_its_path(tmp_path):
+    cfg = recipe(tmp_path, 2, MEAN)
+    other = edit_model(cfg.model, {"ffn.moe.top_k": cfg.model.ffn.moe.top_k + 1})
+    here, there = (
+        equal_settings(cfg.run, model, cfg.parallel, cfg.train, cfg.lora, cfg.sites) for model in (cfg.model, other)
+    )
+    assert [name for name in here if here[name] != there[name]] == ["model.ffn.moe.top_k"]
+
+
 def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):
     cfg = adapted(tmp_path)
     with Server().running() as server:

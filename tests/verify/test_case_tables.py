@@ -2,11 +2,9 @@
 
 from itertools import combinations
 
-from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
-from moefold.config.train import TrainConfig
+from moefold.config.suggestions import default_of, sections, tables
+from moefold.config.upgrade import flat_settings
 from tests.verify import same_bits_cases
 from tests.verify.cases import AXES, Settings, axes_of
 from tests.verify.test_parity import ORACLE_CASES
@@ -29,27 +27,31 @@ ONLY_SLOW = {
 FREE_TEXTS = ("pipeline_layout", "order", "moe_order", "schedule_csv")
 
 
-def words(section: Settings) -> Settings:
-    """Return the settings of a section with a part as its kind."""
-    return {key: value.kind if isinstance(value, Part) else value for key, value in section.items()}
+def _kind_of(value: object) -> object:
+    return value.kind if isinstance(value, Part) else value
+
+
+def _default(section: str, key: str) -> object:
+    """Return the default of a key, or of a setting of a table, with a part as its kind; None of a pattern."""
+    if "." in key:
+        return _kind_of(default_of(section, key))
+    return _kind_of(getattr(sections()[section](), key, None))
 
 
 def _kinds(settings: Settings) -> set[tuple[str, object]]:
-    """Return the settings that choose one of several kinds and are no defaults: words, switches, kinds of layers."""
-    sections = (
-        (settings, ParallelConfig()),
-        (settings.get("model", {}), ModelConfig()),
-        (settings.get("moe", {}), MoEConfig()),
-        (settings.get("train", {}), TrainConfig()),
-    )
-    return {
-        (key, kind)
-        for section, default in sections
-        for key, value in words(section).items()
-        if key not in FREE_TEXTS and isinstance(value, str | bool) and str(value) != str(getattr(default, key, None))
-        # A pattern of layers has letters for their kinds; digits repeat a letter.
-        for kind in (filter(str.isalpha, value) if key.endswith("_pattern") else (value,))
-    }
+    """Return the settings that choose one of several kinds and are no defaults: words, switches, tables, layers."""
+    of_sections = {"parallel": settings, **{name: settings.get(name, {}) for name in ("model", "moe", "train")}}
+    found = set()
+    for section, keys in of_sections.items():
+        given = {f"{section}.{key}": _kind_of(value) for key, value in keys.items()}
+        found |= {(name, "a table") for name, value in given.items() if name in tables() and isinstance(value, dict)}
+        for name, value in flat_settings(given).items():
+            key = name.partition(".")[2]
+            is_kind = isinstance(value, str | bool) and key not in FREE_TEXTS
+            if is_kind and str(value) != str(_default(section, key)):
+                # A pattern of layers has letters for their kinds; digits repeat a letter.
+                found |= {(name, kind) for kind in (filter(str.isalpha, value) if "_pattern" in key else (value,))}
+    return found
 
 
 def test_every_feature_has_a_fast_case():

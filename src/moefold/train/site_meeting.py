@@ -18,6 +18,7 @@ from moefold.config.part import Part, keys_of, without_source, word_of
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
+from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError, RunError
 from moefold.launch.meet_client import Heartbeat, MeetConnection, MeetError, MeetStore, parse_address
 from moefold.launch.signed_lines import Message, read_secret
@@ -47,7 +48,9 @@ def equal_settings(
     sites_config: SitesConfig,
 ) -> dict[str, Any]:
     """Return the settings that all sites must share, by name."""
-    model = {f"model.{key}": value for key, value in model_sizes(sizes).items() if key not in _FREE_MODEL_KEYS}
+    model = flat_settings(
+        {f"model.{key}": value for key, value in model_sizes(sizes).items() if key not in _FREE_MODEL_KEYS}
+    )
     schedule = word_of(mapping.schedule)
     parallel = keys_of(mapping) | {"schedule": schedule.as_table() if isinstance(schedule, Part) else schedule}
     own_keys = _OWN_SITES_KEYS - ({"every", "first"} if sites_config.part.counts_steps else set())
