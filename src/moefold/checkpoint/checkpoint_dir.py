@@ -649,7 +649,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
 def _is_outside(key: str, kind: Any) -> bool:
     """Return whether the value of a key of [model] is the kind of a part that is not of this package."""
     group = part_keys().get(f"model.{key}")
-    return group is not None and kind not in (*built_in_kinds(group), NONE)
+    return group is not None and kind not in (*built_in_kinds(group), NONE, GIVEN)
 
 
 GIVEN = "given"
