@@ -111,9 +111,9 @@ def test_a_description_that_makes_no_sense_is_named(tmp_path, key, value, messag
     content = json.loads(meta.read_text())
     content["model"][key] = value
     meta.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"moefold.json is damaged, or of another version of moefold: {message}"):
+    with pytest.raises(ConfigError, match=f"has a broken moefold.json: {message}"):
         find_source(str(tmp_path))
-    with pytest.raises(ConfigError, match=f"has a model that this version does not know: {message}"):
+    with pytest.raises(ConfigError, match=f"has a broken moefold.json: {message}"):
         read_model(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_a_description_of_other_types_is_broken(tmp_path):
     content["model"]["hidden_size"] = "64"
     meta.write_text(json.dumps(content))
     for read in (lambda: find_source(str(tmp_path)), lambda: read_model(tmp_path)):
-        with pytest.raises(ConfigError, match="has a broken moefold.json: model.hidden_size is '64'"):
+        with pytest.raises(ConfigError, match="has a broken moefold.json: model.hidden_size='64' must be an integer"):
             read()
 
 

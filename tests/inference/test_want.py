@@ -26,7 +26,7 @@ steps = 1
 device = "cpu"
 dir = "FOLDER/run"
 [model]
-num_layers = 1
+layers = 1
 hidden_size = 16
 attention = { num_heads = 2, num_kv_heads = 2 }
 vocab_size = 256

@@ -514,11 +514,13 @@ def _check_meta(meta: CheckpointMeta) -> None:
     try:
         _model_of(sizes)
     except ConfigError as error:
-        raise TypeError(f"model is {'; '.join(map(str.strip, str(error).splitlines()))}") from None
-    layers: Any = sizes.get("layers", None if sizes else ModelConfig.layers)
+        raise TypeError("; ".join(map(str.strip, str(error).splitlines()))) from None
+    if sizes and "layers" not in sizes:
+        raise TypeError("model has no layers")
+    layers = sizes.get("layers", ModelConfig.layers)
     try:
         parse_layers(layers)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise TypeError(f"model.layers={layers!r} {error}") from None
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
@@ -651,7 +653,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
 def _is_outside(key: str, kind: Any) -> bool:
     """Return whether the value of a key of [model] is the kind of a part that is not of this package."""
     group = part_keys().get(f"model.{key}")
-    return group is not None and kind not in (*built_in_kinds(group), NONE)
+    return group is not None and kind not in (*built_in_kinds(group), NONE, GIVEN)
 
 
 GIVEN = "given"
