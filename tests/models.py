@@ -47,7 +47,11 @@ def config_of(tree: Mapping[str, Any]) -> Config:
 
 def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
     """Return a model with other settings, see `moefold.config.edit`; patterns change its layers."""
-    return moefold.config.edit.edit_model(model, layers_in_words(settings, model.layers))
+    found = layers_in_words(settings, model.layers)
+    if isinstance(found.get("layers"), int) and "layers" not in settings:
+        # A number alone keeps the kinds that the layers have.
+        found["layers"] = f"{found['layers']} moe"
+    return moefold.config.edit.edit_model(model, found)
 
 
 def _read(path: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def test_a_changed_number_of_updates_must_divide_the_step(tmp_path, resume):
 def test_another_model_is_refused_with_what_differs(tmp_path):
     write(tmp_path, 5)
     wrong = edit_model(MODEL, {"num_layers": 3, "ffn.moe.num_experts": 16})
-    message = "is of another model: num_layers 2 there, 3 here; ffn.moe.num_experts 8 there, 16 here; give"
+    message = "is of another model: layers 2 there, 3 here; ffn.moe.num_experts 8 there, 16 here; give"
     with pytest.raises(ConfigError, match=message):
         find_resume(recipe(tmp_path, model=wrong))
     same = replace(MODEL, preset="anything", init_std=0.5)
@@ -295,20 +295,20 @@ def test_auto_refuses_other_data_and_a_named_checkpoint_takes_it(tmp_path, chang
     assert find_resume(replace(recipe(tmp_path, resume=str(path)), **change)) == path
 
 
-def test_sizes_that_nothing_reads_and_other_spellings_of_a_pattern_are_the_same_model(tmp_path):
+def test_sizes_that_nothing_reads_and_other_spellings_of_layers_are_the_same_model(tmp_path):
     path = write(tmp_path, 5)
-    same = edit_model(MODEL, {"ffn.dense.intermediate_size": 64, "layer_pattern": "MM"})
+    same = edit_model(MODEL, {"ffn.dense.intermediate_size": 64, "layers": "moe, 1 moe"})
     assert find_resume(recipe(tmp_path, model=same)) == path
-    with pytest.raises(ConfigError, match="layer_kinds 'MM' there, 'DM' here"):
-        find_resume(recipe(tmp_path, model=edit_model(MODEL, {"layer_pattern": "DM"})))
+    with pytest.raises(ConfigError, match="layers 2 there, 'dense, moe' here"):
+        find_resume(recipe(tmp_path, model=edit_model(MODEL, {"layers": "dense, moe"})))
 
 
 def test_windows_are_compared_by_layer_and_not_by_spelling(tmp_path):
-    path = write(tmp_path, 5, replace(edit_model(MODEL, {"attention_pattern": "WF"}), sliding_window=8))
-    same = replace(edit_model(MODEL, {"attention_pattern": "W1F1"}), sliding_window=8)
+    path = write(tmp_path, 5, edit_model(MODEL, {"layers": "window, full", "sliding_window": 8}))
+    same = edit_model(MODEL, {"layers": "1 x (1 window, full)", "sliding_window": 8})
     assert find_resume(recipe(tmp_path, model=same)) == path
-    with pytest.raises(ConfigError, match=r"layer_windows \[8, 0\] there, \[8, 8\] here"):
-        find_resume(recipe(tmp_path, model=edit_model(same, {"attention_pattern": "W"})))
+    with pytest.raises(ConfigError, match="layers 'window, full' there, '2 window' here"):
+        find_resume(recipe(tmp_path, model=edit_model(same, {"layers": "2 window"})))
 
 
 def test_another_batch_size_takes_the_same_samples(tmp_path):

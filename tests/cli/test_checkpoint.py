@@ -77,6 +77,7 @@ def test_show_takes_the_newest_of_a_run(run, capsys):
     assert main(_words("show", run / "checkpoints" / STEPS[0], "--tensors")) == 0
     text = capsys.readouterr().out
     assert "after step 2, 8 samples and 128 tokens" in text
+    assert "model: layers 2, hidden_size 16, ffn.moe.num_experts 8, ffn.moe.top_k 2, vocab_size " in text
     assert "layers.1.ffn.experts.w_up" in text
 
 
@@ -166,9 +167,11 @@ def test_diff_shortens_what_is_long(run, capsys):
 
 def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
     cfg = recipe(tmp_path, 2)
-    pool.run(1, _train, replace(cfg, model=replace(edit_model(cfg.model, {"num_layers": 1}), vocab_size=64)))
+    pool.run(1, _train, replace(cfg, model=edit_model(cfg.model, {"layers": 1, "vocab_size": 64, "ffn.moe.top_k": 3})))
     assert main(_words("diff", run / "checkpoints" / STEPS[0], tmp_path, "--json")) == 1
-    what = {d["name"]: d["what"] for d in json.loads(capsys.readouterr().out)["tensors"]}
+    found = json.loads(capsys.readouterr().out)
+    assert (found["description"]["model.layers"], found["description"]["model.ffn.moe.top_k"]) == ([2, 1], [2, 3])
+    what = {difference["name"]: difference["what"] for difference in found["tensors"]}
     assert what["model.layers.1.attention.wq"] == "only in the first"
     assert what["model.embedding.weight"].startswith("shape [32, 16] | [64, 16]")
     assert what["model.layers.0.attention.wq"] == "type torch.float32 | torch.float64"

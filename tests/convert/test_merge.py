@@ -149,7 +149,7 @@ def test_a_merge_of_text_models_generates_and_exports(tmp_path, monkeypatch, cap
     """The tokenizer comes along, here "bytes", which no file holds."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("some words to learn from. " * 40)
-    sizes = "hidden_size=16 attention.num_heads=4 attention.num_kv_heads=2 attention.head_dim=4 num_layers=1"
+    sizes = "hidden_size=16 attention.num_heads=4 attention.num_kv_heads=2 attention.head_dim=4 layers=1"
     sizes += " ffn.moe.intermediate_size=8"
     words = ["data.kind=text", "data.path=text.txt", "train.seq_len=16", "train.global_batch_size=2", "run.device=cpu"]
     words += [f"model.{word}" for word in sizes.split()] + ["run.steps=1"]

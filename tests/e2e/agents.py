@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.e2e.command import ROOT, environment
-from tests.e2e.forked import run_forked
+from tests.e2e.forked import run_forked, start_program
 
 QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun detects a lost node, and stops waiting for more nodes, within seconds instead of half a minute."""
@@ -47,6 +47,32 @@ class Job:
         return self.log.read_text()
 
 
+class ForkedProcess:
+    """A program forked from a process that has torch in memory, as `subprocess.Popen` shows it."""
+
+    def __init__(self, program: str, words: Sequence[str], log: Path) -> None:
+        self._process = start_program(program, words, [log, log], ROOT, environment())
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for its end and return its exit status; None: it goes on."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+
+TORCHRUN = "from torch.distributed.run import main; main()"
+"""Program of an agent that is forked: its ranks are processes of their own."""
+
+
+class ForkedAgent(Job):
+    """torchrun on one node that starts at once, as it is forked, and its ranks."""
+
+    def __init__(self, words: Sequence[str], log: Path, *, meet_at: str) -> None:
+        self.log = log
+        log.touch()
+        self.process = ForkedProcess(TORCHRUN, [*_torchrun_words(meet_at), *words], log)
+
+
 class Agent(Job):
     """torchrun on one node, and its ranks."""
 
@@ -61,16 +87,14 @@ class Agent(Job):
         num_ranks: int = 1,
         **variables: str,
     ) -> None:
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=1:2",
-            f"--nproc-per-node={num_ranks}",
-            *local,
-        ]
-        torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-conf={QUICK}", f"--rdzv-endpoint={meet_at}"]
-        super().__init__([*prefix, *torchrun, "--rdzv-id=moefold", "-m", "moefold", *words], log, **variables)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *_torchrun_words(meet_at, num_ranks, local)]
+        super().__init__([*prefix, *torchrun, *words], log, **variables)
+
+
+def _torchrun_words(meet_at: str, num_ranks: int = 1, local: Sequence[str] = ()) -> list[str]:
+    nodes = ["--nnodes=1:2", f"--nproc-per-node={num_ranks}", *local, "--max-restarts=3"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-conf={QUICK}", f"--rdzv-endpoint={meet_at}", "--rdzv-id=moefold"]
+    return [*nodes, *meeting, "-m", "moefold"]
 
 
 def run_on_ranks(words: Sequence[str], count: int, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
@@ -171,7 +195,7 @@ def is_open(meet_at: str) -> bool:
         return probe.connect_ex((host, int(port))) == 0
 
 
-def wait_for(is_so: Callable[[], bool], agents: Sequence[Agent], timeout_s: float = 120.0) -> float:
+def wait_for(is_so: Callable[[], bool], agents: Sequence[Job], timeout_s: float = 120.0) -> float:
     """Wait until the condition holds and return the time; fail with the output of the agents."""
     deadline = time.monotonic() + timeout_s
     while not is_so():

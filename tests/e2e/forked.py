@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +38,25 @@ def run_program(
         subprocess.TimeoutExpired: it did not end in time, and was ended.
     """
     return _run(_program, (program, *words), timeout_s, Path.cwd(), environment)
+
+
+def start_program(
+    program: str, words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]
+) -> BaseProcess:
+    """Start a program as `run_program` does, in a session of its own.
+
+    Args:
+        program: run as by `python -c`.
+        words: its arguments.
+        printed: files of its stdout and of its stderr.
+        cwd: where it runs.
+        environment: of it.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=_program, args=((program, *words), printed, cwd, dict(environment)))
+    process.start()
+    return process
 
 
 def _run(

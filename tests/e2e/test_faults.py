@@ -6,13 +6,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.agents import Agent, agent_on_host, free_port, is_open, obstacle_to_namespaces, two_hosts, wait_for
+from tests.e2e.agents import (
+    TORCHRUN,
+    Agent,
+    ForkedAgent,
+    Job,
+    agent_on_host,
+    free_port,
+    is_open,
+    obstacle_to_namespaces,
+    two_hosts,
+    wait_for,
+)
 from tests.e2e.command import ROOT, checkpoints, child_ids, environment, interrupted, losses, small, train
 from tests.e2e.forked import interrupt_forked, run_program
 
@@ -45,7 +56,7 @@ def _trains_on(num_ranks: int, run_dir: Path, steps: int) -> bool:
     return found == num_ranks and len(file.read_text().splitlines()) >= steps
 
 
-def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object, num_ranks: int = 2) -> tuple[float, float]:
+def _lose_the_second(agents: Sequence[Job], run_dir: Path, lose: object, num_ranks: int = 2) -> tuple[float, float]:
     """Lose a node in mid-run and let the other one end it; seconds until the message, and until it trains again."""
     first = agents[0]
     wait_for(lambda: _trains_on(num_ranks, run_dir, 9), agents)
@@ -61,10 +72,11 @@ def _lose_the_second(agents: list[Agent], run_dir: Path, lose: object, num_ranks
 def test_lost_node_is_named_and_the_other_resumes_from_checkpoint(uninterrupted, tmp_path):
     run_dir, meet_at = tmp_path / "run", f"127.0.0.1:{free_port()}"
     words = small(run_dir, *ELASTIC)
-    agents = [Agent(words, tmp_path / "first.log", meet_at=meet_at)]
+    agents = [ForkedAgent(words, tmp_path / "first.log", meet_at=meet_at)]
     try:
         wait_for(lambda: is_open(meet_at), agents)
-        agents.append(Agent(words, tmp_path / "second.log", meet_at=meet_at))
+        # At once: torchrun waits four seconds for it (QUICK), and an agent that comes later meets nobody.
+        agents.append(ForkedAgent(words, tmp_path / "second.log", meet_at=meet_at))
         message_s, _ = _lose_the_second(agents, run_dir, agents[1].kill)
     finally:
         for agent in agents:
@@ -119,10 +131,6 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(uninterrupted, tmp_path):
     assert " does not answer rank 1 on node2, last heard " in said[1]
     assert 5 <= message_s < 15
     assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-9)
-
-
-TORCHRUN = "from torch.distributed.run import main; main()"
-"""Program of an agent that is forked: its ranks are processes of their own."""
 
 
 def _after_torchrun(run_dir: Path, *words: str) -> list[str]:

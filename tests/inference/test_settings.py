@@ -75,7 +75,7 @@ REFUSED = {
     "parallel.tp=0": "parallel.tp=0 must be at least 1",
     "parallel.tp=two": "parallel.tp='two' must be an integer",
     "parallel.tp=3": "parallel.tp=3 must divide model.attention.num_heads=8; choose parallel.tp=1, 2, 4 or 8\n",
-    "parallel.pp=99": "must be at most model.num_layers=",
+    "parallel.pp=99": "must be at most model.layers=",
     "parallel.dispatcher=leastloaded": "choose one of allgather, alltoall, local",
     "model.ffn.moe.top_k=4": "model.ffn.moe.top_k cannot be set here",
     "moe.drop_policy=position": "moe.drop_policy has no effect: no token is dropped",

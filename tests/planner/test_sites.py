@@ -15,7 +15,6 @@ from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner
 from moefold.planner.query import PlanOptions, PlanQuery, plan_request
-from moefold.planner.simulator.site_rounds import EXCHANGE, STEP, WAIT, simulate_site
 from moefold.planner.sites import (
     CODING_S,
     MAX_OVERLAP,
@@ -27,6 +26,7 @@ from moefold.planner.sites import (
     with_site_settings,
 )
 from moefold.recipe import load_config
+from tests.planner.site_rounds import EXCHANGE, STEP, WAIT, simulate_site
 
 RECIPE = """
 [run]
@@ -116,7 +116,6 @@ def test_simulated_period_has_the_predicted_utilisation(overlap, volumes):
     waits = [max(0.0, second - 0.7 * overlap) for second in seconds]
     waited = [phase.end_s - phase.start_s for phase in period.phases if phase.part == WAIT]
     assert waited == pytest.approx([second for second in waits if second])
-    assert len(period.steps_of_first_round) == 1 if not overlap else len(period.steps_of_first_round) <= overlap + 2
 
 
 @pytest.mark.parametrize("overlap", [0, 3])
@@ -255,27 +254,17 @@ def test_plan_prints_and_writes_the_settings(tmp_path, capsys):
     assert "one job: data parallelism across the sites" in text
 
 
-def test_simulate_has_a_lane_of_the_link_and_takes_it_from_the_device(tmp_path, capsys):
+def test_simulate_takes_the_link_from_the_device(tmp_path, capsys):
     path = tmp_path / "sites.toml"
     path.write_text(RECIPE)
     device = tmp_path / "home.toml"
     device.write_text('base = "h100"\n[site_link]\nbytes_per_s = 1e8\nlatency_s = 0.05\n')
-    trace = tmp_path / "trace.json"
     recipe = (str(path), "sites.count=3", "sites.every=7", "sites.overlap=1")
-    words = ("simulate", *recipe, "--gpu", str(device), "--json", "--timeline", str(trace))
-    found = run_json(capsys, *words)["sites"]
-    assert found["recipe"]["every"] == 7
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    lanes = {name: pid for pid, name in names.items()}
-    sent = [event for event in events if event["ph"] == "X" and event["pid"] == lanes["site link"]]
-    assert [event["dur"] for event in sent] == pytest.approx([found["recipe"]["exchange_s"][0] * 1e6])
-    steps = [event for event in events if event["ph"] == "X" and event["pid"] == lanes["site"]]
-    assert sum(event["cat"] == STEP for event in steps) == 7
-    assert any(event["ph"] == "X" and names[event["pid"]] == "pipeline rank 0" for event in events)
-    picture = tmp_path / "sites.svg"
+    found = run_json(capsys, "simulate", *recipe, "--gpu", str(device), "--json")["sites"]
+    assert (found["recipe"]["every"], found["bytes_per_s"], found["latency_s"]) == (7, 1e8, 0.05)
+    picture = tmp_path / "step.svg"
     assert main(["simulate", *recipe, "--gpu", str(device), "--timeline", str(picture)]) == 0
-    assert "site link" in picture.read_text()
+    assert "<svg" in picture.read_text()
     assert "3 sites, every=7 precision=float32 overlap=1: utilisation" in capsys.readouterr().out
 
 

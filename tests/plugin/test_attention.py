@@ -41,7 +41,7 @@ def test_it_has_the_parameters_flops_and_cache_of_the_built_in_one():
         for model in (mine, theirs)
     )
     assert mine_by_name == theirs_by_name
-    assert mine.layers[0].core == theirs.layers[0].core
+    assert mine.decoder_layers[0].core == theirs.decoder_layers[0].core
     with torch.device("meta"):
         built = build_model(recipe(*GATED))
     assert count_parameters(mine).total == sum(weight.numel() for weight in built.parameters())

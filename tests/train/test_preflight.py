@@ -154,7 +154,7 @@ def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
     ("word", "message"),
     [
         ("train.seq_len=16", r"moe\.replay='.*' was traced with train\.seq_len=8, and this run has 16"),
-        ("model.layers=2 x (dense, moe)", r"traced with the MoE layers=\[0, 1\], and this run has \[1\]"),
+        ("model.layers=dense, moe", r"traced with the MoE layers=\[0, 1\], and this run has \[1\]"),
         ("model.ffn.moe.num_experts=16", "traced with model.ffn.moe.num_experts=8, and this run has 16"),
         ("run.steps=3", r"must hold every step from 1 to run\.steps=3, and step 3 is missing"),
     ],

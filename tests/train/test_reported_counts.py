@@ -38,11 +38,9 @@ COMMON = [
     "run.device=cpu",
     "run.dtype=float64",
     "run.steps=2",
-    *[
-        f"model.{key}"
-        for key in ("num_layers=2", "hidden_size=16", "attention.num_heads=4", "attention.num_kv_heads=2")
-    ],
-    *[f"model.{key}" for key in ("num_experts=4", "intermediate_size=8")],
+    *[f"model.{key}" for key in ("layers=2", "hidden_size=16", "vocab_size=256")],
+    *[f"model.attention.{key}" for key in ("num_heads=4", "num_kv_heads=2")],
+    *[f"model.ffn.moe.{key}" for key in ("num_experts=4", "intermediate_size=8")],
     f"train.seq_len={S}",
     "train.global_batch_size=4",
     "train.micro_batch_size=2",

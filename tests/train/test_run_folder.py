@@ -102,7 +102,7 @@ CASES = {
     ),
     "done with others": ([], 10, 10, ["train.lr=0.1"], "run-2", "train.lr=0.1 (it has 0.0003)"),
     "done by others": ([], 10, 10, MOVED, "run-2", "parallel.tp=2 (it has 1)"),
-    "another model": ([], 6, 5, ["model.layers=3"], "run-2", "num_layers 2 there, 3 here"),
+    "another model": ([], 6, 5, ["model.layers=3"], "run-2", "layers 2 there, 3 here"),
     "other data": ([], 6, 5, ["run.seed=7"], "run-2", "seed 0 there, 7 here"),
     "never saved": ([], 6, None, [], "run", "ended before its first checkpoint: it starts over"),
     "another, never saved": ([], 6, None, ["train.lr=0.1"], "run-2", "it has no checkpoint to go on from"),

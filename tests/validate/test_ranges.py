@@ -122,7 +122,7 @@ def test_every_number_of_the_schema_has_a_range():
         if type(field.default) in (int, float)
     }
     numbers |= {name for name in kind_settings() if type(default_of(*name.split(".", 1))) in (int, float)}
-    assert numbers - {name for name, _, _ in RANGED} == {"model.layers", "parallel.zero", "sites.values"}
+    assert numbers - {name for name, _, _ in RANGED} == {"model.layers", "parallel.zero"}
 
 
 def test_the_ends_of_ranges_that_include_them():

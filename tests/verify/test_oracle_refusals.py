@@ -14,7 +14,6 @@ import torch
 import moefold.verify.oracle
 from moefold.cli.main import main
 from moefold.cli.verify import verify
-from moefold.config import patterns as model_kinds
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, with_key
@@ -78,7 +77,7 @@ def test_each_key_of_a_formula_is_read_somewhere():
 
     Fields of a part are read by its formula: `tests/parts/test_parts.py`.
     """
-    config = [ast.parse(path.read_text()) for path in Path(model_kinds.__file__).parent.glob("*.py")]
+    config = [ast.parse(path.read_text()) for path in Path(inspect.getfile(Config)).parent.glob("*.py")]
     named = {node.attr for tree in [*SOURCES, *config] for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keys = {name.split(".")[1] for name in FORMULA_KEYS | SITES_FORMULA_KEYS}
     unread = {"precision", "residual", "moments", "weigh"}

@@ -107,7 +107,7 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     )
     small = shrink(replace(cfg, model=model)).model
     assert small.num_layers == 5
-    assert {layer.ffn.is_routed for layer in small.layers} == {False, True}
+    assert {layer.ffn.is_routed for layer in small.decoder_layers} == {False, True}
     assert (small.tie_embeddings, small.attention.qk_norm is not None) == (True, True)
     assert [
         layer.ffn.kind

@@ -515,9 +515,11 @@ def _check_meta(meta: CheckpointMeta) -> None:
         _model_of(sizes)
     except ConfigError as error:
         raise TypeError(f"model is {'; '.join(map(str.strip, str(error).splitlines()))}") from None
-    if sizes and "layers" not in sizes:
-        raise TypeError("model has no layers")
-    parse_layers(sizes.get("layers", ModelConfig.layers))
+    layers: Any = sizes.get("layers", None if sizes else ModelConfig.layers)
+    try:
+        parse_layers(layers)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"model.layers={layers!r} {error}") from None
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
     numbers = {"order.seq_len": meta.order.get("seq_len", 1)}

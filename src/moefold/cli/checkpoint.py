@@ -26,6 +26,8 @@ from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.inference_options import report_skipped_for
+from moefold.config.tree import value_at
+from moefold.config.upgrade import flat_settings
 from moefold.errors import ConfigError
 from moefold.remote_path import to_path
 from moefold.terminal import print_escaped, printable
@@ -87,8 +89,9 @@ def print_content(
     if lora := meta.lora:
         text = f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}, of {', '.join(lora['targets'])}"
         console.print(printable(f"{text}; base: {lora['base'] or 'random weights'}"), soft_wrap=True)
-    model = {key: meta.model.get(key, "?") for key in ("layers", "hidden_size", "num_experts", "top_k", "vocab_size")}
-    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in model.items())))
+    sizes = ("layers", "hidden_size", "ffn.moe.num_experts", "ffn.moe.top_k", "vocab_size")
+    found = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
+    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in found.items())), soft_wrap=True)
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
     for name, part in _group_by_part(tensors).items():
         size_mib = f"{sum(tensor.size_bytes for tensor in part) / 2**20:,.1f}"
@@ -264,7 +267,7 @@ def _resolve_checkpoints(path: Path) -> list[Path]:
 
 
 def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, tuple[object, object]]:
-    flat = [_flatten(asdict(left)), _flatten(asdict(right))]
+    flat = [flat_settings(_flatten(asdict(meta))) for meta in (left, right)]
     keys = sorted(flat[0].keys() | flat[1].keys())
     return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
 

@@ -31,7 +31,7 @@ examples:
   echo "def main():" | moefold generate runs/quickstart parallel.tp=2 parallel.ep=2 --temperature 0
 """
 
-_OVERRIDE = re.compile(r"([a-z]+)\.[a-z_]+=\S+")
+_OVERRIDE = re.compile(r"([a-z]+)\.[a-z_.]+=\S+")
 
 
 def run(argv: list[str]) -> int:

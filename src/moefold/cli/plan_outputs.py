@@ -25,9 +25,7 @@ from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import check_timeline_file, write_timeline
-from moefold.planner.simulator.round_export import site_chart, write_rounds
 from moefold.planner.simulator.simulate import Noise, simulate_mapping
-from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.sites import with_site_settings
 from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped, printable
@@ -151,11 +149,7 @@ def _noise(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
 
 
 def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
-    step = simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise)
-    if planner.site_plan is None:
-        write_timeline(step, path)
-    else:
-        write_rounds(site_chart(simulate_site(planner.site_plan.cost, planner.site_plan.chosen)), step, path)
+    write_timeline(simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise), path)
     print_escaped(f"wrote {path}", file=sys.stderr)
 
 

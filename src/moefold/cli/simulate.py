@@ -43,9 +43,8 @@ from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
-from moefold.planner.simulator.round_export import round_chart, site_chart, write_rounds
+from moefold.planner.simulator.round_export import write_rounds
 from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
-from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
 from moefold.recipe import load_config
@@ -56,7 +55,7 @@ from moefold.validate.memory import check_memory_device
 EPILOG = """examples:
   moefold simulate recipes/mixtral-8x7b.toml --gpu h100
   moefold simulate RECIPE.toml parallel.schedule=zbv parallel.virtual_stages=2 --timeline step.json --timeline step.png
-  moefold simulate RECIPE.toml --sites 3 --site-link 1e8 --site-latency 0.08 --timeline sites.json
+  moefold simulate RECIPE.toml --sites 3 --site-link 1e8 --site-latency 0.08
   moefold simulate RECIPE.toml --straggler 17=1.3 --jitter 0.05 --seed 1
   moefold simulate --run runs/quickstart --gpu this-machine.toml
 
@@ -102,9 +101,7 @@ def run(argv: list[str]) -> int:
     sites = None if site_link is None else plan_sites(cfg, site_link, timeline.total_s)
     for path in args.timeline:
         if rounds is not None:
-            write_rounds(round_chart(rounds), timeline, path)
-        elif sites is not None:
-            write_rounds(site_chart(simulate_site(sites.cost, sites.recipe)), timeline, path)
+            write_rounds(rounds, timeline, path)
         else:
             write_timeline(timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)

@@ -4,7 +4,8 @@ torch's own offsets, and its `full_tensor`, are wrong where FSDP cuts shards of 
 (a vocabulary that tp does not divide): they take the k-th parts of all shards together, as if these had one size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,50 +44,47 @@ MESSAGE_ELEMENTS = 2**22
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor on every rank of its mesh; collective over that mesh (all-reduce)."""
-    return full_tensors({"": tensor})[""]
+    ((_, whole),) = full_tensors({"": tensor})
+    return whole
 
 
 @torch.no_grad()
-def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the wholes of sharded tensors on every rank of their meshes; collective over these meshes (all-reduce).
+def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the wholes of sharded tensors, several in a message; collective over their meshes (all-reduce).
 
     Args:
-        tensors: DTensors in the same order on all ranks; plain tensors are returned as they are.
+        tensors: the same on all ranks, by name; plain tensors are yielded as they are.
     """
-    wholes = dict(tensors)
-    for names in _messages(tensors):
-        parts = []
-        for name in names:
-            values, start = local_slice(tensors[name])
-            whole = values.new_zeros(tensors[name].shape)
-            whole[region_of(values, start)] = values
-            parts.append(whole.flatten())
-        message = torch.cat(parts)
-        for group in _sharding_groups(tensors[names[0]]):
-            dist.all_reduce(message, group=group)
-        for name, part in zip(names, message.split([len(part) for part in parts]), strict=True):
-            wholes[name] = part.view(tensors[name].shape)
-    return wholes
-
-
-def _messages(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of the DTensors that go together: of one type, sharded by the same groups."""
-    messages: list[list[str]] = []
-    newest: dict[tuple[object, ...], list[str]] = {}
+    messages: dict[tuple[Any, ...], list[str]] = {}
+    count = 0
     for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        key = (tensor.dtype, *_sharding_groups(tensor))
-        size = sum(tensors[other].numel() for other in newest.get(key, ()))
-        if key not in newest or size + tensor.numel() > MESSAGE_ELEMENTS:
-            newest[key] = []
-            messages.append(newest[key])
-        newest[key].append(name)
-    return messages
+        count += tensor.numel()
+        key = (count // MESSAGE_ELEMENTS, tensor.dtype, *_sharding_groups(tensor))
+        messages.setdefault(key, []).append(name)
+    for (_, _, *groups), names in messages.items():
+        wholes = [_own_part(tensors[name]) for name in names]
+        if groups:
+            message = torch.cat([whole.flatten() for whole in wholes])
+            for group in groups:
+                dist.all_reduce(message, group=group)
+            parts = message.split([whole.numel() for whole in wholes])
+            wholes = [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
+        yield from zip(names, wholes, strict=True)
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """Return the part of this rank in a tensor of the whole's shape, which is zero elsewhere."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    values, start = local_slice(tensor)
+    whole = values.new_zeros(tensor.shape)
+    whole[region_of(values, start)] = values
+    return whole
 
 
 def _sharding_groups(tensor: Tensor) -> list[dist.ProcessGroup]:
     """Return the groups of several ranks that hold different shards of a DTensor."""
-    assert isinstance(tensor, DTensor)
+    if not isinstance(tensor, DTensor):
+        return []
     mesh = tensor.device_mesh
     return [mesh.get_group(axis) for axis, _ in sharded_axes(tensor) if mesh.size(axis) > 1]

@@ -125,7 +125,7 @@ def _validator() -> TypeAdapter[Config]:
 
 def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
     """Return a tree whose [model] has the keys of its preset that it leaves out, and errors by "section.key"."""
-    model = tree.get("model")
+    model: Any = tree.get("model")
     preset = model.get("preset", "") if isinstance(model, dict) else ""
     if not isinstance(preset, str) or not preset:
         return tree, {}

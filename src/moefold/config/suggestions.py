@@ -111,7 +111,7 @@ def tables() -> dict[str, KindOf | type[Table]]:
 
 
 def owners_of(mark: KindOf | type[Table]) -> tuple[Any, ...]:
-    """Return the classes whose fields are the keys of a table: of a part, those of its built-in kinds."""
+    """Return the classes whose fields are the keys of a table: of a part, the classes of its built-in kinds."""
     if not isinstance(mark, KindOf):
         return (mark,)
     return tuple(find_part(mark.group, kind) for kind in mark.words or built_in_kinds(mark.group))

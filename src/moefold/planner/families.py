@@ -87,9 +87,8 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
             continue
         # A family within the error of the fastest is shown by a mapping that is too.
         limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
-        measured = planner.search.plans_below(
-            limit_s, family.group.zero_stages, _accepts_both(family.group.accepts, degrees)
-        )
+        accepts = _accepts_both(family.group.accepts, degrees)
+        measured = planner.search.plans_below(limit_s, family.group.zero_stages, accepts, is_beam=True)
         candidates = [
             FamilyBest(name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s))
             for plan in (own[0], *measured)

@@ -118,6 +118,7 @@ def open_samples(cfg: Config) -> Dataset:
 
 def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
     """Gather all parameters and buffers, or all gradients, as full tensors on the first rank of a stage. Collective."""
+    is_first = model.groups.attn.dp_cp.rank == 0 and model.groups.attn.tp.rank == 0
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters.items():
         if gradients and not parameter.requires_grad:
@@ -126,9 +127,7 @@ def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dic
         if tensor is None:
             raise ValueError(f"{name} has no gradient")
         tensors[name] = tensor
-    tensors = full_tensors(tensors)
-    if model.groups.attn.dp_cp.rank or model.groups.attn.tp.rank:
-        return {}
-    if not gradients:
-        tensors |= model.named_buffers
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    found = {name: whole.detach().clone() for name, whole in full_tensors(tensors) if is_first}
+    if is_first and not gradients:
+        found |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
+    return found

@@ -38,9 +38,10 @@ class DocumentSearch:
         found = [search.find(groups) for search in self.searches.values()]
         return [self._best_of_folds(plans)[: group.count] for group, *plans in zip(groups, *found, strict=True)]
 
-    def plans_below(self, limit_s: float, *group: Any) -> list[PlannedMapping]:
+    def plans_below(self, limit_s: float, *group: Any, is_beam: bool = False) -> list[PlannedMapping]:
         """See `Search.plans_below`."""
-        return self._best_of_folds([search.plans_below(limit_s, *group) for search in self.searches.values()])
+        searches = self.searches.values()
+        return self._best_of_folds([search.plans_below(limit_s, *group, is_beam=is_beam) for search in searches])
 
     def smallest_plans(self) -> Iterator[PlannedMapping]:
         """See `Search.smallest_plans`."""

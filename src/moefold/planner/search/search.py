@@ -220,16 +220,23 @@ class Search:
         limit_s: float,
         zero_stages: tuple[int, ...] = ALL_ZERO_STAGES,
         accepts: Callable[[Fold], bool] = _any_fold,
+        *,
+        is_beam: bool = False,
     ) -> list[PlannedMapping]:
-        """Return the best mapping of each accepted fold that takes less than `limit_s` and fits."""
+        """Return the best mapping of each accepted fold that takes less than `limit_s` and fits.
+
+        Of a beam, `MAX_PIPELINES` of each fold are priced alone.
+        """
         found = _Found(MappingGroup(len(self.space.folds), accepts, zero_stages), limit_s)
-        queue = [_Node(0.0, 0, view) for view in self._folds_of_view if self._view_bound_s(view) < limit_s]
-        while queue:
-            node = queue.pop()
-            if node.is_bounded:
-                self._price_node(node, [found])
-            else:
-                queue += [closer for closer in self._refine(node, [found]) if closer.bound_s < limit_s]
+        for view, folds in self._folds_of_view.items():
+            if self._view_bound_s(view) < limit_s:
+                sizes = view.pipelines_by_mbs
+                pairs = (
+                    (self._size_bound_s(f, *sizes[i]), i, f) for f in folds if accepts(f) for i in range(len(sizes))
+                )
+                for bound, number, fold in sorted(pairs):
+                    if bound < found.best.get(fold, (limit_s,))[0]:
+                        self._price_node(_Node(bound, 0, view, fold, number), [found], is_beam=is_beam)
         return [self.price(m) for m in found.mappings()]
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
@@ -262,7 +269,7 @@ class Search:
             if bound < max(one.limit_s for one in own):
                 yield node._replace(bound_s=max(node.bound_s, bound), is_bounded=True)
 
-    def _price_node(self, node: "_Node", own: Sequence["_Found"]) -> None:
+    def _price_node(self, node: "_Node", own: Sequence["_Found"], *, is_beam: bool = True) -> None:
         """Add the best mappings of a fold and a micro-batch size that fit to groups."""
         assert node.fold is not None
         limits: dict[tuple[int, ...], float] = {}
@@ -270,7 +277,7 @@ class Search:
             stages = one.group.zero_stages
             limits[stages] = max(limits.get(stages, -inf), one.limit_s)
         sizes = node.view.pipelines_by_mbs[node.number]
-        found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=True)
+        found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=is_beam)
         for one in own:
             timed = found.get(one.group.zero_stages)
             if timed is not None and timed[0] < one.best.get(node.fold, (inf,))[0]:

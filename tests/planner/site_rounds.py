@@ -1,4 +1,4 @@
-"""Simulation of the steps of a site between two rounds of a fragment: training, meetings, exchanges and waits."""
+"""Simulate the steps of a site between two rounds of a fragment, which the predicted utilisation is compared with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +26,6 @@ class SiteTimeline:
     def utilisation(self) -> float:
         """Share of the period in which the site trains."""
         return self.every * self.step_s / self.total_s
-
-    @property
-    def steps_of_first_round(self) -> list[Phase]:
-        """The steps that begin before the exchange of the first fragment ends, and the one after them."""
-        end_s = next(phase.end_s for phase in self.phases if phase.part == EXCHANGE)
-        steps = [phase for phase in self.phases if phase.part == STEP]
-        return steps[: 1 + sum(step.start_s < end_s for step in steps)]
 
 
 class _Clock:
