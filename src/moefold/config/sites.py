@@ -1,11 +1,13 @@
 """The [sites] section: training across jobs that exchange weights rarely; see docs/sites.md."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
-from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.part import KindOf, Part, Section
+
+if TYPE_CHECKING:
+    from moefold.config.groups.site_method import SiteMethodPart
 
 DEFAULT_EVERY = 30
 READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum")
@@ -79,9 +81,9 @@ class SitesConfig(Section):
         return self.count > 1 or self.has_outer_step
 
     @property
-    def part(self) -> SiteMethodPart:
+    def part(self) -> "SiteMethodPart":
         """Return the method."""
-        return cast(SiteMethodPart, self.method)
+        return cast("SiteMethodPart", self.method)
 
     @property
     def has_outer_step(self) -> bool:
