@@ -7,9 +7,10 @@ from typing import Any
 from moefold.config.layer_words import counted_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, Table, settings_of
+from moefold.config.part import Part, Table, as_plain, settings_of
 from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
 from moefold.config.schema import Config
+from moefold.config.tree import merged
 from moefold.errors import raise_all
 
 FILLING_KEYS = ("model.preset", "sites.method")
@@ -23,7 +24,8 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
     Args:
         cfg: a config.
-        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings.
+        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings. A table
+            without another kind keeps the settings that it leaves out.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or a key fills others, such as model.preset.
@@ -38,6 +40,7 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
     for name, value in plain.items():
         if name.count(".") == 1:
             section, _, key = name.partition(".")
+            value = _whole(name, value, getattr(getattr(cfg, section, None), key, None))
             trees.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
     given = config_from_dict(trees)
     for name, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
@@ -69,6 +72,7 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         return replace(owner, **{name: _edited(before, f"{path}.{name}", inner, value)})
     for last in reversed(inner):
         value = {last: value}
+    value = _whole(f"{path}.{name}", value, before)
     if isinstance(value, str) and isinstance(before, Part) and value != NONE:
         value = {"kind": value, **settings_of_other_kind(f"{path}.{name}", before.as_table(), value)[0]}
     if not isinstance(owner, Part | Table):
@@ -76,3 +80,10 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         return replace(owner, **{name: value})
     kind = owner.kind if isinstance(owner, Part) else ""
     return replace(owner, **checked_settings(path, kind, type(owner), {name: value}))
+
+
+def _whole(path: str, value: Any, before: Any) -> Any:
+    """Return a table without a kind, or with the same one, with the settings of the table that it changes."""
+    kind = before.kind if isinstance(before, Part) else None
+    is_change = isinstance(before, Part | Table) and isinstance(value, dict) and value.get("kind", kind) == kind
+    return merged(path, as_plain(before), value) if is_change else value
