@@ -154,8 +154,7 @@ SIZES = {
     ),
     "model.attention.indexer.top_k=300": (
         "model.attention.indexer.top_k=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 "
-        "or less, or 0 "
-        "for dense attention"
+        "or less, or model.attention.indexer=none for dense attention"
     ),
     "model.attention.indexer.top_k=8 model.attention.indexer.head_dim=16": (
         "model.attention.indexer.head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"

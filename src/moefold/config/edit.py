@@ -24,8 +24,8 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
     Args:
         cfg: a config.
-        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings. A table
-            without another kind keeps the settings that it leaves out.
+        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings. A
+            table without another kind keeps the settings that it leaves out.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or a key fills others, such as model.preset.

@@ -65,10 +65,6 @@ class Part:
     """Fields that the place of a layer sets, and no recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads around the formula, and not the formula."""
-    refuses: ClassVar[frozenset[str]] = frozenset()
-    """Recipe keys that a rule refuses with this part, with the reason, although no other part may read them."""
-    chosen_by: ClassVar[str] = ""
-    """Of a built-in part of a layer: the recipe keys that choose it, as they follow "choose" in a message."""
 
     @property
     def kind(self) -> str:
