@@ -244,8 +244,8 @@ SIZES = {
         "number up to 2"
     ),
     "model.ffn.moe.shortcut=true model.layers=2x(moe,dense)": (
-        "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared=none means "
-        "none; set model.ffn.moe.shared.intermediate_size"
+        "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared is none; "
+        "set model.ffn.moe.shared.intermediate_size"
     ),
     "model.ffn.moe.shortcut=true model.ffn.moe.shared.intermediate_size=64": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one, which is dense, and "
