@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moefold.config.part import Part, Table, as_plain
+from moefold.config.part import as_plain
 from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
 from moefold.config.suggestions import part_keys, sections, tables
 from moefold.errors import ConfigError
@@ -36,10 +36,9 @@ def put(tree: Tree, names: Sequence[str], value: Any) -> None:
     """
     *owners, last = names
     for depth, name in enumerate(owners, 1):
-        inner = tree.get(name, {})
+        inner = as_plain(tree.get(name, {}))
         if inner == NONE:
             raise ConfigError(f"{'.'.join(owners[:depth])}={NONE} has no keys; leave it or {'.'.join(names)} out")
-        inner = as_plain(inner) if isinstance(inner, Part | Table) else inner
         tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
         tree = tree[name]
     before = tree.get(last)
