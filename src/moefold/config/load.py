@@ -223,7 +223,8 @@ def _apply_override(tree: Tree, override: str) -> str:
         put(tree, names, value_of_part)
     else:
         if isinstance(value, dict):
-            # A whole table replaces the one of the recipe.
+            # A table keeps the kind and the settings of the recipe that it leaves out, as over a preset.
+            value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)
     left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)

@@ -135,10 +135,13 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         what = "a table" if default is not None else 'a table, or "none"'
         raise ConfigError(f"{name}={shown_value(value)} must be {what}; its keys are {', '.join(_keys_of(mark))}")
     if isinstance(mark, KindOf):
-        if isinstance(value, str) and value not in kinds(mark.group, mark.words) and split_file_kind(value) is None:
-            raise ConfigError(unknown_kind(name, mark.group, value, mark.words))
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
-        return build_part(name, {"kind": kind, **value} if isinstance(value, dict) else value)
+        table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
+        kind = table["kind"]
+        is_own = isinstance(kind, str) and SOURCE not in table and split_file_kind(kind) is None
+        if is_own and kind not in kinds(mark.group, mark.words):
+            raise ConfigError(unknown_kind(name, mark.group, kind, mark.words))
+        return build_part(name, table)
     assert isinstance(value, dict)
     if is_oversized(value):
         raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")

@@ -158,7 +158,8 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     found = tree.get(FORMAT_KEY, FORMAT)
     if type(found) is not int or not 1 <= found <= FORMAT:
-        raise ConfigError(f"{name} has format {found!r}, and this version of moefold reads up to {FORMAT}; update it")
+        way_out = "update it" if type(found) is int and found > FORMAT else f"write {FORMAT_KEY} = {FORMAT}"
+        raise ConfigError(f"{name} has format {found!r}, and this version of moefold reads up to {FORMAT}; {way_out}")
     return {key: value for key, value in tree.items() if key != FORMAT_KEY}
 
 

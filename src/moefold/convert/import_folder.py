@@ -258,7 +258,7 @@ def recipe_text(
         "# Trains on from these weights; all other settings are free:",
         "#   moefold train recipe.toml data.kind=text data.path=TEXT run.steps=1000",
         "",
-        *("[run]", f"dir = {toml_value(f'runs/{checkpoint.name}')}", ""),
+        *(f"format = {FORMAT}", "", "[run]", f"dir = {toml_value(f'runs/{checkpoint.name}')}", ""),
         *("[model]", *sizes, ""),
         *(() if aux_loss is None else ("[moe]", f"aux_loss = {toml_value(aux_loss)}", "")),
         *("[checkpoint]", f"init_from = {toml_value(lora['base'] if lora else str(checkpoint))}"),
