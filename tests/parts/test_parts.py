@@ -100,9 +100,9 @@ def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
 
 @pytest.mark.parametrize("kind", built_in_kinds("attention"))
 def test_the_formula_of_an_attention_reads_each_field_and_no_method(kind):
-    """The oracle itself reads the fields that all kinds have: spans, RoPE and indexers."""
+    """The oracle itself reads the fields that all kinds have: spans, RoPE; and the framed ones."""
     part = find_part("attention", kind)
-    shared = {field.name for field in fields(AttentionPart)} | {"indexer", "temperature"}
+    shared = {field.name for field in fields(AttentionPart)} | part.framed
     read = _check_formula(part, {field.name for field in fields(part)} - shared)
     for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm)):
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read

@@ -4,6 +4,7 @@ import ast
 import inspect
 from dataclasses import field, fields, make_dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,12 +18,10 @@ from moefold.cli.verify import verify
 from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, with_key
+from moefold.config.edit import edit_model
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups
-from moefold.config.groups.attention import Temperature
 from moefold.config.groups.block import ActivationPart
-from moefold.config.groups.ffn import FeedForwardPart
-from moefold.config.groups.indexer import IndexerPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layers import LAYER_KEYS
@@ -44,6 +43,7 @@ from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective
 from moefold.verify.oracle_schedule import oracle_rate
+from moefold.verify.read_record import ReadRecord
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites
 from tests.train.oracle_sites import OracleSites
@@ -221,19 +221,43 @@ def _without_rope(model: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     return x
 
 
+def _temperature_of_1(model: Any, positions: torch.Tensor) -> torch.Tensor:
+    return torch.ones(positions.shape, dtype=torch.float64)
+
+
 def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
     """The list does not vouch for the formula."""
     monkeypatch.setattr("moefold.verify.oracle.apply_rope", _without_rope)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.rope\.theta=500\.0"):
         _train(_small(model={"rope.theta": 500.0}))
+    monkeypatch.undo()
+    monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
+    for table in ({"tokens": 5, "scale": 0.5}, {}):
+        with pytest.raises(NoFormulaError, match=r"no formula for model\.attention\.temperature="):
+            _train(_small(model={"rope_pattern": "N", "attention.temperature": table}))
 
 
-def test_the_oracle_names_each_field_that_it_reads_around_a_formula():
-    named = {node.attr for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    framed = {name for base in (*groups(), FeedForwardPart) for kind in built_in_kinds(base.group)
-              for name in find_part(base.group, kind).framed}  # fmt: skip
-    tables = {field.name for owner in (Temperature, IndexerPart) for field in fields(owner)}
-    assert (framed | tables) - {"bias", "zero_experts"} - named == set()
+FRAMED = {
+    "attention.temperature": {"scale": 0.5},
+    "attention.indexer": {"top_k": 3, "num_heads": 2, "head_dim": 4, "rope_interleaved": True},
+    "ffn.moe": {"top_k": 3, "zero_experts": 2, "active_experts": 2.0, "shortcut": True},
+    "ffn.moe.router": {"scaling_factor": 2.0, "num_groups": 2, "top_groups": 2, "expert_bias": True, "bias": True},
+}
+
+
+def test_a_setting_that_the_oracle_reads_around_a_formula_counts_by_itself():
+    """The table that has it, and its other settings, do not vouch for it."""
+    settings = {f"{table}.{name}": value for table, values in FRAMED.items() for name, value in values.items()}
+    cfg = replace(_small(), model=edit_model(_small().model, settings))
+    reads = ReadRecord()
+    model = reads.watch(cfg).model
+    for name in (*FRAMED, "attention.num_heads", "ffn.moe.num_experts"):
+        attrgetter(name)(model)
+    unread = set(reads.unread(cfg))
+    assert {f"model.{name}" for name in settings} <= unread
+    for name in settings:
+        assert attrgetter(name)(model) == settings[name]
+    assert unread - set(reads.unread(cfg)) == {f"model.{name}" for name in settings}
 
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention"])

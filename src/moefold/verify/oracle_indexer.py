@@ -70,15 +70,17 @@ class OracleIndexer:
             dots = query @ key.mT / math.sqrt(model.attention.indexer.head_dim)
             self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
         self.masked = masked.expand(self.scores.shape).clone()
+        # Read in the warm-up too, which selects all keys, so that it counts as read.
+        top_k = model.attention.indexer.top_k
         if not is_warmup(self._model, self._train):
-            self._select()
+            self._select(top_k)
 
-    def _select(self) -> None:
+    def _select(self, top_k: int) -> None:
         """Mask all keys but the best of each query; of equal scores, the lowest position comes first."""
         for sample, queries in enumerate(self.scores.tolist()):
             for t, scores in enumerate(queries):
                 visible = [s for s in range(len(scores)) if not self.masked[sample, t, s]]
-                best = sorted(visible, key=lambda s: (-scores[s], s))[: self._model.attention.indexer.top_k]
+                best = sorted(visible, key=lambda s: (-scores[s], s))[:top_k]
                 self.masked[sample, t] = True
                 self.masked[sample, t, best] = False
 

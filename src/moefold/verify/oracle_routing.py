@@ -115,7 +115,7 @@ class OracleRouter:
         moe = self._moe
         if moe.input_jitter and context.is_training:
             x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, context) - 1))
-        logits = x @ weight.T if bias is None else x @ weight.T + bias
+        logits = x @ weight.T + (bias if bias is not None and model.ffn.moe.router.bias else 0)
         raw = self._score.scores(logits)
         thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
         if self._choice.has_thresholds and context.is_training and context.is_token.any():

@@ -19,20 +19,26 @@ class ReadRecord:
     def watch(self, value: T, prefix: str = "") -> T:
         """Return a stand-in for a dataclass instance that records which of its fields are read.
 
-        Sections are watched too. A property reads through the stand-in, so the fields that it is computed from count.
-        A method reads the instance itself, and what it reads does not count.
+        Sections, tables, and parts with `framed` fields are watched too. A property reads through the stand-in, so the
+        fields that it is computed from count. A method reads the instance itself, and what it reads does not count.
         """
         return cast(T, _Watched(value, prefix, self.names))
 
     def unread(self, value: Any, prefix: str = "") -> Iterator[str]:
-        """Yield the names of the fields of a dataclass instance that are not at their default and were not read."""
+        """Yield the names of the fields of a dataclass instance that are not at their default and were not read.
+
+        Of a part these are the `framed` ones: a test shows that its formula reads the others.
+        """
         for field in fields(value):
             name = prefix + field.name
             found = getattr(value, field.name)
-            if is_dataclass(found) and not isinstance(found, Part):
-                yield from self.unread(found, f"{name}.")
-            elif name not in self.names and not _is_default(value, field, found):
+            is_table = is_dataclass(found) and not isinstance(found, Part)
+            is_framed = not isinstance(value, Part) or field.name in value.framed
+            is_leaf = is_framed and (not is_table or field.default is None)
+            if is_leaf and name not in self.names and not _is_default(value, field, found):
                 yield name
+            elif is_dataclass(found) and (is_framed or not is_table):
+                yield from self.unread(found, f"{name}.")
 
 
 def _is_default(owner: Any, field: Field, value: Any) -> bool:
@@ -60,9 +66,8 @@ class _Watched:
         else:
             found = getattr(self._value, name)
             if name in {field.name for field in fields(self._value)}:
-                if is_dataclass(found) and not isinstance(found, Part):
+                self._names.add(self._prefix + name)
+                if is_dataclass(found) and (not isinstance(found, Part) or found.framed):
                     found = _Watched(found, f"{self._prefix}{name}.", self._names)
-                else:
-                    self._names.add(self._prefix + name)
         self.__dict__[name] = found
         return found

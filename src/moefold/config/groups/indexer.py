@@ -28,6 +28,7 @@ class IndexerPart(Part):
     """Source of the selected keys of a layer, with the sizes of the indexer that selects them."""
 
     group: ClassVar[str] = "indexer"
+    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "num_heads", "head_dim", "rope_interleaved"})
     is_shared: ClassVar[bool] = False
     """Whether an earlier layer selects the keys."""
     top_k: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 2048
