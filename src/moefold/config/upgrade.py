@@ -1,14 +1,14 @@
-"""Recipes of format 1, whose parts read flat keys of their section, in the keys of format 2. Torch-free."""
+"""Recipes of earlier versions, whose parts read flat keys of their section, in tables of parts. Torch-free."""
 
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from moefold.config.find import find_part, kinds
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
-from moefold.config.part import Part
-from moefold.config.part_table import NONE, shown_value, toml_table, toml_value
-from moefold.config.suggestions import default_of, join_with_or, kind_settings, part_marks, tables
-from moefold.config.tree import put, value_at
+from moefold.config.part_table import NONE, shown_value, toml_value
+from moefold.config.suggestions import choices_of, default_of, join_with_or, kind_settings, part_keys, tables
+from moefold.config.tree import parsed_value, put, value_at
 from moefold.errors import ConfigError
 
 FORMAT = 2
@@ -19,7 +19,7 @@ KIND = "kind"
 
 
 class Moved(NamedTuple):
-    """Place of a flat key of format 1: a setting of the part that another key chooses."""
+    """Place of a flat key of earlier versions: a setting of the part that another key chooses."""
 
     key: str
     """As "section.key"."""
@@ -78,6 +78,10 @@ PATTERNS = {
 }
 """Words of the letters of patterns that stand in `model.layers`, and the field of `LayerWords` that has them."""
 MOVED = {
+    f"model.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
+    for line in _MODEL.split("\n")
+    for word in line.split()[1:]
+} | {
     "train.min_lr": Moved("train.lr_schedule", "min_lr"),
     "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
     "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
@@ -127,23 +131,15 @@ MOVED = {
     "sites.merge_experts": Moved("sites.method", "merge_experts", ("spes",)),
     "sites.merge_every": Moved("sites.method", "merge_every", ("spes",)),
     "sites.merge_until": Moved("sites.method", "merge_until", ("spes",)),
-} | {
-    f"model.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
-    for line in _MODEL.split("\n")
-    for word in line.split()[1:]
 }
 MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PATTERNS)}
-"""Place of each flat key of format 1, as "section.key"."""
+"""Place of each flat key, as "section.key"."""
 OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
 """Flat keys whose value 0 meant that there is no table."""
-SITE_METHODS = {
-    "topology": ("all", "noloco"),
-    "experts": ("average", "spes"),
-    "density": (1.0, "sparseloco"),
-    "penalty": (False, "co2"),
-    "clip": (0.0, "co2"),
-}
-"""Keys of [sites] that did what a method does now: their default, and the method that another value needs."""
+SITES_OFF = {"topology": "all", "experts": "average", "density": 1.0, "penalty": False, "clip": 0.0}
+"""Flat keys of [sites] that did what methods do now, with the values that did nothing."""
+SITES_MORE = {"values": 32, "merge_experts": 0.0}
+"""Defaults of other flat keys of [sites], where a method has others."""
 
 
 def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -169,43 +165,81 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree: sections, unchecked; sections of format 2 stay as they are.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
-    model = found.get("model")
-    base: Any = {}
-    if isinstance(model, dict) and isinstance(name := model.get("preset"), str) and name:
-        # A rank that reads a checkpoint needs no files of presets.
-        from moefold.config.presets import load_preset, preset_names
-
-        base = {"model": load_preset(name)} if name in preset_names() else {}
-    if isinstance(model, dict):
-        _put_layers(found["model"], base.get("model", {}))
-    if isinstance(sites := found.get("sites"), dict):
-        method = sites.get("method", "")
-        kind = method.get(KIND) if isinstance(method, dict) else method
-        of_keys = [other for key, (off, other) in SITE_METHODS.items() if sites.get(key, off) != off]
-        if of_keys and kind not in of_keys:
-            sites["method"] = of_keys[0]
+    base = _preset_of(found)
+    if isinstance(model := found.get("model"), dict):
+        _put_layers(model, base.get("model", {}))
+    is_clear = not isinstance(sites := found.get("sites"), dict) or _put_site_method(sites)
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
-        if str(place) == LAYERS:
-            continue
         keys = found.get(section)
-        if not isinstance(keys, dict) or key not in keys:
+        if str(place) == LAYERS or not isinstance(keys, dict) or key not in keys or (keys is sites and not is_clear):
             continue
         value = keys.pop(key)
-        path = str(place)
+        path, owner = str(place), place.key
+        kind = _kind_at(owner, found, base)
+        if place.setting == KIND:
+            other = next((one for one in place.kinds if one.endswith(f"_{kind}")), "")
+            if value and other:
+                put(found, owner.split("."), other)
+            elif not value or kind not in place.kinds:
+                unread.append(name)
+            continue
         if path in tables() and isinstance(value, bool):
             value = {} if value else NONE
         elif name in OFF and not value:
-            path, value = place.key, NONE
-        if place.setting == KIND and value:
-            kind = _kind_at(place.key, found, base)
-            _put(found, place.key, next((one for one in place.kinds if one.endswith(f"_{kind}")), kind))
-        elif place.setting == KIND or not _is_read(place.key if name in OFF else path, found, base, place.kinds):
+            path, value = owner, NONE
+        if not _is_read(owner if name in OFF else path, found, base, place.kinds):
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
-            _put(found, path, value)
+            if (
+                owner in part_keys()
+                and path != owner
+                and (section != "model" or default_of(*owner.split(".", 1)) is None)
+            ):
+                put(found, [*owner.split("."), KIND], kind or choices_of(*owner.split(".", 1))[0])
+            put(found, path.split("."), value)
     return found, unread
+
+
+def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section [model] of the preset of a recipe; empty: it has none, or one that does not exist."""
+    model = tree.get("model")
+    name = model.get("preset") if isinstance(model, dict) else ""
+    if not isinstance(name, str) or not name:
+        return {}
+    # A rank that reads a checkpoint needs no files of presets.
+    from moefold.config.presets import load_preset, preset_names
+
+    return {"model": load_preset(name)} if name in preset_names() else {}
+
+
+def _put_site_method(sites: dict[str, Any]) -> bool:
+    """Set the method that flat keys of [sites] need, and what it would change; return whether there is one."""
+    given = sites.get("method", "mean")
+    before = given.get(KIND) if isinstance(given, dict) else given
+    method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
+    on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, off) != off}
+    if before in method_of.values() and any(
+        sites.get(k) != off for k, off in SITES_OFF.items() if method_of[k] == before
+    ):
+        on.add(before)
+    after = next(iter(on), "mean" if before in method_of.values() else before)
+    if len(on) < 2 and after == before:
+        return True
+    if len(on) > 1 or not {before, after} <= {*kinds("site_method")}:
+        return False
+    sites["method"] = after
+    every = sites.get("every", default_of("sites", "every"))
+    old, new = (find_part("site_method", kind)().values(every) for kind in (before, after))
+    for key in {**old, **new}:
+        default = default_of("sites", key)
+        if new.get(key, default) != old.get(key, default):
+            sites.setdefault(key, old.get(key, default))
+    for key, off in {**SITES_OFF, **SITES_MORE}.items():
+        if method_of[key] == after:
+            sites.setdefault(key, off)
+    return True
 
 
 def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
@@ -244,17 +278,18 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
 
 
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset, or by default; of a table that is absent None, else ""."""
-    for value in (value_at(path, found), value_at(path, base)):
-        if isinstance(value, str) or (isinstance(value, dict) and "kind" in value):
-            return str(value if isinstance(value, str) else value["kind"])
+    """Return the kind of a part in a recipe, its preset, or by default; of a table without kinds "", of none None."""
     section, _, key = path.partition(".")
-    default = default_of(section, key)
-    if default is None and value_at(path, found) is None and value_at(path, base) is None:
-        return None
-    if default is None and path in part_marks():
-        return part_marks()[path].words[0]
-    return default.kind if isinstance(default, Part) else default if isinstance(default, str) else ""
+    if not key:
+        return ""
+    values = [value_at(path, found), value_at(path, base), default_of(section, key)]
+    for value in values:
+        kind = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, value)
+        if kind == NONE and NONE not in choices_of(section, key):
+            return None
+        if isinstance(kind, str):
+            return kind
+    return None if values == [None] * 3 else next(iter(choices_of(section, key)), "")
 
 
 def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
@@ -265,15 +300,6 @@ def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> b
     kind = _kind_at(owner, found, base) if _is_read(owner, found, base) else None
     kinds = kinds or kind_settings().get(path, ())
     return kind is not None and (kind in kinds if kinds else path in kind_settings())
-
-
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value of a key; a table of another section than [model] has its kind, also if that is the default."""
-    section, key, *inner = path.split(".")
-    if inner and section != "model" and "kind" not in (table := tree.get(section, {}).get(key, {})):
-        value_of_kind = table if isinstance(table, str) else kind_by_default(f"{section}.{key}")
-        put(tree, [section, key], {"kind": value_of_kind, **(table if isinstance(table, dict) else {})})
-    put(tree, path.split("."), value)
 
 
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,37 +335,40 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
         name: a key of MOVED.
     """
     place = MOVED[name]
+    section, _, key = name.partition(".")
     found, unread = upgraded(tree)
-    if str(place) == LAYERS and name.partition(".")[2] in found["model"]:
-        return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
+    owners = place.kinds or kind_settings().get(str(place), ())
+    key_of = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
+    if key in found[section]:
+        if str(place) == LAYERS:
+            return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
+        return (
+            f"{name} is {place} now, {key_of}, and no installed method does all that [sites] asks for; leave out a part"
+        )
     if name in unread:
-        kind = _kind_at(place.key, found, {})
-        owners = place.kinds or kind_settings()[str(place)]
-        kinds = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
+        kind = _kind_at(place.key, found, _preset_of(found))
         which = f"not of {kind!r}" if kind else "that is absent"
-        return f"{name} is {place} now, {kinds}, and {which}; leave it out"
-    table = shown_toml(str(place), found)
+        return f"{name} is {place} now, {key_of}, and {which}; leave it out"
+    table = shown_toml(place.key if name in OFF and not tree[section][key] else str(place), found)
     return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
 
 
 def shown_toml(path: str, tree: Any) -> str:
     """Return the line of a recipe with the table of a key, or with the key alone in a section of tables."""
-    section, key, *inner = path.split(".")
-    value = tree[section].get(key)
-    if section != "model":
-        return f"{section}.{key} = {toml_table(value)}"
-    found = value_at(path, tree)
-    return f"{path} = {toml_value(NONE if found is None else found)}"
+    owner = path if path.startswith("model.") else ".".join(path.split(".")[:2])
+    return f"{owner} = {toml_value(value_at(owner, tree))}"
 
 
-def moved_override_refusal(name: str, text: str) -> str:
-    """Return the refusal of an override of a flat key of format 1.
+def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str:
+    """Return the refusal of an override of a flat key.
 
     Args:
         name: a key of MOVED.
         text: its value, as the command line has it.
+        tree: the sections of the recipe that it is for, unchecked.
     """
-    word = upgraded_word(f"{name}={text}", {}) if str(MOVED[name]) == LAYERS else _word(name, text)
+    needs_tree = str(MOVED[name]) == LAYERS or name.startswith("sites.")
+    word = upgraded_word(f"{name}={text}", tree) if needs_tree else _word(name, text)
     return f"{name} is {MOVED[name]} now: write {word}"
 
 
@@ -369,22 +398,20 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
         raise ConfigError(f"{word!r} is no setting; settings are section.key=value, such as train.lr=1e-3")
     if name not in MOVED:
         return word
+    place = MOVED[name]
     keys = tree.get(section)
-    value: Any = text.lower() == "true" if text in ("true", "false") else text
-    if str(MOVED[name]) == LAYERS:
-        value = int(text) if text.isdecimal() else text
-    tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: value}}
+    before = keys if isinstance(keys, dict) else {}
+    tree = {**tree, section: {**before, key: parsed_value(text)}}
     found, unread = upgraded(tree)
-    if str(MOVED[name]) == LAYERS and key not in found[section]:
-        return f"{LAYERS}={shown_value(found[section]['layers'])}"
-    if name in unread or key in found[section]:
+    is_absent = _kind_at(place.key, found, _preset_of(found)) is None
+    if key in found[section] or (name in unread and not is_absent):
         raise ConfigError(moved_key_refusal(tree, name))
-    if MOVED[name].setting == KIND:
-        raise ConfigError(moved_override_refusal(name, text))
-    return _word(name, text)
-
-
-def kind_by_default(key: str) -> str:
-    """Return the kind of the part that a key chooses in a recipe that sets nothing."""
-    default = default_of(*key.split(".", 1))
-    return default.kind if isinstance(default, Part) else str(default)
+    if str(place) == LAYERS:
+        return f"{LAYERS}={shown_value(found[section]['layers'])}"
+    if section != "sites" and place.setting != KIND:
+        return _word(name, text)
+    old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, found[section]))
+    words = [f"{at}={toml_value(now).strip(chr(34))}" for at, now in new.items() if old.get(at) != now]
+    if not words:
+        raise ConfigError(f"{name} is {place} now, and the recipe has {place.key}={new[place.key]!r}; leave it out")
+    return " ".join(words)

@@ -9,7 +9,7 @@ from moefold.bounded_read import parse_toml
 from moefold.config.part_table import toml_value
 from moefold.config.suggestions import key_types, kind_settings, sections
 from moefold.config.tree import value_at
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, moved_key_refusal, upgraded
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100
@@ -59,8 +59,14 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     wanted, unread = upgraded(tree)
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
-    read = [str(MOVED[key]).split(".") for key in old if key not in unread]
-    names = {".".join(path[:2]) for path in read}
+    if stay := [key for key in old if key.partition(".")[2] in _keys(wanted, key.partition(".")[0])]:
+        raise ConfigError(f"{name}: {moved_key_refusal(tree, stay[0])}")
+    names = {
+        f"{section}.{key}"
+        for section in wanted
+        for key, value in _keys(wanted, section).items()
+        if _keys(tree, section).get(key) != value
+    }
     owners = [f"{section}.{key}" for section in sections() for key in key_types(section) if f"{section}.{key}" in names]
     statements = list(_statements(text))
     spelled = {
