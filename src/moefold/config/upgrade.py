@@ -33,7 +33,16 @@ class Moved(NamedTuple):
         return f"{self.key}.{self.setting}"
 
 
-_MODEL = """
+_PLACES = """
+train.lr_schedule min_lr decay_steps
+train.optimizer beta1 beta2 eps moment_dtype groups:muon_groups momentum:muon_momentum ns_steps:muon_ns_steps
+align.method reward threshold beta weight_cap template want gamma desirable_weight undesirable_weight
+moe.choice iterations:sinkhorn_iterations share:skew
+parallel.dispatcher receive_factor
+parallel.schedule path:schedule_csv
+parallel.context placement hosts:attention_hosts tolerance:attention_tolerance pool:attention_pool block:attention_block
+rl.objective clip_low clip_high
+rl.correction low:correction_low high:correction_high
 model residual:norm_placement
 model.rope scaling:rope_scaling theta:rope_theta interleaved:rope_interleaved
 model.ffn.moe router:router_score activation:moe_activation num_experts top_k zero_experts active_experts
@@ -65,7 +74,7 @@ model.rope.scaling low_freq_factor:rope_low_freq_factor high_freq_factor:rope_hi
 model.rope.scaling beta_fast:rope_beta_fast beta_slow:rope_beta_slow truncate:rope_truncate
 model.rope.scaling attention_factor:rope_attention_factor mscale:rope_mscale mscale_all_dim:rope_mscale_all_dim
 """
-"""Flat keys of [model] by the tables that they have moved to: "setting:key", or "setting" with the same name.
+"""Flat keys by the tables of their section that they have moved to: "setting:key", or "setting" with the same name.
 
 Keys that choose a kind or a table come before its settings.
 """
@@ -78,49 +87,18 @@ PATTERNS = {
 }
 """Words of the letters of patterns that stand in `model.layers`, and the field of `LayerWords` that has them."""
 MOVED = {
-    f"model.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
-    for line in _MODEL.split("\n")
+    f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
+    for line in _PLACES.split("\n")
     for word in line.split()[1:]
 } | {
-    "train.min_lr": Moved("train.lr_schedule", "min_lr"),
-    "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
     "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
-    "train.beta1": Moved("train.optimizer", "beta1"),
-    "train.beta2": Moved("train.optimizer", "beta2"),
-    "train.eps": Moved("train.optimizer", "eps"),
-    "train.moment_dtype": Moved("train.optimizer", "moment_dtype"),
-    "train.muon_groups": Moved("train.optimizer", "groups"),
-    "train.muon_momentum": Moved("train.optimizer", "momentum"),
-    "train.muon_ns_steps": Moved("train.optimizer", "ns_steps"),
     "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
     "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient", ("spsa",)),
     "train.gradient_delay": Moved("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
     "train.delay_correction": Moved("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
-    "align.reward": Moved("align.method", "reward"),
-    "align.threshold": Moved("align.method", "threshold"),
-    "align.beta": Moved("align.method", "beta"),
-    "align.weight_cap": Moved("align.method", "weight_cap"),
-    "align.template": Moved("align.method", "template"),
-    "align.want": Moved("align.method", "want"),
-    "align.gamma": Moved("align.method", "gamma"),
-    "align.desirable_weight": Moved("align.method", "desirable_weight"),
-    "align.undesirable_weight": Moved("align.method", "undesirable_weight"),
-    "moe.sinkhorn_iterations": Moved("moe.choice", "iterations"),
-    "moe.skew": Moved("moe.choice", "share"),
     "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
     "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
     "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
-    "parallel.receive_factor": Moved("parallel.dispatcher", "receive_factor"),
-    "parallel.schedule_csv": Moved("parallel.schedule", "path"),
-    "parallel.placement": Moved("parallel.context", "placement"),
-    "parallel.attention_hosts": Moved("parallel.context", "hosts"),
-    "parallel.attention_tolerance": Moved("parallel.context", "tolerance"),
-    "parallel.attention_pool": Moved("parallel.context", "pool"),
-    "parallel.attention_block": Moved("parallel.context", "block"),
-    "rl.clip_low": Moved("rl.objective", "clip_low"),
-    "rl.clip_high": Moved("rl.objective", "clip_high"),
-    "rl.correction_low": Moved("rl.correction", "low"),
-    "rl.correction_high": Moved("rl.correction", "high"),
     "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
     "sites.topology": Moved("sites.method", KIND, ("noloco",)),
     "sites.experts": Moved("sites.method", KIND, ("spes",)),
@@ -192,12 +170,9 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if not _is_read(owner if name in OFF else path, found, base, place.kinds):
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
-            if (
-                owner in part_keys()
-                and path != owner
-                and (section != "model" or default_of(*owner.split(".", 1)) is None)
-            ):
-                put(found, [*owner.split("."), KIND], kind or choices_of(*owner.split(".", 1))[0])
+            at = owner.split(".", 1)
+            if owner in part_keys() and value != NONE and (section != "model" or default_of(*at) is None):
+                put(found, [*owner.split("."), KIND], kind or choices_of(*at)[0])
             put(found, path.split("."), value)
     return found, unread
 
@@ -219,26 +194,20 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
     given = sites.get("method", "mean")
     before = given.get(KIND) if isinstance(given, dict) else given
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
-    on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, off) != off}
-    if before in method_of.values() and any(
-        sites.get(k) != off for k, off in SITES_OFF.items() if method_of[k] == before
-    ):
-        on.add(before)
+    # A method does what it is for unless its keys say otherwise.
+    silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
+    on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, silent[key]) != off}
     after = next(iter(on), "mean" if before in method_of.values() else before)
-    if len(on) < 2 and after == before:
-        return True
-    if len(on) > 1 or not {before, after} <= {*kinds("site_method")}:
+    if len(on) > 1 or (after != before and any(kind not in kinds("site_method") for kind in (before, after))):
         return False
-    sites["method"] = after
+    if after == before:
+        return True
     every = sites.get("every", default_of("sites", "every"))
     old, new = (find_part("site_method", kind)().values(every) for kind in (before, after))
-    for key in {**old, **new}:
-        default = default_of("sites", key)
-        if new.get(key, default) != old.get(key, default):
-            sites.setdefault(key, old.get(key, default))
-    for key, off in {**SITES_OFF, **SITES_MORE}.items():
-        if method_of[key] == after:
-            sites.setdefault(key, off)
+    defaults = {key: default_of("sites", key) for key in {**old, **new}}
+    kept = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
+    kept |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
+    sites |= {"method": after} | {key: value for key, value in kept.items() if key not in sites}
     return True
 
 
@@ -342,9 +311,7 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
     if key in found[section]:
         if str(place) == LAYERS:
             return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
-        return (
-            f"{name} is {place} now, {key_of}, and no installed method does all that [sites] asks for; leave out a part"
-        )
+        return f"{name} is {place} now, {key_of}, and no installed method does all of [sites]; leave out a part"
     if name in unread:
         kind = _kind_at(place.key, found, _preset_of(found))
         which = f"not of {kind!r}" if kind else "that is absent"
@@ -403,8 +370,8 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     before = keys if isinstance(keys, dict) else {}
     tree = {**tree, section: {**before, key: parsed_value(text)}}
     found, unread = upgraded(tree)
-    is_absent = _kind_at(place.key, found, _preset_of(found)) is None
-    if key in found[section] or (name in unread and not is_absent):
+    kind = _kind_at(place.key, found, _preset_of(found))
+    if key in found[section] or (name in unread and kind is not None):
         raise ConfigError(moved_key_refusal(tree, name))
     if str(place) == LAYERS:
         return f"{LAYERS}={shown_value(found[section]['layers'])}"
@@ -412,6 +379,4 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
         return _word(name, text)
     old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, found[section]))
     words = [f"{at}={toml_value(now).strip(chr(34))}" for at, now in new.items() if old.get(at) != now]
-    if not words:
-        raise ConfigError(f"{name} is {place} now, and the recipe has {place.key}={new[place.key]!r}; leave it out")
-    return " ".join(words)
+    return " ".join(words) or f"{place.key}={kind}"

@@ -61,13 +61,12 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
     if stay := [key for key in old if key.partition(".")[2] in _keys(wanted, key.partition(".")[0])]:
         raise ConfigError(f"{name}: {moved_key_refusal(tree, stay[0])}")
-    names = {
+    owners = [
         f"{section}.{key}"
-        for section in wanted
-        for key, value in _keys(wanted, section).items()
-        if _keys(tree, section).get(key) != value
-    }
-    owners = [f"{section}.{key}" for section in sections() for key in key_types(section) if f"{section}.{key}" in names]
+        for section in sections()
+        for key in key_types(section)
+        if _keys(wanted, section).get(key) != _keys(tree, section).get(key)
+    ]
     statements = list(_statements(text))
     spelled = {
         str(MOVED[found.name]): found.value
@@ -75,7 +74,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         if found.name in MOVED and found.name not in unread and MOVED[found.name].setting not in (KIND, "layers")
     }
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
-    entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items() if value is not None}
+    entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items()}
     blocks = {
         owner: _block(owner, found_tables[owner], spelled) for owner, entry in entries.items() if not _fits(entry)
     }
