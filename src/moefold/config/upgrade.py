@@ -137,10 +137,10 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the sections of a recipe of format 1 in format 2, and the flat keys that its parts do not read.
+    """Return the sections of a recipe with flat keys in tables of parts, and the flat keys that its parts do not read.
 
     Args:
-        tree: sections, unchecked; sections of format 2 stay as they are.
+        tree: sections, unchecked; tables of parts stay as they are.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
     base = _preset_of(found)
@@ -272,7 +272,7 @@ def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> b
 
 
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by "section.key" of format 1 in format 2, as `upgraded` does."""
+    """Return values by "section.key" with flat keys in tables of parts, as `upgraded` does."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
@@ -297,7 +297,7 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
-    """Return the refusal of a flat key of format 1 in a recipe, with the table that it belongs to.
+    """Return the refusal of a flat key in a recipe, with the table that it belongs to.
 
     Args:
         tree: the sections of the recipe, unchecked.
@@ -340,7 +340,7 @@ def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str
 
 
 def _word(name: str, text: str) -> str:
-    """Return an override of a flat key in format 2."""
+    """Return an override of a flat key by the path of its table."""
     place = MOVED[name]
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
@@ -350,7 +350,7 @@ def _word(name: str, text: str) -> str:
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
-    """Return an override `section.key=value` in format 2; one that has not moved stays.
+    """Return an override `section.key=value` by the path of its table, several where its kind changes too.
 
     Args:
         word: the override.

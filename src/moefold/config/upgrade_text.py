@@ -1,4 +1,4 @@
-"""Rewrite the text of a recipe of format 1 in format 2: changed keys alone, with all comments. Torch-free."""
+"""Rewrite the text of a recipe with flat keys in tables of parts: changed keys alone, with all comments. Torch-free."""
 
 import re
 import tomllib
@@ -45,7 +45,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     """Return a recipe in format 2, and the keys that were left out because no part of the recipe reads them.
 
     Args:
-        text: a recipe in TOML, of format 1 or 2.
+        text: a recipe in TOML, of this format or an earlier one.
         name: the file, as messages name it.
 
     Raises:
