@@ -56,9 +56,9 @@ STRING_METHODS = _set(
     "strip"
 )
 PART_KEYS = _set(
-    "advantage attention attention_gate_width attention_hosts aux_kind choice context correction dispatch_precision "
-    "dispatcher drop_scope kl_kind linear_attention lr_schedule method moe_activation norm norm_placement objective "
-    "optimizer qk_norm_width rope_scaling router_score router_softmax schedule"
+    "activation advantage attention aux_kind choice context correction dense dispatch_precision dispatcher drop_policy "
+    "drop_scope indexer kl_kind linear_attention loss lr_schedule method moe norm objective optimizer residual router "
+    "scaling schedule softmax"
 )
 """Keys of a recipe whose value is the kind of a part; a leading underscore of an attribute is ignored."""
 KIND_WORDS = _set(

@@ -42,7 +42,7 @@ NOTICED = {
     ],
     "kind_comparisons": [
         "model.attention == 'mla'",
-        "'post' == self._router_softmax",
+        "'post' == self._softmax",
         "train.optimizer in {'muon', 'spsa'}",
         "match cfg.parallel.context:\n    case 'ring':\n        ...",
     ],

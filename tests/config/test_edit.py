@@ -1,9 +1,14 @@
 """`moefold.edit`: values by name, with parts."""
 
+from operator import attrgetter
+
 import pytest
 
 import moefold
+from moefold.config.edit import edit_model
 from moefold.config.part import make_part
+from moefold.config.presets import preset_names
+from moefold.config.suggestions import tables
 from moefold.recipe import load_config
 
 
@@ -27,6 +32,34 @@ def test_another_kind_keeps_the_settings_that_it_has_too():
     assert moefold.edit(cfg, {"train.lr_schedule": "constant"}).train.lr_schedule == make_part(
         "lr_schedule", "constant"
     )
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "value"),
+    [
+        ("model.ffn.moe.router", "scaling_factor", 2.0),
+        ("model.attention", "num_heads", 64),
+        ("model.ffn.moe", "top_k", 4),
+        ("model.rope", "theta", 5e5),
+    ],
+)
+def test_a_table_keeps_the_kind_and_the_settings_that_it_leaves_out(table, setting, value):
+    cfg = load_config(None, ["model.preset=deepseek-v3"])
+    found = moefold.edit(cfg, {f"{table}.{setting}": value})
+    assert found != cfg
+    assert moefold.edit(cfg, {table: {setting: value}}) == found
+    kind = getattr(attrgetter(table)(cfg), "kind", None)
+    assert kind is None or moefold.edit(cfg, {table: {"kind": kind, setting: value}}) == found
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_an_empty_table_changes_nothing(preset):
+    model = load_config(None, [f"model.preset={preset}"]).model
+    for path in (path.removeprefix("model.") for path in tables() if path.startswith("model.")):
+        owner, _, name = path.rpartition(".")
+        holder = attrgetter(owner)(model) if owner else model
+        if getattr(holder, name, None) is not None:
+            assert edit_model(model, {path: {}}) == model, path
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,31 @@ def test_a_recipe_of_the_wrong_form_is_explained(tmp_path, text, message):
     assert message in refused(path=write_recipe(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("table", "setting"),
+    [
+        ("model.attention.indexer", "top_k=8"),
+        ("model.rope.scaling", "factor=2.0"),
+        ("model.ffn.moe.shared", "gate=true"),
+        ("rl.correction", "low=0.5"),
+    ],
+)
+@pytest.mark.parametrize("preset", ["", 'preset = "deepseek-v3"\n'])
+def test_a_setting_of_a_table_that_is_none_is_refused(tmp_path, table, setting, preset):
+    off, word = f"{table}=none", f"{table}.{setting}"
+    message = f"{off} has no keys; leave it or {word.partition('=')[0]} out"
+    given = [f"model.preset={preset.split()[-1]}"] if preset else []
+    assert refused(*given, off, word) == refused(*given, word, off) == message
+    section, _, key = table.partition(".")
+    text = f"[model]\n{preset}" + ("" if section == "model" else f"[{section}]\n") + f"{key} = 'none'\n"
+    assert refused(word, path=write_recipe(tmp_path, text)) == message
+
+
+def test_a_later_word_gives_a_table_that_was_none_another_kind():
+    words = ["model.rope.scaling=none", "model.rope.scaling.factor=2.0", "model.rope.scaling=linear"]
+    assert load_config(None, words) == load_config(None, words[1:])
+
+
 def test_an_override_cannot_repair_a_section_that_is_no_section(tmp_path):
     assert "run=3 must be a section" in refused("run.steps=4", path=write_recipe(tmp_path, "run = 3"))
 

@@ -187,10 +187,13 @@ def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tm
     fewer = [
         "checkpoint.init_from=runs/warm",
         "model.attention.indexer.top_k=5",
-        "model.layers=2 x (full, shared)",
+        "model.layers=full, shared",
         "run.dir=runs/fewer",
     ]
     assert main(["train", *sparse[:-1], *fewer]) == 0
     assert "without the indexers of layers 1, which attend to the keys of earlier" in capsys.readouterr().out
     assert main(["train", *sparse[:-1], "checkpoint.init_from=runs/fewer", "run.dir=runs/again"]) == 0
     assert "with random indexers in layers 1, which the weights lack" in capsys.readouterr().out
+    # Weights of a dense model start one with shared selections too.
+    assert main(["train", *sparse, fewer[2], "train.indexer_stage=warmup", "run.dir=runs/shared"]) == 0
+    assert "with random indexers, as the weights are of dense attention" in capsys.readouterr().out

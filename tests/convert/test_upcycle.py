@@ -239,9 +239,14 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         (["model.ffn.moe.zero_experts=2"], "model.ffn.moe.zero_experts=2 does not go with model.upcycle_from="),
         (["model.ffn.moe.probs_on_input=true"], "ffn.moe.probs_on_input False there, True here"),
         (["train.lr=1"], "is no key of [model]"),
-        (["model.num_expert=4"], "did you mean"),
+        (["model.ffn.moe.num_expert=4"], "did you mean model.ffn.moe.num_experts?"),
         (["model.preset=mixtral-8x7b"], "model.preset has no effect on moefold upcycle"),
         (["model.upcycle_from=other"], "model.upcycle_from is DENSE"),
+        (["model.ffn.moe.router=missing.py:Score"], "file 'missing.py' does not exist; name a Python file"),
+        (
+            ["model.ffn.moe.router={kind='softmax', softmax='pre'}", "model.ffn.moe.router=sigmoid", "model.lr=1"],
+            "model.ffn.moe.router='sigmoid' leaves out model.ffn.moe.router.softmax='pre'",
+        ),
         (
             [
                 "model.ffn.moe.num_experts=8",

@@ -8,7 +8,6 @@ from moefold.launch.signed_lines import Message
 from moefold.launch.site_round import (
     MIN_GRACE_ROUNDS,
     MIN_GRACE_S,
-    PAIRS_SETTING,
     MeetingRound,
     estimate_grace_s,
     pair_members,
@@ -407,7 +406,8 @@ def test_grace_time_follows_the_delays_of_the_rounds_and_not_the_last_round():
     assert last.again(0, 1) is None
 
 
-PAIRS = {PAIRS_SETTING: True}
+PAIRS = {"sites.topology": "pairs"}
+"""The name is the one of earlier versions, so that meeting points and sites of two versions agree on pairs."""
 
 
 def test_pairs_are_a_permutation_of_seed_round_and_members():
@@ -529,7 +529,7 @@ def test_sites_learn_that_another_one_was_refused():
 def test_memory_of_the_meeting_point_is_bounded(in_pairs, monkeypatch):
     """Sites that connect in every round, and one that joins again and again, leave no keys behind."""
     monkeypatch.setattr(meeting, "MAX_KEPT_ROUNDS", 8)
-    point = Point(4, **{PAIRS_SETTING: in_pairs})
+    point = Point(4, **(PAIRS if in_pairs else {}))
     point.all_here(4)
     point.meeting.close_connection(3)
     for index in range(1, 61):

@@ -162,6 +162,10 @@ def test_the_plan_of_a_recipe_says_that_sampling_is_not_priced(recipe, capsys):
     assert printed.err.startswith("sampling is not priced, nor its memory: `moefold simulate ")
     assert printed.err.count("\n") == 1
     assert json.loads(printed.out)["mappings"]
+    # moefold simulate has no price of a server's rounds.
+    recipe.write_text(RECIPE + 'engine = "vllm"\n')
+    assert main([*words, "--json"]) == 0
+    assert capsys.readouterr().err == "sampling is not priced, nor its memory\n"
     assert main(["plan", "tiny", *words[2:], "--seq-len", "64", "--global-batch-size", "4", "--json"]) == 0
     assert not capsys.readouterr().err
 

@@ -225,6 +225,10 @@ def test_sites_compare_each_setting_of_a_table_by_its_path(tmp_path):
         equal_settings(cfg.run, model, cfg.parallel, cfg.train, cfg.lora, cfg.sites) for model in (cfg.model, other)
     )
     assert [name for name in here if here[name] != there[name]] == ["model.ffn.moe.top_k"]
+    # A meeting point of an earlier version reads this name.
+    pairs = replace(cfg.sites, method="noloco")
+    paired = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, pairs)
+    assert (here["sites.topology"], paired["sites.topology"]) == ("all", "pairs")
 
 
 def test_site_whose_frozen_weights_are_others_is_refused(pool, tmp_path):

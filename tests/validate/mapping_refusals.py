@@ -126,11 +126,15 @@ MAPPINGS = {
         "parallel.etp=1"
     ),
     "world_size=8 pp=8": (
-        "parallel.pp=8 must be at most model.layers=4, one layer for each stage; choose model.layers=8, or "
+        "parallel.pp=8 must be at most the 4 layers of the model, one for each stage; choose model.layers=8, or "
         "parallel.pp=1, 2 or 4"
     ),
+    "world_size=8 pp=8 model.layers=dense,moe,moe,moe": (
+        "parallel.pp=8 must be at most the 4 layers of the model, one for each stage; choose model.layers='2 x (dense, "
+        "3 moe)', or parallel.pp=1, 2 or 4"
+    ),
     "world_size=4 pp=4 schedule=interleaved virtual_stages=2": (
-        "parallel.pp=4 * parallel.virtual_stages=2 must be at most model.layers=4, one layer for each stage; "
+        "parallel.pp=4 * parallel.virtual_stages=2 must be at most the 4 layers of the model, one for each stage; "
         "choose model.layers=8, or parallel.pp=1 or 2"
     ),
     "world_size=4 tp=2 cp=2 train.seq_len=254": (
@@ -244,7 +248,7 @@ PIPELINES = {
         "parallel.schedule='csv' needs parallel.pp of 2 or more, and it is 1; choose schedule='1f1b', or pp=2"
     ),
     "world_size=8 pp=8 pipeline_layout=auto model.layers=4": (
-        "parallel.pipeline_layout='auto' splits the embedding, model.layers=4 layers and the loss, and "
+        "parallel.pipeline_layout='auto' splits the embedding, 4 layers and the loss, and "
         "parallel.pp*parallel.virtual_stages=8 are more; choose model.layers=6, or fewer stages"
     ),
     "world_size=1 pipeline_layout=Ett|ttL model.layers=4": (

@@ -154,8 +154,7 @@ SIZES = {
     ),
     "model.attention.indexer.top_k=300": (
         "model.attention.indexer.top_k=300 must be at most train.seq_len=256, as no token sees more keys; choose 256 "
-        "or less, or 0 "
-        "for dense attention"
+        "or less, or model.attention.indexer=none for dense attention"
     ),
     "model.attention.indexer.top_k=8 model.attention.indexer.head_dim=16": (
         "model.attention.indexer.head_dim=16 must be at least 32, the dims of a head that have RoPE; choose 32 or more"
@@ -245,8 +244,8 @@ SIZES = {
         "number up to 2"
     ),
     "model.ffn.moe.shortcut=true model.layers=2x(moe,dense)": (
-        "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared=none means "
-        "none; set model.ffn.moe.shared.intermediate_size"
+        "model.ffn.moe.shortcut=true adds the shared expert in the layer, and model.ffn.moe.shared is none; "
+        "set model.ffn.moe.shared.intermediate_size"
     ),
     "model.ffn.moe.shortcut=true model.ffn.moe.shared.intermediate_size=64": (
         "model.ffn.moe.shortcut=true adds the routed output of a layer after the next one, which is dense, and "

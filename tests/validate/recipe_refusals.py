@@ -342,7 +342,7 @@ MEMORY = {
         "train.offload has 'dense_mlp', and no layer of model.layers is 'dense'; leave it out"
     ),
     'train.offload=["shared_experts"]': (
-        "train.offload has 'shared_experts', and model.ffn.moe.shared=none means none; leave it out"
+        "train.offload has 'shared_experts', and model.ffn.moe.shared is none; leave it out"
     ),
     'train.offload=["moe","expert_activation"]': (
         "train.offload has 'expert_activation' and 'moe', which includes it; leave one of them out"
@@ -373,7 +373,7 @@ MEMORY = {
         "train.recompute has 'moe', and no layer of model.layers is 'moe'; leave it out"
     ),
     'train.recompute=["shared_experts"]': (
-        "train.recompute has 'shared_experts', and model.ffn.moe.shared=none means none; leave it out"
+        "train.recompute has 'shared_experts', and model.ffn.moe.shared is none; leave it out"
     ),
     'train.recompute=["expert_activation","moe"]': (
         "train.recompute has 'expert_activation' and 'moe', which recomputes it anyway; leave one of them out"

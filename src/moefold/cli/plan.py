@@ -60,11 +60,9 @@ def run(argv: list[str]) -> int:
     request = request_from_args(args)
     check_contents(request, args)
     if request.base_config.is_rl:
-        print_escaped(
-            "sampling is not priced, nor its memory: "
-            f"`moefold simulate {args.model}` draws a round of the recipe's own mapping",
-            file=sys.stderr,
-        )
+        drawn = f": `moefold simulate {args.model}` draws a round of the recipe's own mapping"
+        of_server = request.base_config.rollout.uses_server
+        print_escaped(f"sampling is not priced, nor its memory{'' if of_server else drawn}", file=sys.stderr)
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
 

@@ -1,6 +1,7 @@
 """`moefold upcycle`: turn a dense model into a model with experts, to continue training."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from moefold.config.layer_words import spell_layers
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of
+from moefold.config.part_table import name_files
 from moefold.convert.preflight import (
     check_out,
     dense_unsupported_reason,
@@ -88,7 +90,9 @@ def upcycled_model(
     copied["ffn"] = {"dense": copied["ffn"]["dense"], "moe": {"intermediate_size": width}}
     # Precedence: given overrides, then the dense model's keys, then the defaults.
     tree = {"model": copied}
-    apply_overrides(tree, overrides)
+    for message in apply_overrides(tree, overrides):
+        print_escaped(message, file=sys.stderr)
+    name_files(tree)
     cfg = config_from_dict(tree)
     check_unused_keys(frozenset(f"model.{key}" for key in given), cfg)
     model = cfg.model

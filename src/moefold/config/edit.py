@@ -7,9 +7,10 @@ from typing import Any
 from moefold.config.layer_words import counted_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, Table, settings_of
-from moefold.config.part_table import NONE, build_table, checked_settings, settings_of_other_kind
+from moefold.config.part import Part, Table, as_plain
+from moefold.config.part_table import build_table, checked_settings
 from moefold.config.schema import Config
+from moefold.config.tree import merged
 from moefold.errors import raise_all
 
 FILLING_KEYS = ("model.preset", "sites.method")
@@ -23,7 +24,8 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
     Args:
         cfg: a config.
-        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings.
+        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings. A
+            table without another kind keeps the settings that it leaves out.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or a key fills others, such as model.preset.
@@ -38,20 +40,15 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
     for name, value in plain.items():
         if name.count(".") == 1:
             section, _, key = name.partition(".")
+            before = getattr(getattr(cfg, section, None), key, None)
+            value = counted_layers(before, value) if key == "layers" and type(value) is int else value
+            value = _whole(name, value, before)
             trees.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
     given = config_from_dict(trees)
     for name, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
         section, *names = name.split(".")
         if len(names) == 1 and name in plain:
             value = getattr(getattr(given, section), names[0])
-            before = getattr(getattr(cfg, section), names[0])
-            if name == "model.layers" and isinstance(value, int):
-                value = counted_layers(before, value)
-            if isinstance(plain[name], str) and isinstance(before, Part) and isinstance(value, Part):
-                ours: Any = type(before)
-                theirs: Any = type(value)
-                kept = set(settings_of(ours)) & set(settings_of(theirs))
-                value = replace(value, **{setting: getattr(before, setting) for setting in kept})
         cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg
 
@@ -69,10 +66,17 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         return replace(owner, **{name: _edited(before, f"{path}.{name}", inner, value)})
     for last in reversed(inner):
         value = {last: value}
-    if isinstance(value, str) and isinstance(before, Part) and value != NONE:
-        value = {"kind": value, **settings_of_other_kind(f"{path}.{name}", before.as_table(), value)[0]}
+    value = _whole(f"{path}.{name}", value, before)
     if not isinstance(owner, Part | Table):
         value = build_table(f"{path}.{name}", value, before) if inner else value
         return replace(owner, **{name: value})
     kind = owner.kind if isinstance(owner, Part) else ""
     return replace(owner, **checked_settings(path, kind, type(owner), {name: value}))
+
+
+def _whole(path: str, value: Any, before: Any) -> Any:
+    """Return a kind, or a table without another kind, with the settings of the table that it changes."""
+    kind = before.kind if isinstance(before, Part) else None
+    is_change = value.get("kind", kind) == kind if isinstance(value, dict) else kind and isinstance(value, str)
+    found = merged(path, as_plain(before), value) if is_change else value
+    return value if found == {"kind": value} else found

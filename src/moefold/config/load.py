@@ -207,8 +207,8 @@ def _apply_override(tree: Tree, override: str) -> str:
     owner, dot, _ = key.partition(".")
     is_setting = bool(dot) and f"{section}.{owner}" in tables()
     value = parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
-    names = key.split(".") if is_setting else [key]
-    before: Any = keys
+    names = [section, *(key.split(".") if is_setting else [key])]
+    before: Any = tree
     for name in names:
         before = before.get(name) if isinstance(before, dict) else None
     lost: Tree = {}
@@ -218,13 +218,13 @@ def _apply_override(tree: Tree, override: str) -> str:
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
         kept, lost = settings_of_other_kind(path, before, value)
         value_of_part: Any = {"kind": value, **kept} if kept else value
-        put(keys, names, NONE)
-        put(keys, names, value_of_part)
+        put(tree, names, NONE)
+        put(tree, names, value_of_part)
     else:
         if isinstance(value, dict):
             # A whole table replaces the one of the recipe.
-            put(keys, names, NONE)
-        put(keys, names, value)
+            put(tree, names, NONE)
+        put(tree, names, value)
     left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
 

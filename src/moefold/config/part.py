@@ -56,8 +56,7 @@ class Part:
     """
 
     is_of_layers: ClassVar[bool] = False
-    """Whether each layer has its own: patterns of the recipe choose among the kinds of its keys (`config/layers.py`).
-    """
+    """Whether each layer has its own, which `model.layers` chooses (`config/layers.py`)."""
     is_for_training: ClassVar[bool] = False
     """True for a part that inference does not read: its rules hold for training alone."""
 
@@ -65,10 +64,6 @@ class Part:
     """Fields that the place of a layer sets, and no recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads around the formula, and not the formula."""
-    refuses: ClassVar[frozenset[str]] = frozenset()
-    """Recipe keys that a rule refuses with this part, with the reason, although no other part may read them."""
-    chosen_by: ClassVar[str] = ""
-    """Of a built-in part of a layer: the recipe keys that choose it, as they follow "choose" in a message."""
 
     @property
     def kind(self) -> str:
@@ -217,7 +212,7 @@ def without_source(value: Any, *names: str) -> Any:
 
 @cache
 def settings_of(part: Any) -> tuple[str, ...]:
-    """Return the fields of a class of parts that a recipe sets, in order: all but the fields that patterns set."""
+    """Return the fields of a class of parts that a recipe sets, in order: all but `of_layers`."""
     of_layers = part.of_layers if issubclass(part, Part) else ()
     return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in of_layers)
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moefold.bounded_read import parse_toml
-from moefold.config.part import Part, Table, as_plain
+from moefold.config.part import as_plain
 from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
 from moefold.config.suggestions import part_keys, sections, tables
+from moefold.errors import ConfigError
 
 Tree = dict[str, Any]
 
@@ -24,17 +25,22 @@ def nested(tree: Mapping[str, Any]) -> Tree:
         found[section] = {}
         for key, value in keys.items():
             is_setting = f"{section}.{key.partition('.')[0]}" in tables()
-            put(found[section], key.split(".") if is_setting else [key], value)
+            put(found, [section, *(key.split(".") if is_setting else [key])], value)
     return found
 
 
 def put(tree: Tree, names: Sequence[str], value: Any) -> None:
-    """Set a value in a tree by its path; a word on the way is the kind of its table."""
+    """Set a value in a tree by its path; a word on the way is the kind of its table.
+
+    Raises:
+        ConfigError: a table on the way is "none".
+    """
     *owners, last = names
-    for name in owners:
-        inner = tree.get(name, {})
-        inner = as_plain(inner) if isinstance(inner, Part | Table) else inner
-        tree[name] = dict(inner) if isinstance(inner, dict) else {} if inner == NONE else {"kind": inner}
+    for depth, name in enumerate(owners, 1):
+        inner = as_plain(tree.get(name, {}))
+        if inner == NONE:
+            raise ConfigError(f"{'.'.join(owners[:depth])}={NONE} has no keys; leave it or {'.'.join(names)} out")
+        tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
         tree = tree[name]
     before = tree.get(last)
     if isinstance(before, dict) and isinstance(value, str) and value != NONE:

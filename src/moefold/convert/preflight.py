@@ -261,7 +261,8 @@ def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfi
         weights_model = replace(weights_model, attention=attention, layers=layers)
     elif model.attention.selector:
         # Weights of a dense model: all indexers start at random.
-        model = replace(model, attention=replace(model.attention, indexer=None))
+        layers = spell_layers([words._replace(selection="own") for words in model.layer_words])
+        model = replace(model, attention=replace(model.attention, indexer=None), layers=layers)
     different = model_differences(model_sizes(without_unused_mtp(weights_model, model)), model)
     return f"it is of another model: {different}; give the recipe its sizes" if different else ""
 

@@ -33,7 +33,7 @@ def missing_reason(part: str, model: ModelConfig) -> str:
     if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):
         return "no layer of model.layers is 'moe'"
     if part == "shared_experts" and model.experts.shared_width == 0:
-        return "model.ffn.moe.shared=none means none"
+        return "model.ffn.moe.shared is none"
     if part == "norms" and not model.decoder_layers[0].residual.norms_input:
         return f"model.residual={model.decoder_layers[0].residual.kind!r} has no norms of inputs"
     return ""

@@ -39,10 +39,11 @@ UNUSED_AXIS_KEYS = {
     "virtual_stages": "stages work without gradients, in order",
     "zero": "there are no gradients and no optimizer",
 }
-_MODEL_SIZE_HINT = re.compile(r"; choose model\.[\w.]+=\d+(?: or \d+)?, or (?=parallel\.)")
+_CHOICE = r"; choose model\.[\w.]+=(?:\d+(?: or \d+)?|'[^'\n]*')"
+_MODEL_SIZE_HINT = re.compile(rf"{_CHOICE}, or (?=parallel\.)")
 _MODEL_SIZE_ONLY_HINT = re.compile(
-    r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) model\.[\w.]+=(?P<size>\d+)"
-    r"[^;\n]*); choose model\.[\w.]+=\d+(?: or \d+)?(?=\n|$)"
+    r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) (?:model\.[\w.]+=|the )"
+    rf"(?P<size>\d+)[^;\n]*){_CHOICE}(?=\n|$)"
 )
 """Suggestions of `validate/parallel.py` that change the model."""
 EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 'exchange'", "or leave it out"))

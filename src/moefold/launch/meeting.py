@@ -50,7 +50,7 @@ class _Site:
     @property
     def is_paired(self) -> bool:
         """Return whether its rounds are exchanges of random pairs."""
-        return self.settings.get(PAIRS_SETTING) is True
+        return self.settings.get(PAIRS_SETTING) == "pairs"
 
 
 class Meeting:

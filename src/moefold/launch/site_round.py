@@ -12,8 +12,8 @@ GRACE_ROUNDS = 16
 MIN_GRACE_ROUNDS = 8
 """With fewer past rounds, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0
-PAIRS_SETTING = "sites.method exchanges in pairs"
-"""Name of the setting by which the meeting point divides the members of a round into random pairs."""
+PAIRS_SETTING = "sites.topology"
+"""Name of the setting whose value "pairs" lets the meeting point, also an older one, divide members into pairs."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def equal_settings(
     return (
         sites
         | {f"parallel.{key}": parallel[key] for key in _EQUAL_PARALLEL_KEYS}
-        | {PAIRS_SETTING: sites_config.part.in_pairs}
+        | {PAIRS_SETTING: "pairs" if sites_config.part.in_pairs else "all"}
         | {
             "run.seed": run.seed,
             ROUNDS_SETTING: round_order(run, sizes, sites_config),

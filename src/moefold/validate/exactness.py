@@ -122,8 +122,7 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
     if model.selected_keys:
         yield (
             f"model.attention.indexer.top_k={model.selected_keys}: torch computes scores and sums over selected "
-            "keys, which depend "
-            "on the number of tokens; choose 0"
+            "keys, which depend on the number of tokens; choose model.attention.indexer=none"
         )
     core = model.softmax_attention.core(model.hidden_size)
     head_dim = max(core.key_width, core.value_width) if isinstance(core, SoftmaxCore) else 0

@@ -15,6 +15,7 @@ from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
@@ -132,9 +133,9 @@ def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator
     num_stages = parallel.pp * parallel.virtual_stages
     if num_stages > model.num_layers + 2:
         yield (
-            f"parallel.pipeline_layout='auto' splits the embedding, model.layers={model.num_layers} layers "
-            f"and the loss, and parallel.pp*parallel.virtual_stages={num_stages} are more; choose "
-            f"model.layers={num_stages - 2}, or fewer stages"
+            f"parallel.pipeline_layout='auto' splits the embedding, {model.num_layers} layers and the loss, and "
+            f"parallel.pp*parallel.virtual_stages={num_stages} are more; choose {_layers(model, num_stages - 2)}, or "
+            "fewer stages"
         )
 
 
@@ -263,9 +264,13 @@ def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
         factor = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
         yield (
-            f"parallel.pp={pp}{factor} must be at most model.layers={layers}, one layer for each stage; "
-            f"choose model.layers={pp * chunks}"
+            f"parallel.pp={pp}{factor} must be at most the {layers} layers of the model, one for each stage; "
+            f"choose {_layers(cfg.model, pp * chunks)}"
         )
+
+
+def _layers(model: ModelConfig, count: int) -> str:
+    return f"model.layers={spell_layers(repeat_layers(model.layer_words, count))!r}"
 
 
 def _missing_moe_layers_message(name: str, degree: int, model: ModelConfig) -> str:

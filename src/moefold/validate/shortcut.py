@@ -22,7 +22,7 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
         )
     if not part.shared_width:
         yield (
-            f"{KEY} adds the shared expert in the layer, and model.ffn.moe.shared=none means none; set "
+            f"{KEY} adds the shared expert in the layer, and model.ffn.moe.shared is none; set "
             "model.ffn.moe.shared.intermediate_size"
         )
     is_routed = [layer.ffn.is_routed for layer in model.decoder_layers]

@@ -103,8 +103,7 @@ def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterato
     if top_k > train.seq_len:
         yield (
             f"model.attention.indexer.top_k={top_k} must be at most train.seq_len={train.seq_len}, as no token sees "
-            "more keys; "
-            f"choose {train.seq_len} or less, or 0 for dense attention"
+            f"more keys; choose {train.seq_len} or less, or model.attention.indexer=none for dense attention"
         )
 
 
