@@ -6,7 +6,8 @@ import pytest
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import config_to_dict
-from moefold.config.upgrade import upgraded
+from moefold.config.upgrade import upgraded, upgraded_word
+from moefold.config.upgrade_text import upgrade_text
 from moefold.errors import ConfigError
 from moefold.optim.outer_round import PendingRound
 from moefold.recipe import load_config
@@ -76,6 +77,59 @@ def test_an_earlier_run_has_its_settings(method, keys, part):
 def test_an_earlier_run_of_means_stays_one():
     tree, _ = upgraded({"sites": {"count": 2, "method": "mean", **OFF}})
     assert str(config_from_dict(tree).sites.method) == "mean"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "values"),
+    [
+        ({"density": 0.02}, "sparseloco", {"residual": 0.0, "lr": 1.0, "momentum": 0.0}),
+        ({"topology": "pairs"}, "noloco", {"lr": 1.0, "momentum": 0.0, "nesterov": True, "every": 30}),
+        (
+            {"method": "streaming", "topology": "pairs", "lr": 0.5},
+            "noloco",
+            {"lr": 0.5, "momentum": 0.9, "precision": "fp4", "fragment_layers": 3, "overlap": 1, "keep_local": 0.5},
+        ),
+        ({"penalty": True, "overlap": 30}, "co2", {"momentum": 0.0, "nesterov": True, "overlap": 30}),
+        ({"experts": "own"}, "spes", {"every": 30}),
+        ({"method": "noloco", "topology": "all"}, "mean", {"lr": 0.7, "momentum": 0.5, "nesterov": False, "every": 50}),
+        ({"method": "spes", "experts": "average"}, "mean", {"every": 50}),
+        ({"method": "sparseloco", "density": 1.0, "precision": "int8"}, "mean", {"residual": 0.95}),
+    ],
+    ids=str,
+)
+def test_keys_of_an_earlier_version_change_no_other_value(keys, kind, values, tmp_path):
+    off = {"bits": 32, "penalty": False, "clip": 0.0, "merge_experts": 0.0}
+    tree, _ = upgraded({"sites": {"count": 4, **keys}})
+    sites = config_from_dict(tree).sites
+    assert str(sites.method) == kind
+    assert {key: getattr(sites, key) for key in values} == values
+    for setting, value in off.items():
+        assert getattr(sites.method, setting, value) == keys.get(setting, value)
+    lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+    text, _ = upgrade_text("\n".join(["[sites]", "count = 4", *lines]), "r.toml")
+    (tmp_path / "r.toml").write_text(text)
+    assert load_config(tmp_path / "r.toml").sites == sites
+
+
+def test_keys_of_two_methods_are_refused_by_name():
+    flat = {"sites": {"count": 4, "topology": "pairs", "density": 0.02, "values": 8}}
+    assert upgraded(flat)[0] == flat
+    message = "sites.topology is sites.method.kind now, a key of 'noloco', and no installed method does all of"
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(flat)
+    with pytest.raises(ConfigError, match=message):
+        upgrade_text('[sites]\ncount = 4\ntopology = "pairs"\ndensity = 0.02\n', "r.toml")
+
+
+def test_words_of_keys_of_an_earlier_version():
+    assert upgraded_word("sites.density=0.1", {}) == (
+        "sites.method=sparseloco sites.method.density=0.1 sites.method.bits=32 sites.residual=0.0"
+    )
+    assert upgraded_word("sites.penalty=false", {"sites": {"method": "co2"}}) == "sites.method.penalty=false"
+    assert upgraded_word("sites.topology=pairs", {"sites": {"method": "noloco"}}) == "sites.method=noloco"
+    for word in ("sites.topology=all", "sites.density=1.0"):
+        with pytest.raises(ConfigError, match="and not of 'mean'; leave it out"):
+            upgraded_word(word, {})
 
 
 REFUSED = [

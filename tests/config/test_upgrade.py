@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,12 @@ from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta
 from moefold.config.chosen import read_key
 from moefold.config.find import built_in_kinds
 from moefold.config.load import config_from_dict
-from moefold.config.part import make_part
-from moefold.config.schema import config_to_dict
+from moefold.config.model import ModelConfig
+from moefold.config.part import Part, make_part
+from moefold.config.presets import preset_names
+from moefold.config.schema import Config, config_to_dict
 from moefold.config.suggestions import key_types, kind_settings, part_keys, tables
-from moefold.config.upgrade import FORMAT, MOVED, upgraded, upgraded_word
+from moefold.config.upgrade import FORMAT, LAYERS, MOVED, OFF, upgraded, upgraded_word
 from moefold.config.upgrade_text import upgrade_text
 from moefold.convert.run_config import parse_run_config
 from moefold.errors import ConfigError
@@ -224,6 +226,79 @@ def test_an_old_checkpoint_has_the_schedule_of_its_run():
     meta = read_meta(OLD_RUN / "step-000004")
     assert meta.schedule == schedule_settings(cfg.run, cfg.train)
     assert meta.format == FORMAT
+
+
+SWITCHES = {name: str(place) for name, place in MOVED.items() if str(place) in tables().keys() - part_keys()}
+SWITCHES |= {name: MOVED[name].key for name in OFF} | {"model.rope_scaling": "model.rope.scaling"}
+"""Flat keys that switched a table off, and the table."""
+
+
+def recorded(model: ModelConfig) -> dict[str, object]:
+    """All keys of [model] as a run of an earlier version recorded them; a key that no part reads has a value too."""
+    found = {key: value for key, value in old_settings()["model"].items() if f"model.{key}" in MOVED}
+    found |= {key: as_word(getattr(model, key)) for key in key_types("model") if key not in ("ffn", "rope")}
+    for name, place in MOVED.items():
+        section, _, key = name.partition(".")
+        value = read_key(Config(model=model), str(place)) if section == "model" else None
+        if str(place) == LAYERS:
+            found.pop(key, None)
+        elif section == "model" and name in SWITCHES and name != "model.rope_scaling":
+            found[key] = (value or 0) if name in OFF else value is not None
+        elif value is not None:
+            found[key] = as_word(value)
+    return found
+
+
+def as_word(value: object) -> object:
+    return value.kind if isinstance(value, Part) else value
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_run_that_switched_a_table_of_its_preset_off_has_none(preset):
+    before = config_from_dict({"model": {"preset": preset}}).model
+    for name in ("", *SWITCHES):
+        flat = recorded(before)
+        given = {"preset": preset}
+        if name:
+            key = name.removeprefix("model.")
+            flat[key] = 0 if name in OFF else "none" if name == "model.rope_scaling" else False
+            owner, _, table = SWITCHES[name].rpartition(".")
+            if hasattr(read_key(Config(model=before), owner), table):
+                given[SWITCHES[name].removeprefix("model.")] = "none"
+        wanted = config_from_dict({"model": given}).model
+        tree, _ = upgraded({"model": flat})
+        assert config_from_dict(tree).model == wanted, name
+        tree["model"]["preset"] = ""
+        assert config_from_dict(tree).model == replace(wanted, preset=""), name
+
+
+def test_a_switch_of_sparsemixer_is_read_whatever_the_order():
+    tree, unread = upgraded({"moe": {"sparsemixer_sampling": False}, "model": {"router_softmax": "sparsemixer"}})
+    assert not unread
+    assert not config_from_dict(tree).model.ffn.moe.router.softmax.samples
+    word = upgraded_word("moe.sparsemixer_sampling=false", {"model": {"router_softmax": "sparsemixer"}})
+    assert word == "model.ffn.moe.router.softmax.samples=false"
+
+
+def test_an_indexer_has_its_kind():
+    tree, _ = upgraded({"model": {"index_topk": 16}})
+    assert tree == {"model": {"attention": {"indexer": {"kind": "lightning", "top_k": 16}}}}
+
+
+def test_refusals_say_what_works():
+    for model, line in (
+        ({"index_topk": 0}, 'write model.attention.indexer = "none"'),
+        ({"preset": "deepseek-v3", "num_query_groups": 8}, "a key of 'gqa', and not of 'mla'"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            config_from_dict({"model": model})
+    for words, line in (
+        (["model.preset=gpt-oss-20b", "model.attention_pattern=WF"], r"write model.layers='12 x \(window, full\)'"),
+        (["model.preset=deepseek-v3", "model.num_layers=4"], "write model.layers='3 dense, moe'"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            load_config(None, words)
+    assert upgraded_word("model.qk_norm_width=all_heads", {}) == "model.attention.qk_norm.over=all_heads"
 
 
 @pytest.mark.parametrize(

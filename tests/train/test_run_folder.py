@@ -89,6 +89,7 @@ CASES = {
     "goes on": ([], 6, 5, [], "run", ""),
     "done": ([], 10, 10, [], "run", ""),
     "more steps": ([], 10, 10, ["run.steps=20"], "run", ""),
+    "layers in words": (["model.layers='moe, moe'"], 10, 10, [], "run", ""),
     "another mapping": ([], 6, 5, MOVED, "run", ""),
     "new settings": ([], 6, 5, ["train.lr=0.1"], "run", "goes on with other settings: train.lr=0.1 (it has 0.0003)"),
     "saves otherwise": ([], 10, 10, ["checkpoint.every=3", "metrics.tensorboard=true"], "run", ""),
@@ -119,6 +120,18 @@ def test_a_run_is_continued_or_left_alone(tmp_path, name):
     assert folder == expected
     assert note in said
     assert bool(note) == bool(said)
+
+
+def test_a_run_with_an_indexer_of_an_earlier_version_is_the_same_run(tmp_path):
+    words = ("model.attention.indexer.top_k=8",)
+    write_run(tmp_path / "run", *words, steps=10, saved=10)
+    file = tmp_path / "run" / "config.json"
+    tree = json.loads(file.read_text())
+    indexer = tree["model"]["attention"].pop("indexer")
+    tree["model"] |= {"index_topk": 8, "index_heads": indexer["num_heads"], "index_head_dim": indexer["head_dim"]}
+    tree["model"] |= {"index_rope_interleaved": False}
+    file.write_text(json.dumps(tree))
+    assert chosen(tmp_path / "run", *words) == ("run", "")
 
 
 @pytest.mark.parametrize("saved", [5, 10])

@@ -32,6 +32,7 @@ REFUSED = [
     ((*TWO, "data.kind=task", "rl.group_size=8"), "set sites.count=1"),
     ((*TWO, "data.kind=preference", "data.path=a.jsonl", "align.method=dpo"), "align.method='dpo' stores"),
     ((*TWO, "sites.every=1", "sites.fragment_layers=1"), "sites.every=1 must be at least the"),
+    ((*TWO, "sites.overlap=30"), "choose at most 29, or sites.method='co2', which overlaps a whole round"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
     ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.layers="),
     ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),

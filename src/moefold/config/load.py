@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from moefold.bounded_read import parse_toml
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
 from moefold.config.find import find_part, kinds_in_words, unknown_kind
@@ -38,7 +37,7 @@ from moefold.config.suggestions import (
     sections,
     tables,
 )
-from moefold.config.tree import Tree, merged, nested, put
+from moefold.config.tree import Tree, merged, nested, parsed_value, put
 from moefold.config.upgrade import (
     FORMAT_KEY,
     MOVED,
@@ -196,7 +195,7 @@ def _apply_override(tree: Tree, override: str) -> str:
             f"override {_format_value(override)} names no section{hint or '; overrides are section.key=value'}"
         )
     if name.strip() in MOVED:
-        raise ConfigError(moved_override_refusal(name.strip(), text.strip()))
+        raise ConfigError(moved_override_refusal(name.strip(), text.strip(), tree))
     if section not in sections():
         hint = key_hint(name)
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
@@ -207,7 +206,7 @@ def _apply_override(tree: Tree, override: str) -> str:
         return ""
     owner, dot, _ = key.partition(".")
     is_setting = bool(dot) and f"{section}.{owner}" in tables()
-    value = _parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
+    value = parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
     names = [section, *(key.split(".") if is_setting else [key])]
     before: Any = tree
     for name in names:
@@ -232,20 +231,11 @@ def _apply_override(tree: Tree, override: str) -> str:
 
 
 def _override_value(section: str, key: str, text: str) -> Any:
-    value = _parsed_value(text)
+    value = parsed_value(text)
     types = get_args(key_types(section).get(key)) or (key_types(section).get(key),)
     takes_text = str in types and not (type(value) is int and int in types)
     takes_table = f"{section}.{key}" in tables()
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
-
-
-def _parsed_value(text: str) -> Any:
-    try:
-        parsed = parse_toml(f"value = {text}")
-    except ValueError:
-        return text
-    # Multi-line text could define additional keys: keep it as plain text.
-    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moefold.bounded_read import parse_toml
 from moefold.config.part import as_plain
 from moefold.config.part_table import NONE, SOURCE, settings_of_other_kind
 from moefold.config.suggestions import part_keys, sections, tables
@@ -69,7 +70,17 @@ def merged(path: str, base: Any, over: Any) -> Any:
 
 
 def value_at(path: str, tree: Any) -> Any:
-    """Return the value of a tree at a path; None if it has none, or is "none" there."""
+    """Return the value of a tree at a path, which may be "none"; None if it has none."""
     for name in path.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
-    return None if tree == NONE else tree
+    return tree
+
+
+def parsed_value(text: str) -> Any:
+    """Return a value of a command line, in TOML or as plain text."""
+    try:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
+        return text
+    # Multi-line text could define additional keys: keep it as plain text.
+    return parsed["value"] if len(parsed) == 1 else text

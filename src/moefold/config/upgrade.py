@@ -1,14 +1,14 @@
-"""Recipes of format 1, whose parts read flat keys of their section, in the keys of format 2. Torch-free."""
+"""Recipes of earlier versions, whose parts read flat keys of their section, in tables of parts. Torch-free."""
 
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from moefold.config.find import find_part, kinds
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
-from moefold.config.part import Part
-from moefold.config.part_table import NONE, shown_value, toml_table, toml_value
-from moefold.config.suggestions import default_of, join_with_or, kind_settings, part_marks, tables
-from moefold.config.tree import put, value_at
+from moefold.config.part_table import NONE, shown_value, toml_value
+from moefold.config.suggestions import choices_of, default_of, join_with_or, kind_settings, part_keys, tables
+from moefold.config.tree import parsed_value, put, value_at
 from moefold.errors import ConfigError
 
 FORMAT = 2
@@ -19,7 +19,7 @@ KIND = "kind"
 
 
 class Moved(NamedTuple):
-    """Place of a flat key of format 1: a setting of the part that another key chooses."""
+    """Place of a flat key of earlier versions: a setting of the part that another key chooses."""
 
     key: str
     """As "section.key"."""
@@ -33,7 +33,16 @@ class Moved(NamedTuple):
         return f"{self.key}.{self.setting}"
 
 
-_MODEL = """
+_PLACES = """
+train.lr_schedule min_lr decay_steps
+train.optimizer beta1 beta2 eps moment_dtype groups:muon_groups momentum:muon_momentum ns_steps:muon_ns_steps
+align.method reward threshold beta weight_cap template want gamma desirable_weight undesirable_weight
+moe.choice iterations:sinkhorn_iterations share:skew
+parallel.dispatcher receive_factor
+parallel.schedule path:schedule_csv
+parallel.context placement hosts:attention_hosts tolerance:attention_tolerance pool:attention_pool block:attention_block
+rl.objective clip_low clip_high
+rl.correction low:correction_low high:correction_high
 model residual:norm_placement
 model.rope scaling:rope_scaling theta:rope_theta interleaved:rope_interleaved
 model.ffn.moe router:router_score activation:moe_activation num_experts top_k zero_experts active_experts
@@ -65,7 +74,7 @@ model.rope.scaling low_freq_factor:rope_low_freq_factor high_freq_factor:rope_hi
 model.rope.scaling beta_fast:rope_beta_fast beta_slow:rope_beta_slow truncate:rope_truncate
 model.rope.scaling attention_factor:rope_attention_factor mscale:rope_mscale mscale_all_dim:rope_mscale_all_dim
 """
-"""Flat keys of [model] by the tables that they have moved to: "setting:key", or "setting" with the same name.
+"""Flat keys by the tables of their section that they have moved to: "setting:key", or "setting" with the same name.
 
 Keys that choose a kind or a table come before its settings.
 """
@@ -78,45 +87,18 @@ PATTERNS = {
 }
 """Words of the letters of patterns that stand in `model.layers`, and the field of `LayerWords` that has them."""
 MOVED = {
-    "train.min_lr": Moved("train.lr_schedule", "min_lr"),
-    "train.decay_steps": Moved("train.lr_schedule", "decay_steps"),
+    f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
+    for line in _PLACES.split("\n")
+    for word in line.split()[1:]
+} | {
     "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
-    "train.beta1": Moved("train.optimizer", "beta1"),
-    "train.beta2": Moved("train.optimizer", "beta2"),
-    "train.eps": Moved("train.optimizer", "eps"),
-    "train.moment_dtype": Moved("train.optimizer", "moment_dtype"),
-    "train.muon_groups": Moved("train.optimizer", "groups"),
-    "train.muon_momentum": Moved("train.optimizer", "momentum"),
-    "train.muon_ns_steps": Moved("train.optimizer", "ns_steps"),
     "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
     "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient", ("spsa",)),
     "train.gradient_delay": Moved("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
     "train.delay_correction": Moved("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
-    "align.reward": Moved("align.method", "reward"),
-    "align.threshold": Moved("align.method", "threshold"),
-    "align.beta": Moved("align.method", "beta"),
-    "align.weight_cap": Moved("align.method", "weight_cap"),
-    "align.template": Moved("align.method", "template"),
-    "align.want": Moved("align.method", "want"),
-    "align.gamma": Moved("align.method", "gamma"),
-    "align.desirable_weight": Moved("align.method", "desirable_weight"),
-    "align.undesirable_weight": Moved("align.method", "undesirable_weight"),
-    "moe.sinkhorn_iterations": Moved("moe.choice", "iterations"),
-    "moe.skew": Moved("moe.choice", "share"),
     "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
     "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
     "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
-    "parallel.receive_factor": Moved("parallel.dispatcher", "receive_factor"),
-    "parallel.schedule_csv": Moved("parallel.schedule", "path"),
-    "parallel.placement": Moved("parallel.context", "placement"),
-    "parallel.attention_hosts": Moved("parallel.context", "hosts"),
-    "parallel.attention_tolerance": Moved("parallel.context", "tolerance"),
-    "parallel.attention_pool": Moved("parallel.context", "pool"),
-    "parallel.attention_block": Moved("parallel.context", "block"),
-    "rl.clip_low": Moved("rl.objective", "clip_low"),
-    "rl.clip_high": Moved("rl.objective", "clip_high"),
-    "rl.correction_low": Moved("rl.correction", "low"),
-    "rl.correction_high": Moved("rl.correction", "high"),
     "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
     "sites.topology": Moved("sites.method", KIND, ("noloco",)),
     "sites.experts": Moved("sites.method", KIND, ("spes",)),
@@ -127,23 +109,15 @@ MOVED = {
     "sites.merge_experts": Moved("sites.method", "merge_experts", ("spes",)),
     "sites.merge_every": Moved("sites.method", "merge_every", ("spes",)),
     "sites.merge_until": Moved("sites.method", "merge_until", ("spes",)),
-} | {
-    f"model.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
-    for line in _MODEL.split("\n")
-    for word in line.split()[1:]
 }
 MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PATTERNS)}
-"""Place of each flat key of format 1, as "section.key"."""
+"""Place of each flat key, as "section.key"."""
 OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
 """Flat keys whose value 0 meant that there is no table."""
-SITE_METHODS = {
-    "topology": ("all", "noloco"),
-    "experts": ("average", "spes"),
-    "density": (1.0, "sparseloco"),
-    "penalty": (False, "co2"),
-    "clip": (0.0, "co2"),
-}
-"""Keys of [sites] that did what a method does now: their default, and the method that another value needs."""
+SITES_OFF = {"topology": "all", "experts": "average", "density": 1.0, "penalty": False, "clip": 0.0}
+"""Flat keys of [sites] that did what methods do now, with the values that did nothing."""
+SITES_MORE = {"values": 32, "merge_experts": 0.0}
+"""Defaults of other flat keys of [sites], where a method has others."""
 
 
 def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -164,49 +138,78 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the sections of a recipe of format 1 in format 2, and the flat keys that its parts do not read.
+    """Return the sections of a recipe with flat keys in tables of parts, and the flat keys that its parts do not read.
 
     Args:
-        tree: sections, unchecked; sections of format 2 stay as they are.
+        tree: sections, unchecked; tables of parts stay as they are.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
-    model = found.get("model")
-    base: Any = {}
-    if isinstance(model, dict) and isinstance(name := model.get("preset"), str) and name:
-        # A rank that reads a checkpoint needs no files of presets.
-        from moefold.config.presets import load_preset, preset_names
-
-        base = {"model": load_preset(name)} if name in preset_names() else {}
-    if isinstance(model, dict):
-        _put_layers(found["model"], base.get("model", {}))
-    if isinstance(sites := found.get("sites"), dict):
-        method = sites.get("method", "")
-        kind = method.get(KIND) if isinstance(method, dict) else method
-        of_keys = [other for key, (off, other) in SITE_METHODS.items() if sites.get(key, off) != off]
-        if of_keys and kind not in of_keys:
-            sites["method"] = of_keys[0]
+    base = _preset_of(found)
+    if isinstance(model := found.get("model"), dict):
+        _put_layers(model, base.get("model", {}))
+    is_clear = not isinstance(sites := found.get("sites"), dict) or _put_site_method(sites)
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
-        if str(place) == LAYERS:
-            continue
         keys = found.get(section)
-        if not isinstance(keys, dict) or key not in keys:
+        if str(place) == LAYERS or not isinstance(keys, dict) or key not in keys or (keys is sites and not is_clear):
             continue
         value = keys.pop(key)
-        path = str(place)
+        path, owner = str(place), place.key
+        kind = _kind_at(owner, found, base)
+        if place.setting == KIND:
+            other = next((one for one in place.kinds if one.endswith(f"_{kind}")), "")
+            if value and other:
+                put(found, owner.split("."), other)
+            elif not value or kind not in place.kinds:
+                unread.append(name)
+            continue
         if path in tables() and isinstance(value, bool):
             value = {} if value else NONE
         elif name in OFF and not value:
-            path, value = place.key, NONE
-        if place.setting == KIND and value:
-            kind = _kind_at(place.key, found, base)
-            _put(found, place.key, next((one for one in place.kinds if one.endswith(f"_{kind}")), kind))
-        elif place.setting == KIND or not _is_read(place.key if name in OFF else path, found, base, place.kinds):
+            path, value = owner, NONE
+        if not _is_read(owner if name in OFF else path, found, base, place.kinds):
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
-            _put(found, path, value)
+            at = owner.split(".", 1)
+            if owner in part_keys() and value != NONE and (section != "model" or default_of(*at) is None):
+                put(found, [*owner.split("."), KIND], kind or choices_of(*at)[0])
+            put(found, path.split("."), value)
     return found, unread
+
+
+def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section [model] of the preset of a recipe; empty: it has none, or one that does not exist."""
+    model = tree.get("model")
+    name = model.get("preset") if isinstance(model, dict) else ""
+    if not isinstance(name, str) or not name:
+        return {}
+    # A rank that reads a checkpoint needs no files of presets.
+    from moefold.config.presets import load_preset, preset_names
+
+    return {"model": load_preset(name)} if name in preset_names() else {}
+
+
+def _put_site_method(sites: dict[str, Any]) -> bool:
+    """Set the method that flat keys of [sites] need, and what it would change; return whether there is one."""
+    given = sites.get("method", "mean")
+    before = given.get(KIND) if isinstance(given, dict) else given
+    method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
+    # A method does what it is for unless its keys say otherwise.
+    silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
+    on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, silent[key]) != off}
+    after = next(iter(on), "mean" if before in method_of.values() else before)
+    if len(on) > 1 or (after != before and any(kind not in kinds("site_method") for kind in (before, after))):
+        return False
+    if after == before:
+        return True
+    every = sites.get("every", default_of("sites", "every"))
+    old, new = (find_part("site_method", kind)().values(every) for kind in (before, after))
+    defaults = {key: default_of("sites", key) for key in {**old, **new}}
+    kept = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
+    kept |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
+    sites |= {"method": after} | {key: value for key, value in kept.items() if key not in sites}
+    return True
 
 
 def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
@@ -245,17 +248,18 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
 
 
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset, or by default; of a table that is absent None, else ""."""
-    for value in (value_at(path, found), value_at(path, base)):
-        if isinstance(value, str) or (isinstance(value, dict) and "kind" in value):
-            return str(value if isinstance(value, str) else value["kind"])
+    """Return the kind of a part in a recipe, its preset, or by default; of a table without kinds "", of none None."""
     section, _, key = path.partition(".")
-    default = default_of(section, key)
-    if default is None and value_at(path, found) is None and value_at(path, base) is None:
-        return None
-    if default is None and path in part_marks():
-        return part_marks()[path].words[0]
-    return default.kind if isinstance(default, Part) else default if isinstance(default, str) else ""
+    if not key:
+        return ""
+    values = [value_at(path, found), value_at(path, base), default_of(section, key)]
+    for value in values:
+        kind = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, value)
+        if kind == NONE and NONE not in choices_of(section, key):
+            return None
+        if isinstance(kind, str):
+            return kind
+    return None if values == [None] * 3 else next(iter(choices_of(section, key)), "")
 
 
 def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
@@ -268,17 +272,8 @@ def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> b
     return kind is not None and (kind in kinds if kinds else path in kind_settings())
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value of a key; a table of another section than [model] has its kind, also if that is the default."""
-    section, key, *inner = path.split(".")
-    if inner and section != "model" and "kind" not in (table := tree.get(section, {}).get(key, {})):
-        value_of_kind = table if isinstance(table, str) else kind_by_default(f"{section}.{key}")
-        put(tree, [section, key], {"kind": value_of_kind, **(table if isinstance(table, dict) else {})})
-    put(tree, path.split("."), value)
-
-
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by "section.key" of format 1 in format 2, as `upgraded` does."""
+    """Return values by "section.key" with flat keys in tables of parts, as `upgraded` does."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
@@ -303,49 +298,50 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
-    """Return the refusal of a flat key of format 1 in a recipe, with the table that it belongs to.
+    """Return the refusal of a flat key in a recipe, with the table that it belongs to.
 
     Args:
         tree: the sections of the recipe, unchecked.
         name: a key of MOVED.
     """
     place = MOVED[name]
+    section, _, key = name.partition(".")
     found, unread = upgraded(tree)
-    if str(place) == LAYERS and name.partition(".")[2] in found["model"]:
-        return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
+    owners = place.kinds or kind_settings().get(str(place), ())
+    key_of = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
+    if key in found[section]:
+        if str(place) == LAYERS:
+            return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
+        return f"{name} is {place} now, {key_of}, and no installed method does all of [sites]; leave out a part"
     if name in unread:
-        kind = _kind_at(place.key, found, {})
-        owners = place.kinds or kind_settings()[str(place)]
-        kinds = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
+        kind = _kind_at(place.key, found, _preset_of(found))
         which = f"not of {kind!r}" if kind else "that is absent"
-        return f"{name} is {place} now, {kinds}, and {which}; leave it out"
-    table = shown_toml(str(place), found)
+        return f"{name} is {place} now, {key_of}, and {which}; leave it out"
+    table = shown_toml(place.key if name in OFF and not tree[section][key] else str(place), found)
     return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
 
 
 def shown_toml(path: str, tree: Any) -> str:
     """Return the line of a recipe with the table of a key, or with the key alone in a section of tables."""
-    section, key, *inner = path.split(".")
-    value = tree[section].get(key)
-    if section != "model":
-        return f"{section}.{key} = {toml_table(value)}"
-    found = value_at(path, tree)
-    return f"{path} = {toml_value(NONE if found is None else found)}"
+    owner = path if path.startswith("model.") else ".".join(path.split(".")[:2])
+    return f"{owner} = {toml_value(value_at(owner, tree))}"
 
 
-def moved_override_refusal(name: str, text: str) -> str:
-    """Return the refusal of an override of a flat key of format 1.
+def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str:
+    """Return the refusal of an override of a flat key.
 
     Args:
         name: a key of MOVED.
         text: its value, as the command line has it.
+        tree: the sections of the recipe that it is for, unchecked.
     """
-    word = upgraded_word(f"{name}={text}", {}) if str(MOVED[name]) == LAYERS else _word(name, text)
+    needs_tree = str(MOVED[name]) == LAYERS or name.startswith("sites.")
+    word = upgraded_word(f"{name}={text}", tree) if needs_tree else _word(name, text)
     return f"{name} is {MOVED[name]} now: write {word}"
 
 
 def _word(name: str, text: str) -> str:
-    """Return an override of a flat key in format 2."""
+    """Return an override of a flat key by the path of its table."""
     place = MOVED[name]
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
@@ -355,7 +351,7 @@ def _word(name: str, text: str) -> str:
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
-    """Return an override `section.key=value` in format 2; one that has not moved stays.
+    """Return an override `section.key=value` by the path of its table, several where its kind changes too.
 
     Args:
         word: the override.
@@ -370,22 +366,18 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
         raise ConfigError(f"{word!r} is no setting; settings are section.key=value, such as train.lr=1e-3")
     if name not in MOVED:
         return word
+    place = MOVED[name]
     keys = tree.get(section)
-    value: Any = text.lower() == "true" if text in ("true", "false") else text
-    if str(MOVED[name]) == LAYERS:
-        value = int(text) if text.isdecimal() else text
-    tree = {**tree, section: {**(keys if isinstance(keys, dict) else {}), key: value}}
+    before = keys if isinstance(keys, dict) else {}
+    tree = {**tree, section: {**before, key: parsed_value(text)}}
     found, unread = upgraded(tree)
-    if str(MOVED[name]) == LAYERS and key not in found[section]:
-        return f"{LAYERS}={shown_value(found[section]['layers'])}"
-    if name in unread or key in found[section]:
+    kind = _kind_at(place.key, found, _preset_of(found))
+    if key in found[section] or (name in unread and kind is not None):
         raise ConfigError(moved_key_refusal(tree, name))
-    if MOVED[name].setting == KIND:
-        raise ConfigError(moved_override_refusal(name, text))
-    return _word(name, text)
-
-
-def kind_by_default(key: str) -> str:
-    """Return the kind of the part that a key chooses in a recipe that sets nothing."""
-    default = default_of(*key.split(".", 1))
-    return default.kind if isinstance(default, Part) else str(default)
+    if str(place) == LAYERS:
+        return f"{LAYERS}={shown_value(found[section]['layers'])}"
+    if section != "sites" and place.setting != KIND:
+        return _word(name, text)
+    old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, found[section]))
+    words = [f"{at}={toml_value(now).strip(chr(34))}" for at, now in new.items() if old.get(at) != now]
+    return " ".join(words) or f"{place.key}={kind}"

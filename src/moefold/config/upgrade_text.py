@@ -1,4 +1,4 @@
-"""Rewrite the text of a recipe of format 1 in format 2: changed keys alone, with all comments. Torch-free."""
+"""Rewrite the text of a recipe with flat keys in tables of parts: changed keys alone, with all comments. Torch-free."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ from moefold.bounded_read import parse_toml
 from moefold.config.part_table import toml_value
 from moefold.config.suggestions import key_types, kind_settings, sections
 from moefold.config.tree import value_at
-from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, upgraded
+from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format, moved_key_refusal, upgraded
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100
@@ -45,7 +45,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     """Return a recipe in format 2, and the keys that were left out because no part of the recipe reads them.
 
     Args:
-        text: a recipe in TOML, of format 1 or 2.
+        text: a recipe in TOML, of this format or an earlier one.
         name: the file, as messages name it.
 
     Raises:
@@ -59,9 +59,14 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     wanted, unread = upgraded(tree)
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
-    read = [str(MOVED[key]).split(".") for key in old if key not in unread]
-    names = {".".join(path[:2]) for path in read}
-    owners = [f"{section}.{key}" for section in sections() for key in key_types(section) if f"{section}.{key}" in names]
+    if stay := [key for key in old if key.partition(".")[2] in _keys(wanted, key.partition(".")[0])]:
+        raise ConfigError(f"{name}: {moved_key_refusal(tree, stay[0])}")
+    owners = [
+        f"{section}.{key}"
+        for section in sections()
+        for key in key_types(section)
+        if _keys(wanted, section).get(key) != _keys(tree, section).get(key)
+    ]
     statements = list(_statements(text))
     spelled = {
         str(MOVED[found.name]): found.value
@@ -69,7 +74,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         if found.name in MOVED and found.name not in unread and MOVED[found.name].setting not in (KIND, "layers")
     }
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
-    entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items() if value is not None}
+    entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items()}
     blocks = {
         owner: _block(owner, found_tables[owner], spelled) for owner, entry in entries.items() if not _fits(entry)
     }

@@ -28,10 +28,11 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.bounds import keys_of_same_run
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
-from moefold.config.upgrade import flat_settings, upgraded
+from moefold.config.upgrade import LAYERS, flat_settings, upgraded
 from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
 from moefold.errors import format_list
@@ -266,7 +267,7 @@ def _read_settings(folder: Path) -> Settings | None:
     try:
         tree = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         return _flatten(upgraded(tree)[0])
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return None
 
 
@@ -275,14 +276,17 @@ def _settings(cfg: Config) -> Settings:
 
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
-    """Return values by name (`flat_settings`); the file of a part from outside may move, and counts by its content."""
-    return flat_settings(
+    """Return values by name; layers in the shortest form, files of parts from outside by their content alone."""
+    found = flat_settings(
         {
             f"{section}.{key}": without_source(value, "file")
             for section, keys in tree.items()
             for key, value in keys.items()
         }
     )
+    if layers := found.get(LAYERS):
+        found[LAYERS] = spell_layers(parse_layers(layers))
+    return found
 
 
 def _changed_keys(settings: Settings, cfg: Config) -> list[str]:

@@ -70,9 +70,10 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
         )
     elif sites.overlap >= shortest_gap(count, sites.every) and not sites.part.overlaps_whole_round:
         gap = shortest_gap(count, sites.every)
+        whole = ", or sites.method='co2', which overlaps a whole round" if sites.overlap == gap and count == 1 else ""
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
-            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}"
+            f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
         )
     if sites.fragment_layers > model.num_layers:
         yield (
