@@ -38,13 +38,7 @@ from moefold.config.suggestions import (
     tables,
 )
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
-from moefold.config.upgrade import (
-    FORMAT_KEY,
-    MOVED,
-    check_format,
-    moved_key_refusal,
-    moved_override_refusal,
-)
+from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
 from moefold.errors import ConfigError, raise_all
 
 AUTO = "auto"

@@ -38,14 +38,7 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import (
-    KindOf,
-    Part,
-    Table,
-    default_of_field,
-    settings_of,
-    tables_of,
-)
+from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
