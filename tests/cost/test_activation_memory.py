@@ -22,7 +22,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.block_sizes import BlockSizes
+from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.cost.stage_memory import max_in_flight
@@ -582,7 +582,7 @@ def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kerne
     cfg = _config("bfloat16", moe={"weight_in_expert": weight_in_expert})
     cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
     recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
-    formula = BlockSizes(cfg, recompute, CUDA_KERNELS, 1.0).experts
+    formula = ExpertMemory(cfg, recompute, CUDA_KERNELS, 1.0)
     model = cfg.model
     tokens = formula.routed_tokens // model.ffn.moe.top_k
     experts = Experts(

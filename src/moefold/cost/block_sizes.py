@@ -29,7 +29,7 @@ class BlockSizes:
         self.high_precision_bytes = max(4, self.item_bytes)
         self.gathered_tokens = train.seq_len // p.cp * train.micro_batch_size
         self.tokens = self.gathered_tokens // p.tp
-        self.experts = ExpertMemory(self)
+        self.experts = ExpertMemory(cfg, recompute, kernels, imbalance)
 
     @property
     def hidden_bytes(self) -> int:
