@@ -203,10 +203,10 @@ def test_greedy_takes_the_first_of_equal_logits():
         ({"temperature": float("nan")}, "--temperature nan"),
         ({"top_p": 0.0}, "--top-p 0 must lie in"),
         ({"top_p": 1.5}, "--top-p 1.5 must lie in"),
-        ({"ffn.moe.top_k": -1}, "--top-k -1 must be at least 0"),
+        ({"top_k": -1}, "--top-k -1 must be at least 0"),
         ({"min_p": 1.5}, "--min-p 1.5 must lie between 0"),
         ({"seed": -1}, "--seed -1 must be at least 0"),
-        ({"temperature": 0.0, "ffn.moe.top_k": 3}, "no effect"),
+        ({"temperature": 0.0, "top_k": 3}, "no effect"),
         ({"temperature": 0.0, "min_p": 0.1}, "no effect"),
     ],
 )

@@ -66,7 +66,7 @@ NEUTRAL = [
     {"chat_template_kwargs": {"enable_thinking": False}},
     {"add_generation_prompt": True, "continue_final_message": False, "echo": False, "stop_token_ids": []},
     {"stream_options": None, "stream": False, "user": "me", "prompt_cache_key": "k", "verbosity": "medium"},
-    {"ffn.moe.top_k": -1, "max_tokens": 9, "max_completion_tokens": 9, "seed": -1, "guided_json": {}},
+    {"top_k": -1, "max_tokens": 9, "max_completion_tokens": 9, "seed": -1, "guided_json": {}},
 ]
 
 
