@@ -421,7 +421,7 @@ class Oracle:
             SoftmaxInput(weights, x, rotate, self._head_norm, score_factor, positions.double())
         )
         query = heads.queries
-        if part.has_temperature and part.temperature and not part.has_rope:
+        if part.has_temperature and getattr(part, "temperature", None) and not part.has_rope:
             query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
