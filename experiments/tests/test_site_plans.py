@@ -6,13 +6,13 @@ from moefold.cli.main import main
 from moefold.cost.hardware import SiteLink
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.site_traffic import site_traffic
-from moefold.planner.simulator.site_rounds import simulate_site
 from moefold.planner.sites import TARGET, RoundSettings, RoundVolume, SiteCost, with_site_settings
 from moefold_experiments.co2.part import CO2
 from moefold_experiments.sparseloco.part import SparseLoCo
 from moefold_experiments.spes.part import SPES
 from tests.cost.test_site_traffic import MODELS, check_bytes
 from tests.cost.test_state_memory import check_every_byte, random_config
+from tests.planner.site_rounds import simulate_site
 from tests.planner.test_sites import RECIPE, planned
 from tests.slow import slow
 

@@ -43,9 +43,10 @@ def random_world(random: Random) -> World:
     """A world that may not be legal."""
     one_of = random.choice
     num_experts, heads = one_of([2, 4, 6, 8]), one_of([2, 4, 6])
+    num_layers, kinds = one_of([1, 2, 3, 4, 5]), one_of([["moe"], ["dense", "moe"], ["moe", "moe", "dense"]])
     model = model_of(
         {
-            "num_layers": one_of([1, 2, 3, 4, 5]),
+            "layers": ", ".join(kinds[i % len(kinds)] for i in range(num_layers)),
             "hidden_size": 96,
             "attention.num_heads": heads,
             "attention.num_kv_heads": one_of([groups for groups in (1, 2, 3, 4, 6) if heads % groups == 0]),
@@ -56,7 +57,6 @@ def random_world(random: Random) -> World:
             "ffn.moe.top_k": one_of([copies for copies in (1, 2, 3, 4, 6) if copies <= num_experts]),
             "ffn.moe.router": "sigmoid",
             "ffn.moe.router.normalize": False,
-            "layer_pattern": one_of(["M", "DM", "MMD"]),
             "mtp_layers": one_of([0, 0, 1]),
             "ffn.moe.shared": one_of(["none", {"intermediate_size": 16}, {"intermediate_size": 64}]),
             "tie_embeddings": one_of([False, True]),

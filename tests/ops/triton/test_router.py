@@ -93,7 +93,7 @@ def test_routing(sizes, num_tokens):
 @pytest.mark.parametrize("used", range(4), ids=["probabilities", "scores", "sums", "z"])
 def test_gradient_of_one_output_alone(sizes, used):
     """Gradients of the others are not made, and count as zero."""
-    logits = torch.randn(13, _model(sizes).num_experts, device=DEVICE, requires_grad=True)
+    logits = torch.randn(13, _model(sizes).ffn.moe.num_experts, device=DEVICE, requires_grad=True)
     routed = fused_routing(_model(sizes))(logits, None)
     outputs = [routed.probs_TK, routed.scores_TE, routed.score_sums_E, routed.z_sum]
     factors = [torch.randn_like(output) * (i == used) for i, output in enumerate(outputs)]

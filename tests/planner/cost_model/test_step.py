@@ -247,10 +247,8 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
 def test_the_backward_pass_of_linear_attention_recomputes_its_core():
     """A layer of kind L recomputes its core in any case, which `core_attention` therefore does not: Megatron's does."""
     model = load_model_spec("qwen3-next-80b-a3b")
-    ours = LayerCostModel(model, load_device("h100"), WORK).mixer(model.decoder_layers[0], 1, 1, 1)
-    theirs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True)).mixer(
-        model.decoder_layers[0], 1, 1, 1
-    )
+    ours = LayerCostModel(model, load_device("h100"), WORK).mixer(model.layers[0], 1, 1, 1)
+    theirs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True)).mixer(model.layers[0], 1, 1, 1)
     core = dict(theirs.recompute)["core_attention"]
     assert core > 0 == dict(ours.recompute)["core_attention"]
     assert ours.backward_cost.compute_s == pytest.approx(theirs.backward_cost.compute_s + core)
@@ -261,7 +259,7 @@ def test_context_parallelism_scans_the_segments_of_linear_attention_twice():
     """The first scan has the columns of the values and the columns of the transition: here twice as many."""
     model = load_model_spec("qwen3-next-80b-a3b")
     costs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True))
-    alone, shared = (dict(costs.mixer(model.decoder_layers[0], 1, cp, cp).recompute)["core_attention"] for cp in (1, 2))
+    alone, shared = (dict(costs.mixer(model.layers[0], 1, cp, cp).recompute)["core_attention"] for cp in (1, 2))
     assert shared == pytest.approx((1 + 2 * SCAN_SHARE) * alone)
 
 
