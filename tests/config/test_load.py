@@ -165,6 +165,30 @@ def test_a_later_word_gives_a_table_that_was_none_another_kind():
     assert load_config(None, words) == load_config(None, words[1:])
 
 
+@pytest.mark.parametrize(
+    ("table", "settings"),
+    [
+        ("model.attention={num_heads=8}", ("model.attention.num_heads=8",)),
+        ("model.ffn.moe.router={top_groups=2}", ("model.ffn.moe.router.top_groups=2",)),
+        ("model.rope={}", ()),
+        ("train.optimizer={weight_decay=0.2}", ("train.optimizer.weight_decay=0.2",)),
+    ],
+)
+def test_a_table_without_a_kind_keeps_what_the_recipe_has(tmp_path, table, settings):
+    text = """
+[model]
+attention = { kind = "mla", num_heads = 4, q_lora_rank = 8 }
+rope = { theta = 5e4, scaling = { kind = "yarn", factor = 4.0 } }
+[model.ffn.moe]
+num_experts = 16
+router = { kind = "sigmoid", num_groups = 4 }
+[train]
+optimizer = { kind = "muon", momentum = 0.9 }
+"""
+    path = write_recipe(tmp_path, text)
+    assert load_config(path, [table]) == load_config(path, settings)
+
+
 def test_an_override_cannot_repair_a_section_that_is_no_section(tmp_path):
     assert "run=3 must be a section" in refused("run.steps=4", path=write_recipe(tmp_path, "run = 3"))
 
