@@ -54,7 +54,10 @@ def raise_all(messages: Iterable[str]) -> None:
     Raises:
         ConfigError: there is at least one.
     """
-    lines = list(messages)
+    lines: list[str] = []
+    for message in messages:
+        head, *rest = message.split("\n  ")
+        lines += rest if rest and head.endswith("settings cannot work:") else [message]
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:

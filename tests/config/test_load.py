@@ -189,6 +189,19 @@ optimizer = { kind = "muon", momentum = 0.9 }
     assert load_config(path, [table]) == load_config(path, settings)
 
 
+def test_faults_of_a_table_stand_beside_the_others(tmp_path):
+    text = "[model]\nlayers = true\nattention = { num_heads = 'x', head_dim = 'y' }\n"
+    lines = refused(path=write_recipe(tmp_path, text)).splitlines()
+    assert [line.split()[0].split("=")[0] for line in lines] == [
+        "3", "model.attention.num_heads", "model.attention.head_dim", "model.layers",
+    ]  # fmt: skip
+
+
+def test_a_kind_beside_its_table_is_told_where_it_stands(tmp_path):
+    text = "[model]\nattention = 'mla'\n[model.attention]\nnum_heads = 4\n"
+    assert refused(path=write_recipe(tmp_path, text)).endswith('a kind beside its table stands in it: kind = "mla"')
+
+
 def test_an_override_cannot_repair_a_section_that_is_no_section(tmp_path):
     assert "run=3 must be a section" in refused("run.steps=4", path=write_recipe(tmp_path, "run = 3"))
 

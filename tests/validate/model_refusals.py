@@ -64,15 +64,14 @@ SIZES = {
         "model.attention.qk_rope_head_dim=5 must be even, because RoPE rotates pairs; choose 4 or 6"
     ),
     "model.layers=": (
-        "model.layers='' is not understood from '' on; write \"COUNT NAME, ...\" or \"COUNT x (COUNT NAME, ...)\""
+        "model.layers='' is not understood from '' on; write layers such as \"3 dense, 5 moe\" or \"12 x (3 linear, "
+        'full)", in lower case, with one level of brackets'
     ),
-    "model.layers=dense,": (
-        "model.layers='dense,' is not understood from 'dense,' on; write \"COUNT NAME, ...\" or \"COUNT x (COUNT NAME, "
-        '...)"'
-    ),
-    "model.layers=2x(2x(dense))": ("model.layers='2x(2x(dense))' is not understood from '2x(2x(dense))' on; write ..."),
-    "model.layers=0x(dense)": ("model.layers='0x(dense)' must be 1 to 10000 layers"),
-    "model.layers=9999x(dense,moe)": ("model.layers='9999x(dense,moe)' must be 1 to 10000 layers"),
+    "model.layers=dense,": "model.layers='dense,' is not understood from 'dense,' on; write layers such as...",
+    "model.layers=2x(2x(dense))": "model.layers='2x(2x(dense))' is not understood from '2x(2x(dense))' on; write...",
+    "model.layers=0x(dense)": "model.layers='0x(dense)' must be 1 to 10000 layers, and each count at least 1",
+    "model.layers=dens": "...shared, moe, dense; did you mean 'dense'?",
+    "model.layers=9999x(dense,moe)": ("model.layers='9999x(dense,moe)' must be 1 to 10000 layers..."),
     "model.layers=0": ("model.layers=0 must be 1 to 10000 layers"),
     "model.layers=full,delta": (
         "model.layers='full,delta' names 'delta'; the names are full, window, chunk, linear, rope, nope, own, "

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from typing import NamedTuple
 
@@ -47,14 +48,13 @@ def parse_layers(layers: int | str) -> tuple[LayerWords, ...]:
     while end < len(layers) or not layers:
         entry = _ENTRY.match(layers, end)
         if entry is None:
-            raise ValueError(
-                f'is not understood from {layers[end:]!r} on; write "COUNT NAME, ..." or "COUNT x (COUNT NAME, ...)"'
-            )
+            forms = '"3 dense, 5 moe" or "12 x (3 linear, full)", in lower case, with one level of brackets'
+            raise ValueError(f"is not understood from {layers[end:]!r} on; write layers such as {forms}")
         end = entry.end()
         unit = (_words_of(entry[4]),) if entry[4] else parse_layers(entry[2])
         count = int(entry[1] or entry[3] or 1)
         if not 1 <= count * len(unit) <= MAX_LAYERS - len(found):
-            raise ValueError(f"must be 1 to {MAX_LAYERS} layers")
+            raise ValueError(f"must be 1 to {MAX_LAYERS} layers, and each count at least 1")
         found += count * unit
     return found
 
@@ -64,7 +64,8 @@ def _words_of(text: str) -> LayerWords:
     for word in text.split("/"):
         column = _COLUMN_OF.get(word)
         if column is None:
-            raise ValueError(f"names {word!r}; the names are {', '.join(_COLUMN_OF)}")
+            hint = "".join(f"; did you mean {guess!r}?" for guess in get_close_matches(word, _COLUMN_OF, 1))
+            raise ValueError(f"names {word!r}; the names are {', '.join(_COLUMN_OF)}{hint}")
         if column in row:
             raise ValueError(f"has both {row[column]!r} and {word!r} in {text!r}, of which a layer has one")
         row[column] = word
