@@ -41,6 +41,13 @@ def test_run_folder_holds_what_the_design_promises(eight_ranks):
     assert list((eight_ranks / "tensorboard").glob("events*"))
 
 
+@pytest.mark.parametrize(("setting", "draws"), [("true", True), ("false", False)])
+def test_metrics_plot_says_whether_a_run_ends_with_its_curves(tmp_path, setting, draws):
+    """The line of the log: a forked run of the tests has no plot in either case (`tests/no_plots.py`)."""
+    done = train(tmp_path / "run", "run.steps=1", f"metrics.plot={setting}")
+    assert ("\ncurves: " in done.stdout) == draws
+
+
 def test_two_deterministic_runs_are_bit_equal(eight_ranks, tmp_path):
     train(tmp_path / "again", "run.deterministic=true", "run.steps=3", *FOLDED)
     first, second = (

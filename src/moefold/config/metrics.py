@@ -49,3 +49,5 @@ class MetricsConfig:
     rollouts_every: Annotated[int, at_least(0, "0: never"), ReadIf("rl.group_size")] = 10
     """Write prompts, completions and rewards to RUN_DIR/rollouts.jsonl every this many steps of reinforcement learning;
     0: never."""
+    plot: bool = True
+    """Draw RUN_DIR/loss.png at the end of a run."""

@@ -175,7 +175,7 @@ class RunLog:
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
         """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
         self._progress.end()
-        if step >= self._first_step:
+        if self._cfg.metrics.plot and step >= self._first_step:
             from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
 
             curves = self.outputs.attempt(LOSS_PLOT_FILE, lambda: plot_loss(self._dir))
