@@ -310,11 +310,11 @@ def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
 
 def train(cfg: Any, folder: Path) -> tuple[list[dict[str, Any]], Path | None]:
     """Train two steps in a folder; return the records of the steps, and the checkpoint."""
-    import moefold.train.callbacks.run_log as run_log
+    import moefold.metrics.plot as plot
     from moefold.api import train_in_process
     from moefold.config.lora import LoraConfig
 
-    run_log.plot_loss = lambda run_dir: run_dir  # type: ignore[attr-defined] # drawing takes longer than the steps
+    plot.plot_loss = lambda run_dir: run_dir  # drawing takes longer than the steps
     steps: list[dict[str, Any]] = []
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         if cfg.lora.rank:

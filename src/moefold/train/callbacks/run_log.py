@@ -173,7 +173,7 @@ class RunLog:
         self._log_resume(resume, "rolled back to", step, self._open_writers(step))
 
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
-        """Plot the loss, and log how the run ended and how long saving blocked training, the last save included."""
+        """Plot the loss if asked, and log how the run ended and how long saving blocked it, the last save included."""
         self._progress.end()
         if self._cfg.metrics.plot and step >= self._first_step:
             from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
