@@ -425,7 +425,7 @@ def test_the_memory_of_the_reference_is_counted(pool, tmp_path, zero):
     [
         ({"tp": 3}, "rollouts cannot be sampled under tp=3 pp=1 ep=1 etp=1: rollout.tp=3 must divide"),
         ({"ep": 2, "etp": 4}, "rollout.ep=2 must divide"),
-        ({"pp": 4}, "model.layers=2"),
+        ({"pp": 4}, "must be at most the 2 layers of the model"),
     ],
 )
 def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
