@@ -36,11 +36,8 @@ def _gradients(model: Transformer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("scaling", ["none", "yarn"])
 def test_packed_equals_each_document_alone(scaling):
-    stretch = {
-        "rope.scaling": scaling,
-        "rope.scaling.original_seq_len": 8,
-        "rope.scaling.factor": 4.0 if scaling == "yarn" else 1.0,
-    }
+    sizes = {"rope.scaling.original_seq_len": 8, "rope.scaling.factor": 4.0} if scaling == "yarn" else {}
+    stretch = {"rope.scaling": scaling} | sizes
     cfg = tiny(model=MODEL | stretch, moe={"aux_loss": 0.0, "z_loss": 0.0})
     tokens = torch.randint(32, (3, 17), generator=torch.Generator().manual_seed(0))
     starts = torch.stack([torch.cat([torch.full((n,), sum(row[:i])) for i, n in enumerate(row)]) for row in LENGTHS])
