@@ -35,14 +35,20 @@ def model_of(settings: Mapping[str, Any]) -> ModelConfig:
 
     Settings that the chosen kinds do not have are left out: one dict has the sizes of models of several kinds.
     """
-    [tree] = nested({"model": layers_in_words(settings)}).values()
+    [tree] = nested({"model": _read_settings(layers_in_words(settings))}).values()
     return config_from_dict({"model": _read("model", tree)}).model
 
 
 def config_of(tree: Mapping[str, Any]) -> Config:
     """Return a config of a tree, whose section [model] is as of `model_of`."""
-    model = nested({"model": layers_in_words(tree.get("model", {}))})["model"]
+    model = nested({"model": _read_settings(layers_in_words(tree.get("model", {})))})["model"]
     return config_from_dict({**tree, "model": _read("model", model)})
+
+
+def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those of a table that another one sets to "none"."""
+    off = tuple(f"{name}." for name, value in settings.items() if value == "none")
+    return {name: value for name, value in settings.items() if not name.startswith(off)} if off else dict(settings)
 
 
 def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:

@@ -334,7 +334,7 @@ def read_recipe(path: Path) -> Tree:
     except OSError as error:
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        hint = '; a kind beside its table stands in it: kind = "mla"' if "overwrite" in str(error) else ""
+        hint = '; the kind of a table stands in the table: kind = "mla"' if "overwrite" in str(error) else ""
         raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}{hint}") from None
     return check_format(tree, f"recipe {str(path)!r}")
 

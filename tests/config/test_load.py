@@ -199,7 +199,7 @@ def test_faults_of_a_table_stand_beside_the_others(tmp_path):
 
 def test_a_kind_beside_its_table_is_told_where_it_stands(tmp_path):
     text = "[model]\nattention = 'mla'\n[model.attention]\nnum_heads = 4\n"
-    assert refused(path=write_recipe(tmp_path, text)).endswith('a kind beside its table stands in it: kind = "mla"')
+    assert refused(path=write_recipe(tmp_path, text)).endswith('the kind of a table stands in the table: kind = "mla"')
 
 
 def test_an_override_cannot_repair_a_section_that_is_no_section(tmp_path):
