@@ -46,7 +46,7 @@ def config_of(tree: Mapping[str, Any]) -> Config:
 
 
 def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those of a table that another one sets to "none"."""
+    """Return settings without the settings of a table that is "none"."""
     off = tuple(f"{name}." for name, value in settings.items() if value == "none")
     return {name: value for name, value in settings.items() if not name.startswith(off)} if off else dict(settings)
 
