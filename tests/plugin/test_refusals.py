@@ -145,7 +145,7 @@ def test_unknown_kinds_are_answered_with_all_kinds(install):
         "train.lr_schedule='halv' must be one of 'constant', 'cosine', 'linear', 'wsd', "
         "'half' (moefold-half 0.3), 'inverse_sqrt' (moefold-plugin-example 0.1); did you mean 'half'?"
     )
-    assert "train.lr_schedule.kind='halv' must be one of" in refusal('train.lr_schedule={kind="halv"}')
+    assert "train.lr_schedule='halv' must be one of" in refusal('train.lr_schedule={kind="halv"}')
     assert "train.lr_schedule.share is not a key of 'cosine'" in refusal("train.lr_schedule={share=1}")
 
 
