@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.race.routing import softmax_kind
 from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.model.moe.layer import MoELayer
@@ -69,7 +70,7 @@ def _config(model: ModelConfig, dtype: torch.dtype) -> Any:
         moe_shared_expert_gate=model.ffn.moe.shared is not None and model.ffn.moe.shared.gate,
         moe_router_topk=model.ffn.moe.top_k,
         moe_router_score_function=model.ffn.moe.router.kind,
-        moe_router_pre_softmax=_softmax(model) == "pre",
+        moe_router_pre_softmax=softmax_kind(model) == "pre",
         moe_router_topk_scaling_factor=scale if scale != 1 else None,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="allgather",
@@ -94,8 +95,3 @@ def _copy_weights(ours: MoELayer, theirs: Any) -> None:
         theirs.shared_experts.linear_fc2.weight.copy_(shared.w_down)
     if ours.shared_gate is not None:
         theirs.shared_experts.gate_weight.copy_(ours.shared_gate)
-
-
-def _softmax(model: ModelConfig) -> str:
-    """Return the kind of the routing weights of a softmax router; empty for other routers."""
-    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

@@ -12,6 +12,7 @@ from shutil import which
 import torch
 from torch import Tensor, nn
 
+from benchmarks.race.routing import softmax_kind
 from moefold.bench.shape import BenchPart
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
@@ -123,7 +124,9 @@ def megatron_unsupported_reason(model: ModelConfig, dtype: Dtype, device_type: s
         return "its group-limited routing differs from ours"
     if model.ffn.moe.router.kind == "sigmoid" and not getattr(model.ffn.moe.router, "normalize", True):
         return "its sigmoid scores are always normalised"
-    is_top1_softmax = model.ffn.moe.top_k == 1 and model.ffn.moe.router.kind == "softmax" and _softmax(model) == "post"
+    is_top1_softmax = (
+        model.ffn.moe.top_k == 1 and model.ffn.moe.router.kind == "softmax" and softmax_kind(model) == "post"
+    )
     return "it has no softmax over a single chosen expert" if is_top1_softmax else ""
 
 
@@ -136,7 +139,7 @@ PEERS = (
 def _common_unsupported_reason(model: ModelConfig) -> str:
     if model.ffn.moe.router.kind == "sqrtsoftplus":
         return "its router has no sqrtsoftplus scores"
-    if _softmax(model) == "sparsemixer":
+    if softmax_kind(model) == "sparsemixer":
         return "its router is no SparseMixer"
     if model.ffn.moe.zero_experts or model.ffn.moe.probs_on_input:
         return "it has neither zero-computation experts nor routing weights on inputs"
@@ -149,8 +152,3 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _softmax(model: ModelConfig) -> str:
-    """Return the kind of the routing weights of a softmax router; empty for other routers."""
-    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.race.routing import softmax_kind
 from moefold.config.model import ModelConfig
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
@@ -29,7 +30,7 @@ def baseline_unsupported_reason(model: ModelConfig, *, with_attention: bool) -> 
         or model.ffn.moe.zero_experts
     ):
         return "its router supports only softmax and top-k"
-    if _softmax(model) == "sparsemixer":
+    if softmax_kind(model) == "sparsemixer":
         return "its router is no SparseMixer"
     if not with_attention:
         return ""
@@ -101,7 +102,7 @@ class TorchBaseline:
         x_TH = x.flatten(0, -2)
         scores_TE = F.linear(x_TH.float(), moe.router.weight.float()).softmax(-1)
         probs_TK, ids_TK = scores_TE.topk(model.ffn.moe.top_k, dim=-1)
-        if _softmax(model) == "post":
+        if softmax_kind(model) == "post":
             probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
         probs_TK = probs_TK * model.ffn.moe.router.scaling_factor
         run_experts = self._experts_loop if self._experts == "loop" else self._experts_grouped_mm
@@ -164,8 +165,3 @@ class TorchBaseline:
         cos, sin = ((factor * f).to(x_BSAD)[:, None] for f in (angle_SD.cos(), angle_SD.sin()))
         first, second = x_BSAD.chunk(2, dim=-1)
         return x_BSAD * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _softmax(model: ModelConfig) -> str:
-    """Return the kind of the routing weights of a softmax router; empty for other routers."""
-    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

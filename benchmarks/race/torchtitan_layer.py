@@ -9,6 +9,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
+from benchmarks.race.routing import softmax_kind
 from moefold.config.model import ModelConfig
 from moefold.model.moe.layer import MoELayer
 
@@ -43,7 +44,7 @@ def _config(model: ModelConfig) -> Any:
             top_k=model.ffn.moe.top_k,
             score_func=model.ffn.moe.router.kind,
             # The softmax over the chosen logits equals the full softmax normalised over the chosen experts.
-            route_norm=_softmax(model) == "post" if is_softmax else model.ffn.moe.router.normalize,
+            route_norm=softmax_kind(model) == "post" if is_softmax else model.ffn.moe.router.normalize,
             route_scale=model.ffn.moe.router.scaling_factor,
         ),
         routed_experts=RoutedExperts.Config(
@@ -90,8 +91,3 @@ def _copy_weights(ours: MoELayer, theirs: Any) -> None:
     if ours.router.expert_bias is not None:
         # The buffer is added to float32 scores.
         theirs.expert_bias_E = ours.router.expert_bias.detach().clone()
-
-
-def _softmax(model: ModelConfig) -> str:
-    """Return the kind of the routing weights of a softmax router; empty for other routers."""
-    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")

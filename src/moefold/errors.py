@@ -17,6 +17,9 @@ SIGNAL_STATUS = 128
 class ConfigError(ValueError):
     """Invalid setting, file or combination. The command line prints it as one message and exits 2."""
 
+    faults: tuple[str, ...] = ()
+    """Messages of the settings that cannot work, one for each."""
+
     def __str__(self) -> str:
         """Return the message with control characters escaped."""
         return printable(super().__str__(), MULTILINE_CHARS)
@@ -48,20 +51,18 @@ class NoFormulaError(Exception):
         return printable(super().__str__(), MULTILINE_CHARS)
 
 
-def raise_all(messages: Iterable[str]) -> None:
-    """Raise the collected errors, if any: one as it is, several one per line.
+def raise_all(messages: Iterable[object]) -> None:
+    """Raise the collected messages and the faults of collected errors, if any: one as it is, several one per line.
 
     Raises:
         ConfigError: there is at least one.
     """
-    lines: list[str] = []
-    for message in messages:
-        head, *rest = message.split("\n  ")
-        lines += rest if rest and head.endswith("settings cannot work:") else [message]
-    if len(lines) == 1:
-        raise ConfigError(lines[0])
+    lines = [line for message in messages for line in getattr(message, "faults", ()) or (str(message),)]
     if lines:
-        raise ConfigError(f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines))
+        many = f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines)
+        error = ConfigError(lines[0] if len(lines) == 1 else many)
+        error.faults = tuple(lines)
+        raise error
 
 
 DEVICE_OPTION = (

@@ -41,6 +41,7 @@ from moefold.config.tree import Tree, merged, nested, parsed_value, put
 from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
 from moefold.errors import ConfigError, raise_all
 
+Problems = dict[str, str | ConfigError]
 AUTO = "auto"
 """`parallel = "auto"` at the top level is short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
@@ -82,10 +83,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         tree = check_format(tree, "the recipe")
     given = nested(tree)
     names = {f"{section}.{key}" for section, keys in given.items() if isinstance(keys, dict) for key in keys}
-    problems = {name: moved_key_refusal(given, name) for name in MOVED if name in names}
+    moved = {name: moved_key_refusal(given, name) for name in MOVED if name in names}
     tree, wrong_preset = _with_preset(given)
     tree, parts, wrong_parts = _take_tables(tree)
-    problems = _structure_problems(tree) | wrong_preset | wrong_parts | problems
+    problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **moved}
     filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
@@ -135,7 +136,7 @@ def _counted(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return {"layers": counted_layers(base.get("layers"), count)} if type(count) is int else {}
 
 
-def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[str, str]]:
+def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problems]:
     """Build the parts and the tables of keys of sections.
 
     Returns:
@@ -145,7 +146,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[st
         MissingPartError: see `config_from_dict`.
     """
     found: dict[str, Any] = {}
-    problems: dict[str, str] = {}
+    problems: Problems = {}
     rest = dict(tree)
     for section, owner in sections().items():
         keys = rest.get(section)
@@ -160,7 +161,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], dict[st
             except MissingPartError:
                 raise
             except ConfigError as error:
-                problems[name] = str(error)
+                problems[name] = error
             rest[section] = {other: value for other, value in rest[section].items() if other != key}
     return rest, found, problems
 
@@ -264,7 +265,7 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _known_keys(tree: Mapping[str, Any], problems: dict[str, str], method: Part | None) -> Tree:
+def _known_keys(tree: Mapping[str, Any], problems: Problems, method: Part | None) -> Tree:
     """Return the known sections and keys of the tree without errors, with missing keys of [sites] filled.
 
     Args:

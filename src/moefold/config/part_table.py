@@ -352,7 +352,7 @@ def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) ->
 
 def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a table, validated, each of the type of its field."""
-    problems: dict[str, Problem | str] = {}
+    problems: dict[str, Problem | ConfigError] = {}
     values: dict[str, Any] = {}
     hints = _hints(part)
     for key, value in table.items():
@@ -371,7 +371,7 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
             except MissingPartError:
                 raise
             except ConfigError as error:
-                problems[key] = str(error)
+                problems[key] = error
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
             problems[key] = Problem(f"{name}.{key}", value, reason)
     known = {key: value for key, value in table.items() if key not in problems and key not in values}
@@ -382,7 +382,7 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])
             problems.setdefault(key, _problem(name, part, key, table.get(key), item["type"], item["msg"]))
-    raise_all(map(str, problems.values()))
+    raise_all(problems.values())
     return values
 
 

@@ -317,14 +317,10 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
         kind = _kind_at(place.key, found, _preset_of(found))
         which = f"not of {kind!r}" if kind else "that is absent"
         return f"{name} is {place} now, {key_of}, and {which}; leave it out"
-    table = shown_toml(place.key if name in OFF and not tree[section][key] else str(place), found)
-    return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
-
-
-def shown_toml(path: str, tree: Any) -> str:
-    """Return the line of a recipe with the table of a key, or with the key alone in a section of tables."""
+    path = place.key if name in OFF and not tree[section][key] else str(place)
     owner = path if path.startswith("model.") else ".".join(path.split(".")[:2])
-    return f"{owner} = {toml_value(value_at(owner, tree))}"
+    table = f"{owner} = {toml_value(value_at(owner, found))}"
+    return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
 
 
 def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str:

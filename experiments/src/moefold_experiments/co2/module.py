@@ -137,7 +137,7 @@ class OuterOfWholeRounds(OuterOptimizer):
         self.last_update = bits_to_float(number)
 
     def state(self) -> dict[str, int]:
-        """Return the part of the state that is no tensor."""
+        """Return the numbers of the state, without its tensors."""
         return super().state() | ({LAST_UPDATE: self.carried} if self._method.penalty else {})
 
     def restore(self, state: Mapping[str, int], load: Callable[[dict[str, Tensor]], None], due: FragmentsDue) -> None:

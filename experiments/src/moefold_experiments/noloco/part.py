@@ -24,7 +24,7 @@ class NoLoCo(SiteMethodPart):
         return {"lr": 0.7, "momentum": 0.5, "nesterov": False, "every": 50}
 
     def check(self, sites: "SitesConfig") -> Iterator[Problem]:  # type: ignore[override]
-        """Yield that there is no other site."""
+        """Yield a problem if the run has one site."""
         if sites.count == 1:
             yield Problem(
                 self.key,

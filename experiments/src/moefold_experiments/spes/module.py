@@ -67,7 +67,7 @@ class OuterOfOwners(OuterOptimizer):
         return sum(self.width(name) for name in self.owned_names(fragments))
 
     def send(self, fragments: Sequence[int], own: Tensor, *, is_last: bool) -> Sent:
-        """Return the differences, of experts those of the site's own."""
+        """Return the differences that the site sends; of experts, only the experts that it owns."""
         return Sent(own, self.num_coded(fragments), self.num_gathered(fragments))
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:

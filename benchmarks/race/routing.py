@@ -1,0 +1,8 @@
+"""Facts of a router that several rivals ask for."""
+
+from moefold.config.model import ModelConfig
+
+
+def softmax_kind(model: ModelConfig) -> str:
+    """Return the kind of the routing weights of a softmax router; empty for other routers."""
+    return getattr(getattr(model.ffn.moe.router, "softmax", None), "kind", "")
