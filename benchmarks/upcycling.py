@@ -38,7 +38,7 @@ VARIANTS = {
     "dense": DENSE,
     "8 copies, top 2": COPIES,
     "16 slices, top 4": SLICES,
-    "16 slices, own router rows": (*SLICES, "model.upcycle_router=expert"),
+    "16 slices, own router rows": (*SLICES, "checkpoint.upcycle.router=expert"),
 }
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         start = folder / "start" / "checkpoints" / f"step-{args.steps:06d}"
         print(f"initial dense model: {_losses(folder / 'start')[-1][1]:.4f}", flush=True)
         for name, overrides in VARIANTS.items():
-            key = "checkpoint.init_from" if name == "dense" else "model.upcycle_from"
+            key = "checkpoint.init_from" if name == "dense" else "checkpoint.upcycle.dense"
             run = folder / name.replace(" ", "-").replace(",", "")
             # Another seed: samples in another order than in the dense run, the same for all variants.
             started_s = time.perf_counter()

@@ -71,7 +71,7 @@ def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
     if elsewhere:
         meaning += f" Elsewhere: {', '.join(f'`{name}`' for name in elsewhere)}."
     kinds = f"Of {', '.join(f'`{kind}`' for kind in key.kinds)}. " if key.kinds else ""
-    head = f"{kinds}{key.type[0].upper()}{key.type[1:]}; default `{key.default}`."
+    head = f"{kinds}{key.type[0].upper()}{key.type[1:]}; {f'default `{key.default}`' if key.default else 'required'}."
     filled = TextWrapper(PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f'### <a id="{key.name}"></a>{key.name}', "", *filled.wrap(head), "", *_prose(filled.wrap(meaning)), ""]
 

@@ -213,6 +213,46 @@ def old_settings() -> dict[str, dict[str, object]]:
     return json.loads((OLD_RUN / "config.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("flat", "upcycle", "unread"),
+    [
+        (
+            {"upcycle_from": "a", "upcycle_router": "zero", "upcycle_scaling": False, "upcycle_noise": 0.1},
+            {"dense": "a", "router": "zero", "scaling": False, "noise": 0.1},
+            [],
+        ),
+        ({"upcycle_from": "a"}, {"dense": "a"}, []),
+        ({"upcycle_from": "", "upcycle_router": "group"}, None, ["model.upcycle_router"]),
+        ({"upcycle_noise": 0.1}, None, ["model.upcycle_noise"]),
+    ],
+    ids=str,
+)
+def test_upcycling_of_a_model_is_a_table_of_checkpoint(flat, upcycle, unread):
+    found = {"model": {"layers": 2}} | ({"checkpoint": {"upcycle": upcycle}} if upcycle else {})
+    assert upgraded({"model": {"layers": 2, **flat}}) == (found, unread)
+    assert upgraded({"model": {"layers": 2, **flat}, "checkpoint": {"every": 3}})[0]["checkpoint"]["every"] == 3
+    old = config_from_dict({"model": {"layers": 2}}) if upcycle is None else config_from_dict(found)
+    assert parse_run_config({"model": {"layers": 2, **flat}}, OLD_RUN / "config.json") == old
+    with pytest.raises(ConfigError) as error:
+        config_from_dict({"model": {"layers": 2, **flat}})
+    name = "noise" if upcycle is None and "upcycle_noise" in flat else "dense"
+    old_name = "model.upcycle_noise" if name == "noise" else "model.upcycle_from"
+    assert f"{old_name} is checkpoint.upcycle.{name} now" in str(error.value)
+
+
+def test_a_recipe_that_upcycles_is_rewritten_across_its_sections():
+    text = '[model]\nlayers = 2\nupcycle_from = "a"  # dense\nupcycle_noise = 1e-2\n\n[checkpoint]\nevery = 3\n'
+    line = 'upcycle = { dense = "a", noise = 1e-2 }'
+    found = f"format = 2\n\n[model]\nlayers = 2\n# dense\n\n[checkpoint]\n{line}\nevery = 3\n"
+    assert upgrade_text(text, "r.toml") == (found, [])
+    text = '[model]\nlayers = 2\nupcycle_from = "a"\n'
+    assert upgrade_text(text, "r.toml")[0].endswith('[checkpoint]\nupcycle = { dense = "a" }\n')
+    assert upgraded_word("model.upcycle_noise=0.1", {"model": {"upcycle_from": "a"}}) == "checkpoint.upcycle.noise=0.1"
+    assert upgraded_word("model.upcycle_from=", {}) == "checkpoint.upcycle=none"
+    with pytest.raises(ConfigError, match=r"now: write checkpoint.upcycle.dense=a$"):
+        load_config(None, ["model.upcycle_from=a"])
+
+
 def test_an_old_run_has_the_same_settings():
     tree = old_settings()
     cfg = parse_run_config(tree, OLD_RUN / "config.json")
@@ -265,14 +305,15 @@ def test_a_run_that_switched_a_table_of_its_preset_off_has_none(preset):
     before = config_from_dict({"model": {"preset": preset}}).model
     for name in ("", *SWITCHES):
         flat = recorded(before)
-        given = {"preset": preset}
+        given: dict[str, dict[str, object]] = {"model": {"preset": preset}}
         if name:
             key = name.removeprefix("model.")
             flat[key] = 0 if name in OFF else "none" if name == "model.rope_scaling" else False
             owner, _, table = SWITCHES[name].rpartition(".")
             if hasattr(read_key(Config(model=before), owner), table):
-                given[SWITCHES[name].removeprefix("model.")] = "none"
-        wanted = config_from_dict({"model": given}).model
+                section, _, path = SWITCHES[name].partition(".")
+                given.setdefault(section, {})[path] = "none"
+        wanted = config_from_dict(given).model
         tree, _ = upgraded({"model": flat})
         assert config_from_dict(tree).model == wanted, name
         tree["model"]["preset"] = ""

@@ -1,5 +1,6 @@
 """Dense models made models with experts: equal at first where that is promised, and not by accident."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups, World
+from moefold.config.edit import edit
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -39,7 +41,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.top_k": 1,
         "ffn.moe.intermediate_size": 36,
         "ffn.moe.router.softmax": "pre",
-        "upcycle_router": "zero",
+        "upcycle.router": "zero",
     },
     "slices": {"ffn.moe.num_experts": 12, "ffn.moe.top_k": 6, "ffn.moe.intermediate_size": 12},
     "scaled router": {
@@ -80,7 +82,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.top_k": 6,
         "ffn.moe.intermediate_size": 12,
         "ffn.moe.router.softmax": "pre",
-        "upcycle_router": "zero",
+        "upcycle.router": "zero",
     },
     "zero router, sigmoid": {
         "ffn.moe.num_experts": 4,
@@ -88,7 +90,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.intermediate_size": 36,
         "ffn.moe.router": "sigmoid",
         "ffn.moe.router.normalize": False,
-        "upcycle_router": "zero",
+        "upcycle.router": "zero",
     },
     "zero router, sqrtsoftplus": {
         "ffn.moe.num_experts": 6,
@@ -96,15 +98,15 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.intermediate_size": 12,
         "ffn.moe.router": "sqrtsoftplus",
         "ffn.moe.router.normalize": False,
-        "upcycle_router": "zero",
+        "upcycle.router": "zero",
     },
 }
 """Settings that promise to start equal."""
 
 BREAKS: dict[str, dict[str, object]] = {
-    "noise": {"upcycle_noise": 0.05},
-    "router of each expert": {"upcycle_router": "expert"},
-    "no scaling": {"upcycle_scaling": False},
+    "noise": {"upcycle.noise": 0.05},
+    "router of each expert": {"upcycle.router": "expert"},
+    "no scaling": {"upcycle.scaling": False},
     "probabilities of a random router": {"ffn.moe.router.softmax": "pre"},
 }
 
@@ -116,20 +118,27 @@ def dense(tmp_path_factory):
     return model, add_tokenizer(save_model(model, tmp_path_factory.mktemp("dense") / "hf"))
 
 
-def model_of(folder: Path, settings: dict[str, object]) -> ModelConfig:
-    base = {"layer_pattern": "M", "upcycle_from": str(folder)}
-    return edit_model(read_model_config(folder), {**base, **settings})
+def config_of(folder: Path, settings: dict[str, object]) -> Config:
+    """Config with the settings of the model, and of checkpoint.upcycle by "upcycle.key"."""
+    sizes = {key: value for key, value in settings.items() if not key.startswith("upcycle.")}
+    model = edit_model(read_model_config(folder), {"layer_pattern": "M", **sizes})
+    run = RunConfig(device="cpu", dtype="float32", seed=3)
+    cfg = Config(run=run, model=model, train=TrainConfig(seq_len=SEQ_LEN))
+    made = {f"checkpoint.{key}": value for key, value in settings.items() if key not in sizes}
+    return edit(cfg, {"checkpoint.upcycle.dense": str(folder), **made})
 
 
-def upcycled_logits(folder: Path, model: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
+def source_of(folder: Path, cfg: Config) -> UpcycledSource:
+    return UpcycledSource(HfSource(open_hf_folder(folder)), cfg.model, cfg.checkpoint.upcycle, cfg.run.seed)
+
+
+def upcycled_logits(folder: Path, cfg: Config, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, V] of the upcycled model on one process."""
-    assert upcycle_unsupported_reason(read_model_config(folder), model) == ""
-    cfg = Config(run=RunConfig(dtype="float32"), model=model, train=TrainConfig(seq_len=SEQ_LEN))
+    assert upcycle_unsupported_reason(read_model_config(folder), cfg.model) == ""
     check_config(cfg)
     module = build_model(cfg)
     module.set_positions(torch.arange(SEQ_LEN))
-    source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
-    load_shards(source, {**dict(module.named_parameters()), **dict(module.named_buffers())}, "dense")
+    load_shards(source_of(folder, cfg), {**dict(module.named_parameters()), **dict(module.named_buffers())}, "dense")
     with torch.no_grad():
         return module.eval()(tokens).transpose(0, 1)
 
@@ -137,26 +146,25 @@ def upcycled_logits(folder: Path, model: ModelConfig, tokens: torch.Tensor) -> t
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_what_promises_to_start_equal_does(dense, kind):
     theirs, folder = dense
-    model = model_of(folder, SETTINGS[kind])
-    assert preserves_outputs(model)
+    cfg = config_of(folder, SETTINGS[kind])
+    assert preserves_outputs(cfg.model, cfg.checkpoint.upcycle)
     tokens = tokens_of(2, SEQ_LEN)
-    found = upcycled_logits(folder, model, tokens)
+    found = upcycled_logits(folder, cfg, tokens)
     torch.testing.assert_close(found, logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_does_not_promise_it_does_not(dense, kind):
     theirs, folder = dense
-    model = model_of(folder, SETTINGS["slices"] | BREAKS[kind])
-    assert not preserves_outputs(model)
+    cfg = config_of(folder, SETTINGS["slices"] | BREAKS[kind])
+    assert not preserves_outputs(cfg.model, cfg.checkpoint.upcycle)
     tokens = tokens_of(2, SEQ_LEN)
-    assert (upcycled_logits(folder, model, tokens) - logits_of(theirs, tokens)).abs().max() > 1e-2
+    assert (upcycled_logits(folder, cfg, tokens) - logits_of(theirs, tokens)).abs().max() > 1e-2
 
 
 def test_virtual_groups_hold_one_copy_each(dense):
     theirs, folder = dense
-    model = model_of(folder, SETTINGS["slices"] | {"upcycle_scaling": False})
-    source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
+    source = source_of(folder, config_of(folder, SETTINGS["slices"] | {"upcycle.scaling": False}))
     router = source.read("layers.1.ffn.router.weight", (slice(0, 12), slice(0, 24)))
     assert torch.equal(router[0:1].expand(3, -1), router[0:3])
     assert not torch.equal(router[2], router[3])
@@ -171,8 +179,7 @@ def test_virtual_groups_hold_one_copy_each(dense):
 
 def test_noise_has_the_size_asked_for_and_differs_by_expert(dense):
     theirs, folder = dense
-    model = model_of(folder, SETTINGS["copies"] | {"upcycle_noise": 0.1})
-    source = UpcycledSource(HfSource(open_hf_folder(folder)), model, seed=3)
+    source = source_of(folder, config_of(folder, SETTINGS["copies"] | {"upcycle.noise": 0.1}))
     gate = source.read("layers.0.ffn.experts.w_gate", (slice(0, 4), slice(0, 24), slice(0, 36)))
     noise = gate - theirs.model.layers[0].mlp.gate_proj.weight.T
     assert noise[1].std().item() == pytest.approx(0.1 * gate[1].std().item(), rel=0.1)
@@ -194,8 +201,7 @@ def _upcycled_parts(cfg: Config) -> dict[str, torch.Tensor]:
 @pytest.mark.parity
 def test_every_mapping_upcycles_to_the_same_weights(pool, dense):
     _, folder = dense
-    model = model_of(folder, SETTINGS["slices"] | {"upcycle_noise": 0.1, "tie_embeddings": True})
-    cfg = Config(run=RunConfig(device="cpu", dtype="float32", seed=3), model=model, train=TrainConfig(seq_len=SEQ_LEN))
+    cfg = config_of(folder, SETTINGS["slices"] | {"upcycle.noise": 0.1, "tie_embeddings": True})
     (expected,) = pool.run(1, _upcycled_parts, cfg)
     mapped = replace(cfg, parallel=ParallelConfig(world_size=4, tp=2, pp=2, etp=2))
     for rank, found in enumerate(pool.run(4, _upcycled_parts, mapped)):
@@ -236,12 +242,18 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         ),
         (["model.ffn.moe.num_experts=4", "model.ffn.moe.router.num_groups=2"], "choose between their members"),
         (["model.ffn.moe.activation=clamped_swiglu"], "ffn.moe.activation 'swiglu' there, 'clamped_swiglu' here"),
-        (["model.ffn.moe.zero_experts=2"], "model.ffn.moe.zero_experts=2 does not go with model.upcycle_from="),
+        (["model.ffn.moe.zero_experts=2"], "model.ffn.moe.zero_experts=2 does not go with checkpoint.upcycle={"),
         (["model.ffn.moe.probs_on_input=true"], "ffn.moe.probs_on_input False there, True here"),
         (["train.lr=1"], "is no key of [model]"),
         (["model.ffn.moe.num_expert=4"], "did you mean model.ffn.moe.num_experts?"),
         (["model.preset=mixtral-8x7b"], "model.preset has no effect on moefold upcycle"),
-        (["model.upcycle_from=other"], "model.upcycle_from is DENSE"),
+        (["checkpoint.upcycle.dense=other"], "checkpoint.upcycle.dense is DENSE"),
+        (["model.upcycle_noise=0.1"], "is checkpoint.upcycle.noise now: write checkpoint.upcycle.noise=0.1"),
+        (
+            ["checkpoint.upcycle.router=copies"],
+            "checkpoint.upcycle.router='copies' must be 'group', 'expert' or 'zero'",
+        ),
+        (["checkpoint.every=3"], "is no key of [model] or [checkpoint.upcycle]"),
         (["model.ffn.moe.router=missing.py:Score"], "file 'missing.py' does not exist; name a Python file"),
         (
             ["model.ffn.moe.router={kind='softmax', softmax='pre'}", "model.ffn.moe.router=sigmoid", "model.lr=1"],
@@ -348,12 +360,44 @@ def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_pa
     assert main(["export", "shared", "out", "--check"]) == 0
     assert type(transformers.AutoModelForCausalLM.from_pretrained("out")).__name__ == "Qwen2MoeForCausalLM"
     recipe = Path("bare/recipe.toml").read_text().replace("init_from", "resume = 'auto' #")
-    Path("start.toml").write_text(recipe.replace("[model]", '[model]\nupcycle_from = "hf"'))
+    Path("start.toml").write_text(recipe.replace("[checkpoint]", '[checkpoint]\nupcycle = { dense = "hf" }'))
     few = ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "data.tokenizer=bytes", "run.steps=1"]
     few += ["train.seq_len=16", "train.global_batch_size=2"]
     capsys.readouterr()
     assert main(["train", "start.toml", *few]) == 0
     assert note in capsys.readouterr().out
+
+
+def test_a_run_that_an_earlier_version_upcycled_goes_on(dense, tmp_path, monkeypatch, capsys):
+    """Its config.json and its checkpoints have the keys in [model]."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["upcycle", str(dense[1]), "moe", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]) == 0
+    words = ["checkpoint.init_from=", "data.tokenizer=bytes"]
+    words += ["run.device=cpu", "run.dtype=float32", "data.kind=synthetic", "run.dir=run", "train.seq_len=16"]
+    words += ["train.global_batch_size=2", f"checkpoint.upcycle.dense={dense[1]}", "checkpoint.upcycle.noise=0.1"]
+    assert main(["train", "moe/recipe.toml", *words, "run.steps=1"]) == 0
+    assert f"upcycled from {dense[1]}" in capsys.readouterr().out
+    checkpoint = Path("run/checkpoints/step-000001")
+    tree, meta = (json.loads(file.read_text()) for file in (Path("run/config.json"), checkpoint / "moefold.json"))
+    assert not [key for key in meta["model"] if "upcycle" in key]
+    old = {
+        f"upcycle_{'from' if key == 'dense' else key}": value
+        for key, value in tree["checkpoint"].pop("upcycle").items()
+    }
+    Path("run/config.json").write_text(json.dumps(tree | {"model": tree["model"] | old}))
+    (checkpoint / "moefold.json").write_text(json.dumps(meta | {"model": meta["model"] | old, "format": 1}))
+    (checkpoint / MANIFEST_FILE).unlink()
+    write_manifest_in_parallel(checkpoint, World())
+    assert main(["train", "moe/recipe.toml", *words, "run.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "run/checkpoints/step-000001" in out
+    assert "other settings" not in out
+    assert not Path("run-2").exists()
+    settings = json.loads(Path("run/config.json").read_text())["checkpoint"]["upcycle"]
+    assert settings == {"dense": str(dense[1]), "router": "group", "scaling": True, "noise": 0.1}
+    assert main(["train", "moe/recipe.toml", *words, "run.steps=2", "checkpoint.upcycle=none"]) == 0
+    assert "checkpoint.upcycle=none (it has" in capsys.readouterr().out
+    assert Path("run-2").exists()
 
 
 @pytest.mark.parametrize(

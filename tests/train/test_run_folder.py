@@ -83,6 +83,7 @@ def test_a_folder_without_a_run_is_taken(tmp_path):
     assert chosen(tmp_path / "run") == ("run", "")
 
 
+UPCYCLED = "checkpoint.upcycle.dense=a"
 MOVED = ["parallel.world_size=2", "parallel.tp=2"]
 CASES = {
     # words of the run that is there, its steps, those saved; words of the start; folder; part of the note
@@ -104,11 +105,14 @@ CASES = {
     "done with others": ([], 10, 10, ["train.lr=0.1"], "run-2", "train.lr=0.1 (it has 0.0003)"),
     "done by others": ([], 10, 10, MOVED, "run-2", "parallel.tp=2 (it has 1)"),
     "another model": ([], 6, 5, ["model.layers=3"], "run-2", "layers 2 there, 3 here"),
+    "another start": ([UPCYCLED], 6, 5, [], "run", 'checkpoint.upcycle=none (it has "given")'),
+    "a start": ([], 6, 5, [UPCYCLED], "run", 'checkpoint.upcycle.dense="a" (it has none)'),
+    "done with another start": ([UPCYCLED], 10, 10, [], "run-2", "checkpoint.upcycle=none"),
     "other data": ([], 6, 5, ["run.seed=7"], "run-2", "seed 0 there, 7 here"),
     "never saved": ([], 6, None, [], "run", "ended before its first checkpoint: it starts over"),
     "another, never saved": ([], 6, None, ["train.lr=0.1"], "run-2", "it has no checkpoint to go on from"),
     "never": ([], 6, 5, ["checkpoint.resume=never"], "run-2", "checkpoint.resume='never'"),
-    "another start": ([], 6, 5, ["checkpoint.resume=elsewhere/step-000009"], "run-2", "is of another run"),
+    "another resume": ([], 6, 5, ["checkpoint.resume=elsewhere/step-000009"], "run-2", "is of another run"),
 }
 
 

@@ -127,10 +127,10 @@ SIZES = {
         "by the logits alone, and "
         "the weights of a token have no fixed sum; choose num_groups=1, or softmax='pre'"
     ),
-    "model.ffn.moe.router.softmax=sparsemixer model.upcycle_from=runs/a": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.upcycle_from='runs/a': it chooses by the "
-        "logits "
-        "alone, and the weights of a token have no fixed sum; choose upcycle_from='', or softmax='pre'"
+    "model.ffn.moe.router.softmax=sparsemixer checkpoint.upcycle.dense=runs/a": (
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with checkpoint.upcycle={ dense = \"runs/a\" }: it "
+        "chooses by the logits alone, and the weights of a token have no fixed sum; choose upcycle='none', or "
+        "softmax='pre'"
     ),
     "model.norm.zero_centered=true model.attention=mla": (
         "model.norm.zero_centered=true does not go with model.attention='mla', whose latents have other norms; set "
@@ -233,10 +233,9 @@ SIZES = {
         "experts are in no group; leave "
         "num_groups and top_groups out, or zero_experts"
     ),
-    "model.ffn.moe.zero_experts=4 model.upcycle_from=dense": (
-        "model.ffn.moe.zero_experts=4 does not go with model.upcycle_from='dense': each token would lose the part of "
-        "the dense "
-        "layer that it routes to them; leave one of them out"
+    "model.ffn.moe.zero_experts=4 checkpoint.upcycle.dense=dense": (
+        'model.ffn.moe.zero_experts=4 does not go with checkpoint.upcycle={ dense = "dense" }: each token would lose '
+        "the part of the dense layer that it routes to them; leave one of them out"
     ),
     "model.ffn.moe.zero_experts=4 model.ffn.moe.router.expert_bias=true model.ffn.moe.active_experts=3": (
         "model.ffn.moe.active_experts=3.0 must be at most model.ffn.moe.top_k=2, the choices of a token; choose a "

@@ -134,9 +134,9 @@ ADAPTERS = {
     f"{_LORA} model.attention.indexer.top_k=64 train.indexer_stage=warmup": (
         "train.indexer_stage='warmup' trains the indexers alone, and lora.rank=4 adapters alone; choose one of them"
     ),
-    f"{_LORA} model.upcycle_from=runs/a": (
-        "model.upcycle_from='runs/a' makes weights that no folder has, and lora.rank=4 needs a base; run moefold "
-        "upcycle, and name its result in checkpoint.init_from"
+    f"{_LORA} checkpoint.upcycle.dense=runs/a": (
+        'checkpoint.upcycle={ dense = "runs/a" } makes weights that no folder has, and lora.rank=4 needs a base; run '
+        "moefold upcycle, and name its result in checkpoint.init_from"
     ),
 }
 

@@ -134,7 +134,7 @@ CASES = [
     ("model.attention.qk_norm.after_rope=true", ["model.layers=4 nope"], []),
     ("train.offload_dir=/scratch", ['train.offload=["moe"]'], ['train.offload=["moe"]', "train.offload_to=ssd"]),
     ("model.ffn.dense.intermediate_size=64", [], ["model.layers=2 x (dense, moe)"]),
-    ("model.upcycle_from=dense", ["model.layers=4 dense"], ["model.layers=4"]),
+    ("checkpoint.upcycle.dense=dense", ["model.layers=4 dense"], ["model.layers=4"]),
     ("model.ffn.moe.latent_size=64", ["model.layers=4 dense"], ["model.layers=4"]),
     ("model.rope.theta=50", ["model.layers=4 nope"], ["model.layers=2 x (full, nope)"]),
     ("model.rope.interleaved=true", ["model.layers=4 nope"], ["model.layers=2 x (full, nope)"]),

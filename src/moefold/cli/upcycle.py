@@ -9,6 +9,7 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option, report_skipped_for
+from moefold.config.checkpoint import UpcycleConfig
 from moefold.config.layer_words import spell_layers
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
@@ -38,7 +39,7 @@ def run(argv: list[str]) -> int:
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
         dense = weights_path(args.dense)
-        model = upcycled_model(dense, args.overrides, args.granularity, args.ignore_key)
+        model, upcycle = upcycled_model(dense, args.overrides, args.granularity, args.ignore_key)
         check_out(out, rank_env)
     with conversion_job("upcycle") as (world, advance):
         if world.is_rank0:
@@ -46,12 +47,11 @@ def run(argv: list[str]) -> int:
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.init_from import upcycle_folder
 
-        conversion = upcycle_folder(dense, out, model, args.seed, world, on_bytes=advance)
+        conversion = upcycle_folder(dense, out, model, upcycle, args.seed, world, on_bytes=advance)
         if world.is_rank0:
             print_escaped(conversion_summary(conversion, out, False))
-            equal = (
-                "computes at first what the dense model does" if preserves_outputs(model) else "does not start equal"
-            )
+            starts_equal = preserves_outputs(model, upcycle)
+            equal = "computes at first what the dense model does" if starts_equal else "does not start equal"
             part = model.experts
             print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.intermediate_size}: {equal}")
             print_escaped(training_command(out))
@@ -60,8 +60,8 @@ def run(argv: list[str]) -> int:
 
 def upcycled_model(
     dense: Path, overrides: list[str], granularity: int | None, ignored_keys: Sequence[str] = ()
-) -> ModelConfig:
-    """Return the config of the upcycled model, from the dense model and the command's overrides.
+) -> tuple[ModelConfig, UpcycleConfig]:
+    """Return the config of the upcycled model and how it is made, from the dense model and the command's overrides.
 
     `ignored_keys` are keys of a Hugging Face folder that may have any value.
 
@@ -69,13 +69,16 @@ def upcycled_model(
         ConfigError: an override is wrong, or the dense model cannot be upcycled to that model.
     """
     for word in overrides:
-        if not word.startswith("model."):
-            raise ConfigError(f"{word!r} is no key of [model]; overrides are such as model.ffn.moe.num_experts=8")
-    given = {word.removeprefix("model.").partition("=")[0] for word in overrides}
-    if "preset" in given:
+        if not word.startswith(("model.", "checkpoint.upcycle.")):
+            raise ConfigError(
+                f"{word!r} is no key of [model] or [checkpoint.upcycle]; overrides are such as "
+                "model.ffn.moe.num_experts=8"
+            )
+    given = frozenset(word.partition("=")[0] for word in overrides)
+    if "model.preset" in given:
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes come from DENSE; leave it out")
-    if "upcycle_from" in given:
-        raise ConfigError("model.upcycle_from is DENSE for moefold upcycle; leave it out")
+    if "checkpoint.upcycle.dense" in given:
+        raise ConfigError("checkpoint.upcycle.dense is DENSE for moefold upcycle; leave it out")
     dense_model = read_model(dense, ignored_keys)
     slices = 1 if granularity is None else granularity
     if reason := dense_unsupported_reason(dense_model):
@@ -86,16 +89,17 @@ def upcycled_model(
         )
     width = dense_model.ffn.dense.intermediate_size // slices
     layers = spell_layers([words._replace(ffn="moe") for words in dense_model.layer_words])
-    copied = {**keys_of(dense_model), "layers": layers, "upcycle_from": str(dense)}
+    copied = {**keys_of(dense_model), "layers": layers}
     copied["ffn"] = {"dense": copied["ffn"]["dense"], "moe": {"intermediate_size": width}}
     # Precedence: given overrides, then the dense model's keys, then the defaults.
-    tree = {"model": copied}
+    tree = {"model": copied, "checkpoint": {"upcycle": {"dense": str(dense)}}}
     for message in apply_overrides(tree, overrides):
         print_escaped(message, file=sys.stderr)
     name_files(tree)
     cfg = config_from_dict(tree)
-    check_unused_keys(frozenset(f"model.{key}" for key in given), cfg)
-    model = cfg.model
+    check_unused_keys(given, cfg)
+    model, upcycle = cfg.model, cfg.checkpoint.upcycle
+    assert upcycle is not None, "the tree has it"
     if granularity is not None and model.ffn.moe.intermediate_size != width:
         raise ConfigError(
             f"model.ffn.moe.intermediate_size={model.ffn.moe.intermediate_size} is not the width {width} that "
@@ -105,7 +109,7 @@ def upcycled_model(
     check_config(cfg)
     if reason := upcycle_unsupported_reason(dense_model, model):
         raise ConfigError(f"{str(dense)!r}: {reason}")
-    return replace(model, preset="")
+    return replace(model, preset=""), upcycle
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,13 +118,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Turn a dense model into a model with experts: each expert is a copy of the feed-forward layer, "
         "or, with --granularity G, one of G slices of it, and the router begins with whole copies "
         "(arXiv:2410.07524). OUT is a checkpoint with recipe.toml. To do so at the start of a run, set "
-        "model.upcycle_from.",
+        "checkpoint.upcycle.",
         epilog="example:\n  moefold upcycle llama OUT model.ffn.moe.num_experts=16 --granularity 2",
     )
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument(
-        "overrides", nargs="*", metavar="model.key=value", help="ffn.moe.num_experts, ffn.moe.top_k, upcycle_noise ..."
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="model.ffn.moe.num_experts, model.ffn.moe.top_k, checkpoint.upcycle.noise ...",
     )
     parser.option("--granularity", int, None, "slices of a copy (default 1); num_experts counts slices")
     parser.option("--seed", 0, None, "seed of the router weights and of the noise (default 0)")

@@ -1,9 +1,25 @@
 """The [checkpoint] section: folder, intervals and resume; see docs/checkpoints.md."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from moefold.config.field import Judged, ReadIf, at_least
+from moefold.config.field import Bound, Judged, ReadIf, at_least
+from moefold.config.part import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcycleConfig(Table):
+    """Initial experts from the feed-forward layers of a dense model."""
+
+    dense: Annotated[str, Bound("must name a folder", bool)]
+    """Dense checkpoint or Hugging Face folder: the experts are copies or slices of its feed-forward layers."""
+    router: Literal["group", "expert", "zero"] = "group"
+    """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
+    zeros."""
+    scaling: bool = True
+    """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
+    noise: Annotated[float, at_least(0, "0: none")] = 0.0
+    """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +53,16 @@ class CheckpointConfig:
     init_from: Annotated[str, Judged.START] = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
     folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
-    ignore_keys: Annotated[tuple[str, ...], ReadIf("checkpoint.init_from model.upcycle_from rl.reference")] = ()
+    upcycle: Annotated[UpcycleConfig | None, Judged.START] = None
+    """Begin with experts made from a dense model ([conversion.md](conversion.md#upcycling)), instead of `init_from`."""
+    ignore_keys: Annotated[tuple[str, ...], ReadIf("checkpoint.init_from checkpoint.upcycle rl.reference")] = ()
     """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change
     nothing ([conversion.md](conversion.md#keys-of-json-files))."""
+
+    @property
+    def start(self) -> str:
+        """Weights that a new run begins with; empty: random ones."""
+        return self.upcycle.dense if self.upcycle else self.init_from
 
     @property
     def saves(self) -> bool:

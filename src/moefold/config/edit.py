@@ -7,7 +7,7 @@ from typing import Any
 from moefold.config.layer_words import counted_layers
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.part import Part, Table, as_plain
+from moefold.config.part import Part, Table, as_plain, settings_of
 from moefold.config.part_table import build_table, checked_settings
 from moefold.config.schema import Config
 from moefold.config.tree import merged
@@ -71,7 +71,8 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         value = build_table(f"{path}.{name}", value, before) if inner else value
         return replace(owner, **{name: value})
     kind = owner.kind if isinstance(owner, Part) else ""
-    return replace(owner, **checked_settings(path, kind, type(owner), {name: value}))
+    whole = {key: getattr(owner, key) for key in settings_of(type(owner))}
+    return replace(owner, **checked_settings(path, kind, type(owner), {**whole, name: value}))
 
 
 def _whole(path: str, value: Any, before: Any) -> Any:

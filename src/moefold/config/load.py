@@ -21,7 +21,7 @@ from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part, Table, tables_of
-from moefold.config.part_table import NONE, build_table, is_table_value, settings_of_other_kind, shown_value
+from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, settings_of_other_kind
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (
@@ -174,11 +174,11 @@ def _apply_override(tree: Tree, override: str) -> str:
     section, dot, key = name.strip().partition(".")
     if len(name) > MAX_NAME_CHARACTERS:
         raise ConfigError(
-            f"override {_format_value(override)} names no key; overrides are section.key=value, such as train.lr=1e-3"
+            f"override {brief_value(override)} names no key; overrides are section.key=value, such as train.lr=1e-3"
         )
     if not equals:
         raise ConfigError(
-            f"{_format_value(override)} is no override; overrides are section.key=value, such as train.lr=1e-3"
+            f"{brief_value(override)} is no override; overrides are section.key=value, such as train.lr=1e-3"
         )
     if not dot or not key:
         word = override if len(override) <= MAX_NAME_CHARACTERS else name.strip()
@@ -187,14 +187,14 @@ def _apply_override(tree: Tree, override: str) -> str:
         if not paths and (ours := key_hint(section)):
             hint = f"; {ours}"
         raise ConfigError(
-            f"override {_format_value(override)} names no section{hint or '; overrides are section.key=value'}"
+            f"override {brief_value(override)} names no section{hint or '; overrides are section.key=value'}"
         )
     if name.strip() in MOVED:
         raise ConfigError(moved_override_refusal(name.strip(), text.strip(), tree))
     if section not in sections():
         hint = key_hint(name)
         reason = f"unknown key {name.strip()}; {hint}" if hint else explain_unknown_section(section)
-        raise ConfigError(f"override {_format_value(override)}: {reason}")
+        raise ConfigError(f"override {brief_value(override)}: {reason}")
     keys = tree.setdefault(section, {})
     # A recipe with `run = 3` is refused by the validation that follows.
     if not isinstance(keys, dict):
@@ -221,7 +221,7 @@ def _apply_override(tree: Tree, override: str) -> str:
             value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)
-    left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)
+    left_out = ", ".join(f"{path}.{name}={brief_value(lost[name])}" for name in lost)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
 
 
@@ -240,17 +240,13 @@ def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
         if section not in sections():
             problems[section] = explain_unknown_section(section)
         elif not isinstance(keys, dict):
-            problems[section] = (
-                f"{section}={_format_value(keys)} must be a section: write [{section}] and its keys below"
-            )
+            problems[section] = f"{section}={brief_value(keys)} must be a section: write [{section}] and its keys below"
         else:
             for key, value in keys.items():
                 if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
-                elif f"{section}.{key}" in tables() and f"{section}.{key}" not in part_keys():
-                    problems[f"{section}.{key}"] = _type_problem(section, key, value)
                 elif reason := value_unsupported_reason(key_types(section)[key], max_magnitude(section, key), value):
-                    problems[f"{section}.{key}"] = f"{section}.{key}={_format_value(value)} {reason}"
+                    problems[f"{section}.{key}"] = f"{section}.{key}={brief_value(value)} {reason}"
                 elif not _has_exact_type(section, key, value):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)
     return problems
@@ -309,15 +305,7 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]
         guess = spelled[0] if spelled else our_value(name, value) or closest_match(value, choices)
-    return f"{name}={_format_value(value)} must be {expected}" + (f"; did you mean {guess!r}?" if guess else "")
-
-
-def _format_value(value: Any) -> str:
-    """Format a value as in TOML, truncated to 60 characters."""
-    if is_oversized(value):
-        return f"({value.bit_length()} bits)" if isinstance(value, int) else "(a list or table)"
-    text = shown_value(value) if isinstance(value, str | int | float | list | dict) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{name}={brief_value(value)} must be {expected}" + (f"; did you mean {guess!r}?" if guess else "")
 
 
 def _encode_unsupported(value: object) -> dict[str, str]:

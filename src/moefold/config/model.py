@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from moefold.config.field import POSITIVE, SAME_TENSORS, Judged, Most, ReadIf, at_least
+from moefold.config.field import POSITIVE, SAME_TENSORS, Judged, Most, at_least
 from moefold.config.groups.attention import RecurrentCore, SoftmaxAttentionPart
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
@@ -70,21 +70,6 @@ class ModelConfig(Section):
     """Bias on the logits, one for each token of the vocabulary (Phi-3.5-MoE)."""
     init_std: Annotated[float, POSITIVE, SAME_TENSORS, Judged.START] = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
-
-    upcycle_from: Annotated[str, SAME_TENSORS, Judged.START] = ""
-    """Dense checkpoint or Hugging Face folder for upcycling: the experts are copies or slices of its feed-forward
-    layers."""
-    upcycle_router: Annotated[
-        Literal["group", "expert", "zero"], SAME_TENSORS, ReadIf("model.upcycle_from"), Judged.START
-    ] = "group"
-    """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
-    zeros."""
-    upcycle_scaling: Annotated[bool, SAME_TENSORS, ReadIf("model.upcycle_from"), Judged.START] = True
-    """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
-    upcycle_noise: Annotated[
-        float, at_least(0, "0: none"), SAME_TENSORS, ReadIf("model.upcycle_from"), Judged.START
-    ] = 0.0
-    """Add normal noise to each copied tensor, in units of its standard deviation; 0: none."""
 
     @cached_property
     def softmax_attention(self) -> Any:

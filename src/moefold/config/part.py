@@ -246,6 +246,13 @@ def default_of_field(owner: Any, name: str) -> Any:
     return None if found.default is MISSING else found.default
 
 
+@cache
+def required_settings(owner: Any) -> frozenset[str]:
+    """Return the fields of a table or a class of parts without a default."""
+    found = (entry for entry in fields(owner) if entry.default is MISSING and entry.default_factory is MISSING)
+    return frozenset(entry.name for entry in found)
+
+
 def by_default(group: str, kind: str) -> Any:
     """Return the default of a field: the part of a kind with its defaults."""
     return field(default_factory=lambda: make_part(group, kind))

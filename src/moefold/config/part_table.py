@@ -6,7 +6,7 @@ pydantic validates the values, strictly and with the bounds in the annotations; 
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -38,7 +38,7 @@ from moefold.config.outside import (
     origin_of,
     split_file_kind,
 )
-from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
+from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
@@ -87,7 +87,7 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
 
 
 def is_table_value(name: str, value: Any) -> bool:
-    """Return whether the value of a key of `tables`, or one that chooses a part, is a table, "none" or from outside.
+    """Return whether the value of a key of `tables` has no kind, or names a part by a table or from outside.
 
     Args:
         name: recipe key, as "section.key".
@@ -96,11 +96,9 @@ def is_table_value(name: str, value: Any) -> bool:
     Raises:
         ConfigError: it is the name of a built-in kind, and an installed package has that name too.
     """
-    if not isinstance(value, str):
-        return isinstance(value, dict)
     group = part_keys().get(name)
-    if group is None:
-        return value == NONE
+    if group is None or not isinstance(value, str):
+        return group is None or isinstance(value, dict)
     if value in built_in_kinds(group):
         check_not_shadowed(group, value)
         return False
@@ -126,7 +124,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     mark = tables().get(name) or part_marks()[name]
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
         what = "a table" if default is not None else 'a table, or "none"'
-        raise ConfigError(f"{name}={shown_value(value)} must be {what}; its keys are {', '.join(_keys_of(mark))}")
+        raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(_keys_of(mark))}")
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
         table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
@@ -291,6 +289,14 @@ def shown_value(value: Any) -> str:
             return repr(value)
 
 
+def brief_value(value: Any) -> str:
+    """Return a value as a message shows it, truncated to 60 characters."""
+    if is_oversized(value):
+        return f"({value.bit_length()} bits)" if isinstance(value, int) else "(a list or table)"
+    text = shown_value(value) if isinstance(value, str | int | float | list | dict) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _read_origin(name: str, recorded: Any) -> Origin:
     is_right = isinstance(recorded, dict) and set(recorded) <= set(Origin._fields)
     if not is_right or not all(isinstance(value, str) for value in recorded.values()):
@@ -410,7 +416,6 @@ def _hints(part: Any) -> dict[str, Any]:
 def _model(part: Any) -> type[BaseModel]:
     """Return the validator of the settings of a part; a field without a default is required."""
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
-    required = {field.name for field in fields(part) if field.default is MISSING and field.default_factory is MISSING}
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
     of_base = {field.name for base in bases for field in fields(base)}
@@ -421,7 +426,7 @@ def _model(part: Any) -> type[BaseModel]:
             continue
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]
         # The name of a setting may be one of a method of pydantic's models.
-        keys[f"{_PREFIX}{key}"] = (checked, Field(... if key in required else None, alias=key))
+        keys[f"{_PREFIX}{key}"] = (checked, Field(... if key in required_settings(part) else None, alias=key))
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     try:
         return create_model(f"settings of {kind!r}", __config__=strict, **keys)

@@ -60,13 +60,15 @@ PATH_KEYS = (
     ("data", "chat_template"),
     ("parallel", "schedule"),
     ("checkpoint", "init_from"),
+    ("checkpoint", "upcycle"),
     ("lora", "init_from"),
-    ("model", "upcycle_from"),
     ("moe", "replay"),
     ("rl", "reference"),
     ("sites", "secret"),
 )
-"""Recipe keys that name a file or folder to read, or choose a part whose `path` does."""
+"""Recipe keys that name a file or folder to read, or have a table that does."""
+PATHS = ("path", "dense")
+"""Keys of these tables that name it."""
 
 
 def shipped_folder() -> Path:
@@ -106,7 +108,7 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
             if isinstance(value, list):
                 keys[key] = [_resolve_path(path, folder) for path in value]
             elif isinstance(value, dict):
-                keys[key] = {name: _resolve_path(one, folder) if name == "path" else one for name, one in value.items()}
+                keys[key] = value | {name: _resolve_path(value[name], folder) for name in PATHS if name in value}
             else:
                 keys[key] = _resolve_path(value, folder)
 

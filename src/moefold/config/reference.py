@@ -14,7 +14,7 @@ from typing import Any
 from moefold.config.aliases import key_hint
 from moefold.config.find import kind_of
 from moefold.config.method_defaults import LR_KEY, rates_text
-from moefold.config.part import Table, settings_of
+from moefold.config.part import Table, required_settings, settings_of
 from moefold.config.part_table import NONE
 from moefold.config.presets import preset_names, preset_summary
 from moefold.config.suggestions import (
@@ -24,6 +24,8 @@ from moefold.config.suggestions import (
     join_with_or,
     key_types,
     kind_settings,
+    last_name,
+    owner_of,
     owners_of,
     part_keys,
     sections,
@@ -34,7 +36,10 @@ from moefold.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RecipeKey:
-    """One recipe key: "section.key" or "section.key.setting", description of its type, default as TOML, and help."""
+    """One recipe key: "section.key" or "section.key.setting", description of its type, default as TOML, and help.
+
+    The default of a setting that a table must have is empty.
+    """
 
     name: str
     type: str
@@ -63,7 +68,8 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
     for path, owners in kind_settings().items():
         if path.startswith(f"{name}."):
             section, _, key = path.partition(".")
-            default = _shown_default(default_of(section, key))
+            is_required = last_name(key) in required_settings(owner_of(path))
+            default = "" if is_required else _shown_default(default_of(section, key))
             yield RecipeKey(path, describe_key(section, key), default, _help_of_table(path), owners)
 
 
@@ -119,7 +125,10 @@ def keys_text(pattern: str = "") -> str:
         lines += [f"[{section}]  {_without_links(section_help(section))}", ""] if keys else []
         for key in keys:
             kinds = f", of {join_with_or(list(map(repr, key.kinds)))}" if key.kinds else ""
-            lines += [f"  {key.name} = {key.default}    ({key.type}{kinds})", f"      {_without_links(key.help)}"]
+            lines += [
+                f"  {key.name} = {key.default or 'VALUE'}    ({key.type}{kinds})",
+                f"      {_without_links(key.help)}",
+            ]
         lines += [""] if keys else []
     if pattern:
         return "\n".join(lines)

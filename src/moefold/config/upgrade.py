@@ -99,6 +99,10 @@ MOVED = {
     "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
     "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
     "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
+    "model.upcycle_from": Moved("checkpoint.upcycle", "dense"),
+    "model.upcycle_router": Moved("checkpoint.upcycle", "router"),
+    "model.upcycle_scaling": Moved("checkpoint.upcycle", "scaling"),
+    "model.upcycle_noise": Moved("checkpoint.upcycle", "noise"),
     "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
     "sites.topology": Moved("sites.method", KIND, ("noloco",)),
     "sites.experts": Moved("sites.method", KIND, ("spes",)),
@@ -112,8 +116,10 @@ MOVED = {
 }
 MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PATTERNS)}
 """Place of each flat key, as "section.key"."""
-OFF = {"model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size"}
-"""Flat keys whose value 0 meant that there is no table."""
+OFF = {
+    *("model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size", "model.upcycle_from")
+}
+"""Flat keys whose value 0 or "" meant that there is no table."""
 SITES_OFF = {"topology": "all", "experts": "average", "density": 1.0, "penalty": False, "clip": 0.0}
 """Flat keys of [sites] that did what methods do now, with the values that did nothing."""
 SITES_MORE = {"values": 32, "merge_experts": 0.0}

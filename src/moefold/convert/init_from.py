@@ -20,7 +20,7 @@ from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skippe
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.comm.groups import World, current_world
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
@@ -37,7 +37,6 @@ from moefold.convert.preflight import (
     resolve_weights_folder,
     upcycle_scale,
     weights_path,
-    without_upcycling,
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
@@ -58,7 +57,7 @@ def load_initial_weights(
     is_first_rank: bool,
     folder: Path | None = None,
 ) -> str:
-    """Fill this rank's shards from `checkpoint.init_from` or `model.upcycle_from`. Collective over all ranks.
+    """Fill this rank's shards from `checkpoint.init_from` or `checkpoint.upcycle`. Collective over all ranks.
 
     A run or a folder of checkpoints means its newest one, which the ranks agree on in case a run saves meanwhile. The
     first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their values.
@@ -75,7 +74,7 @@ def load_initial_weights(
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
     """
-    given = checkpoint.init_from or sizes.upcycle_from
+    given, upcycle = checkpoint.start, checkpoint.upcycle
     if not given:
         return ""
     world = current_world()
@@ -85,8 +84,8 @@ def load_initial_weights(
     if not is_hf_folder(path):
         check_integrity(path, world, checks_hashes=checkpoint.verify)
     source = open_weights(path)
-    if sizes.upcycle_from:
-        source = UpcycledSource(source, sizes, run.seed)
+    if upcycle:
+        source = UpcycledSource(source, sizes, upcycle, run.seed)
     buffers = {
         name: buffer
         for name, buffer in model.named_buffers.items()
@@ -106,17 +105,13 @@ def load_initial_weights(
     notes += _indexer_messages(sizes, source)
     if is_first_rank and is_hf_folder(path):
         notes += [report.note() for report in inspect_folder(path, checkpoint.ignore_keys)[1]]
-    if sizes.upcycle_from:
+    if upcycle:
         notes.append(export_message(sizes))
-    if (
-        is_first_rank
-        and not sizes.upcycle_from
-        and (left_out := read_model(path, ALL_KEYS).mtp_layers - sizes.mtp_layers)
-    ):
+    elif is_first_rank and (left_out := read_model(path, ALL_KEYS).mtp_layers - sizes.mtp_layers):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     # A copy on this machine is described by its source.
     origin = given if is_remote(given) and is_hf_folder(path) else path
-    summary = f"{'upcycled from' if sizes.upcycle_from else 'weights from'} {origin}"
+    summary = f"{'upcycled from' if upcycle else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
 
 
@@ -155,24 +150,26 @@ class UpcycledSource:
     Args:
         dense: the weights of the dense model.
         model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
+        upcycle: how the experts are made.
         seed: of the router, the noise and the shared expert; each tensor has its own generator.
     """
 
-    def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:
+    def __init__(self, dense: WeightSource, model: ModelConfig, upcycle: UpcycleConfig, seed: int) -> None:
         self._dense = dense
         self._model = model
+        self._upcycle = upcycle
         self._seed = seed
         self.shapes: Mapping[str, Shape] = parameter_shapes(model)
         some_width = next(shape[0] for name, shape in dense.shapes.items() if name.endswith(".ffn.w_up"))
         self._granularity = granularity(some_width, model)
         # Both w_up and w_down get the square root, because their product is what must be scaled.
-        self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if model.upcycle_scaling else 1.0
+        self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if upcycle.scaling else 1.0
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dense dtype, or float32 where scaling or noise would be rounded."""
         if name.endswith(".expert_bias"):
             return torch.float32
-        if EXPERTS in name and (self._model.upcycle_noise or math.frexp(self._factor)[0] != 0.5):
+        if EXPERTS in name and (self._upcycle.noise or math.frexp(self._factor)[0] != 0.5):
             return torch.float32
         return self._dense.dtype(name if name in self._dense.shapes else "embedding.weight")
 
@@ -193,9 +190,9 @@ class UpcycledSource:
         """Return a whole tensor that the dense model lacks."""
         shape = self.shapes[name]
         model = self._model
-        if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and model.upcycle_router == "zero"):
+        if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and self._upcycle.router == "zero"):
             return torch.zeros(shape)
-        if name.endswith(ROUTER) and model.upcycle_router == "group":
+        if name.endswith(ROUTER) and self._upcycle.router == "group":
             groups = initial_values(f"{name}.groups", (shape[0] // self._granularity, shape[1]), model, self._seed)
             return groups.repeat_interleave(self._granularity, 0)
         return initial_values(name, shape, model, self._seed)
@@ -211,22 +208,23 @@ class UpcycledSource:
         values = self._dense.read(dense_name, (outer, inner) if is_down else (inner, outer)).float().t()
         if not name.endswith("w_gate"):
             values = values * self._factor
-        if model.upcycle_noise:
+        if self._upcycle.noise:
             generator = torch.Generator().manual_seed(seed_for(self._seed, f"{name}.{e}.noise"))
             noise = torch.empty(values.shape).normal_(0.0, 1.0, generator=generator)
-            values = values + model.upcycle_noise * values.std() * noise
+            values = values + self._upcycle.noise * values.std() * noise
         return values
 
 
 def upcycle_folder(
-    dense: Path, out: Path, model: ModelConfig, seed: int, world: World, *, on_bytes: OnBytes
+    dense: Path, out: Path, model: ModelConfig, upcycle: UpcycleConfig, seed: int, world: World, *, on_bytes: OnBytes
 ) -> Conversion:
     """Write the checkpoint of an upcycled model. Collective over `world`.
 
     Args:
         dense: a Hugging Face folder, a checkpoint, or a run, which means its newest checkpoint.
         out: the checkpoint; must not exist.
-        model: the model with experts, with `upcycle_from` set.
+        model: the model with experts.
+        upcycle: how the experts are made.
         seed: of the router, the noise and the shared expert.
         world: the processes that share the work.
         on_bytes: called with the progress of this process.
@@ -237,7 +235,7 @@ def upcycle_folder(
     dense = world.all_gather_object(resolve_weights_folder(dense))[0]
     if not is_hf_folder(dense):
         check_integrity(dense, world)
-    source = UpcycledSource(open_weights(dense), model, seed)
+    source = UpcycledSource(open_weights(dense), model, upcycle, seed)
     sidecar_dir: Path | None = dense
     tokenizer = ""
     if not is_hf_folder(dense):
@@ -245,8 +243,7 @@ def upcycle_folder(
         tokenizer = trained_tokenizer(dense, read_meta(dense))
     run_tokenizer = find_run_tokenizer(dense)
     excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
-    weights = without_upcycling(model)
-    finish = partial(finish_checkpoint, out=out, model=weights, origin=f"upcycle of {dense}", tokenizer=tokenizer)
+    finish = partial(finish_checkpoint, out=out, model=model, origin=f"upcycle of {dense}", tokenizer=tokenizer)
     copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
     size = sum(path.stat().st_size for path in out.glob("*.distcp"))
     reason = ""

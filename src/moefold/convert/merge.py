@@ -21,7 +21,7 @@ from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_checkpoint
-from moefold.convert.preflight import read_model, without_upcycling
+from moefold.convert.preflight import read_model
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.input_paths import existing_path
@@ -117,7 +117,7 @@ def merge_checkpoints(
     finish = partial(
         finish_checkpoint,
         out=out,
-        model=without_upcycling(read_model(checkpoints[0])),
+        model=read_model(checkpoints[0]),
         origin=f"merge of {shares}",
         tokenizer=next(filter(None, tokenizers), ""),
         dtype=min(dtypes) if len(dtypes) == 1 else "",

@@ -95,7 +95,7 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
             loss = record["loss"] if step == meta.step and isinstance(record.get("loss"), float) else loss
             if isinstance(record.get("eval_loss"), float):
                 eval_loss = (step, record["eval_loss"])
-    base = "" if cfg is None else _base_model(cfg.checkpoint.init_from or cfg.model.upcycle_from)
+    base = "" if cfg is None else _base_model(cfg.checkpoint.start)
     settings = {} if cfg is None else config_to_dict(cfg)
     temperature = cfg.rollout.temperature if cfg is not None and cfg.is_rl else None
     return TrainingRun(meta, settings, temperature, loss, eval_loss, base)
@@ -121,7 +121,7 @@ def _base_model(start: str) -> str:
         except ConfigError:
             # The earlier weights are gone, or were replaced by something else: their source is unknown.
             return ""
-        start = "" if cfg is None else cfg.checkpoint.init_from or cfg.model.upcycle_from
+        start = "" if cfg is None else cfg.checkpoint.start
     return ""
 
 

@@ -18,7 +18,7 @@ from moefold.checkpoint.checkpoint_dir import (
     model_sizes,
     read_meta,
 )
-from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.edit import edit_model
 from moefold.config.groups.router import RouterScorePart
 from moefold.config.layer_words import spell_layers
@@ -81,11 +81,11 @@ def upcycle_scale(model: ModelConfig, slices: int) -> float:
     return 1 / (copies * weight * model.ffn.moe.router.scaling_factor)
 
 
-def preserves_outputs(model: ModelConfig) -> bool:
+def preserves_outputs(model: ModelConfig, upcycle: UpcycleConfig) -> bool:
     """Return whether the upcycled model initially computes the same outputs as the dense one."""
     # Unless the weights sum to 1, they are only known for equal logits.
-    router = model.upcycle_router == "zero" or (model.upcycle_router == "group" and _sums_to_one(model))
-    return router and model.upcycle_noise == 0 and model.upcycle_scaling
+    router = upcycle.router == "zero" or (upcycle.router == "group" and _sums_to_one(model))
+    return router and upcycle.noise == 0 and upcycle.scaling
 
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
@@ -146,11 +146,6 @@ def _sums_to_one(model: ModelConfig) -> bool:
 def _score(model: ModelConfig) -> RouterScorePart:
     """Return the score function of a model."""
     return model.ffn.moe.router
-
-
-def without_upcycling(model: ModelConfig) -> ModelConfig:
-    """Return the model of weights that exist: how they were made from a dense model no longer matters."""
-    return replace(model, upcycle_from="", upcycle_router="group", upcycle_scaling=True, upcycle_noise=0.0)
 
 
 def export_message(model: ModelConfig) -> str:
@@ -239,8 +234,16 @@ def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
     return weights if model.mtp_layers else replace(weights, mtp_layers=0)
 
 
-def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfig, path: Path) -> str:
+def init_from_unsupported_reason(
+    model: ModelConfig, path: Path, ignored_keys: Collection[str] = (), *, is_dense: bool = False
+) -> str:
     """Return why a recipe cannot start with the weights of a folder; empty if it can.
+
+    Args:
+        model: the recipe's model.
+        path: the folder.
+        ignored_keys: as in `read_model_config`.
+        is_dense: whether its weights are upcycled to the recipe's model.
 
     Raises:
         ConfigError: the folder holds no weights that moefold knows.
@@ -248,8 +251,8 @@ def init_from_unsupported_reason(model: ModelConfig, checkpoint: CheckpointConfi
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
         return f"it does not exist or is no folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
-    weights_model = read_model(path, checkpoint.ignore_keys)
-    if model.upcycle_from:
+    weights_model = read_model(path, ignored_keys)
+    if is_dense:
         return upcycle_unsupported_reason(weights_model, model)
     if model.attention.selector and weights_model.attention.selector:
         # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and

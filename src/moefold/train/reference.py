@@ -46,7 +46,7 @@ class ReferenceModel:
         cfg = self._cfg
         if cfg.rl.reference != "start":
             return cfg.rl.reference
-        return cfg.checkpoint.init_from or cfg.model.upcycle_from
+        return cfg.checkpoint.start
 
     def load(self, folder: str = "") -> str:
         """Load the weights that rl.reference names; collective. Weights of the start have the adapters of the start.
@@ -67,13 +67,11 @@ class ReferenceModel:
         # A run may have newer checkpoints when training is resumed.
         folder = folder or str(current_world().all_gather_object(resolve_weights_folder(weights_path(self.source)))[0])
         cfg = self._cfg
-        is_upcycled = cfg.rl.reference == "start" and not cfg.checkpoint.init_from
-        checkpoint = replace(cfg.checkpoint, every=0, at_end=False, init_from="" if is_upcycled else folder)
-        model = replace(cfg.model, upcycle_from=folder if is_upcycled else "")
-        cfg = replace(cfg, model=model, checkpoint=checkpoint)
-        load_initial_weights(
-            cfg.run, cfg.model, cfg.data, cfg.checkpoint, self._model, is_first_rank=self._groups.rank == 0
-        )
+        upcycle = cfg.checkpoint.upcycle if cfg.rl.reference == "start" else None
+        start = {"upcycle": replace(upcycle, dense=folder)} if upcycle else {"upcycle": None, "init_from": folder}
+        checkpoint = replace(cfg.checkpoint, every=0, at_end=False, **start)
+        is_first_rank = self._groups.rank == 0
+        load_initial_weights(cfg.run, cfg.model, cfg.data, checkpoint, self._model, is_first_rank=is_first_rank)
         return folder
 
     def log_probs(self, batch: Batch) -> Tensor:

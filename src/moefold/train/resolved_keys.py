@@ -97,7 +97,7 @@ def describe_learning_rate(cfg: Config, left_out: frozenset[str]) -> str:
             f"train.lr={cfg.train.lr:g}, as the run has it: the recipe sets none, and the default of "
             f"{describe_method(settings)} is {default:g}"
         )
-    begins_random = not (cfg.checkpoint.init_from or cfg.model.upcycle_from or cfg.lora.init_from)
+    begins_random = not (cfg.checkpoint.start or cfg.lora.init_from)
     hint = ""
     if method_of(settings) != PRETRAINING and begins_random and cfg.data.kind != "program":
         hint = f"; the run begins with random weights, for which {PRETRAINING.all_weights:g} is usual"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import (
+    GIVEN,
     CheckpointMeta,
     checkpoint_folder,
     data_order_change,
@@ -30,6 +31,7 @@ from moefold.config.bounds import keys_of_same_run
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
+from moefold.config.part_table import NONE
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import LAYERS, flat_settings, upgraded
@@ -291,8 +293,14 @@ def _flatten(tree: Mapping[str, Any]) -> Settings:
 
 def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
     """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
-    before = _settings(Config()) | settings
+    before = _with_defaults(settings)
     return [key for key, value in _settings(cfg).items() if before.get(key) != value]
+
+
+def _with_defaults(settings: Settings) -> Settings:
+    """Return recorded settings with the defaults of keys that an earlier version lacked, and tables that are there."""
+    tables = {key.rpartition(".")[0]: GIVEN for key in settings}
+    return _settings(Config()) | tables | settings
 
 
 def _is_free_to_change(key: str) -> bool:
@@ -306,10 +314,13 @@ def _invalidates_finished_run(key: str) -> bool:
     return key == "run.steps" or key.startswith("parallel.")
 
 
-def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
-    before = (_settings(Config()) | dict(settings)).get(key)
-    now = _settings(cfg)[key]
-    return f"{key}={json.dumps(now)} (it has {'none' if before is None else json.dumps(before)})"
+def _describe_change(key: str, settings: Settings, cfg: Config) -> str:
+    before = _with_defaults(settings).get(key)
+    return f"{key}={_shown(_settings(cfg)[key])} (it has {_shown(before)})"
+
+
+def _shown(value: Any) -> str:
+    return NONE if value is None else json.dumps(value)
 
 
 def _starts_over_message(folder: Path) -> str:

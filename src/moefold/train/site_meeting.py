@@ -36,7 +36,7 @@ _EQUAL_PARALLEL_KEYS = (
 _OWN_SITES_KEYS = frozenset({"number", "meet", "secret", "timeout_s", "every", "first", "overlap"})
 ROUNDS_SETTING = "the rounds of the run (by run.steps, sites.every and sites.first)"
 """Name of the setting that stands for keys which may differ between sites, in proportion."""
-_FREE_MODEL_KEYS = frozenset({"preset", "init_std", "upcycle_from"})
+_FREE_MODEL_KEYS = frozenset({"preset", "init_std"})
 
 
 def equal_settings(

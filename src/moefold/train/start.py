@@ -115,19 +115,19 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
         from moefold.convert.preflight import check_initial_adapters
 
         check_initial_adapters(lora, checkpoint)
-    initial_weights = {"checkpoint.init_from": checkpoint.init_from, "model.upcycle_from": model.upcycle_from}
+    dense = checkpoint.upcycle.dense if checkpoint.upcycle else ""
+    initial_weights = {"checkpoint.init_from": checkpoint.init_from, "checkpoint.upcycle.dense": dense}
     if rl.reference != "start":
         initial_weights["rl.reference"] = rl.reference
     for key, path in initial_weights.items():
         if path:
             from moefold.convert.preflight import init_from_unsupported_reason, weights_path
 
-            # Reference weights are never upcycled.
-            upcycle_from = "" if key == "rl.reference" else model.upcycle_from
-            wanted = replace(model, upcycle_from=upcycle_from)
             with reworded_errors((r"^'", f"{key}: '")):
                 folder = weights_path(path)
-            if reason := init_from_unsupported_reason(wanted, checkpoint, folder):
+            if reason := init_from_unsupported_reason(
+                model, folder, checkpoint.ignore_keys, is_dense=key == "checkpoint.upcycle.dense"
+            ):
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 
@@ -465,7 +465,8 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     rollout = cfg.rollout
     # The ranks of other machines need the server, and not the folder.
     is_first = rank_env is None or rank_env.rank == 0
-    if is_first and (reason := init_from_unsupported_reason(cfg.model, cfg.checkpoint, Path(rollout.folder))):
+    ignored_keys = cfg.checkpoint.ignore_keys
+    if is_first and (reason := init_from_unsupported_reason(cfg.model, Path(rollout.folder), ignored_keys)):
         raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
     replays, _ = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=False)
     try:

@@ -5,6 +5,7 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 from collections.abc import Iterator
 
+from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
@@ -12,12 +13,13 @@ from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_table import shown_value
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
 
 
-def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+def validate_routing(model: ModelConfig, moe: MoEConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Check all routing settings of a model with MoE layers."""
     part = model.routed
     if part is None:
@@ -28,7 +30,7 @@ def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
             f"choose 1 to {part.num_experts}"
         )
         return
-    yield from _validate_zero_experts(part, model.upcycle_from)
+    yield from _validate_zero_experts(part, checkpoint.upcycle)
     yield from _validate_expert_groups(part)
     yield from _validate_replay(moe)
 
@@ -56,7 +58,7 @@ def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str
     )
 
 
-def _validate_zero_experts(part: RoutedPart, upcycle_from: str) -> Iterator[str]:
+def _validate_zero_experts(part: RoutedPart, upcycle: UpcycleConfig | None) -> Iterator[str]:
     """Check what zero-computation experts do not go with, and their share."""
     if part.zero_experts and part.router.num_groups > 1:
         yield (
@@ -64,11 +66,10 @@ def _validate_zero_experts(part: RoutedPart, upcycle_from: str) -> Iterator[str]
             f"model.ffn.moe.router.num_groups={part.router.num_groups}, as "
             "zero-computation experts are in no group; leave num_groups and top_groups out, or zero_experts"
         )
-    if part.zero_experts and upcycle_from:
+    if part.zero_experts and upcycle:
         yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.upcycle_from={upcycle_from!r}: "
-            "each "
-            "token would lose the part of the dense layer that it routes to them; leave one of them out"
+            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with checkpoint.upcycle={shown_value(upcycle)}"
+            ": each token would lose the part of the dense layer that it routes to them; leave one of them out"
         )
     if part.active_experts > part.top_k:
         yield (

@@ -15,6 +15,7 @@ from moefold.config.method_defaults import default_learning_rate, describe_metho
 from moefold.config.model import ModelConfig, has_dense_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_table import shown_value
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -161,15 +162,12 @@ def _remote_path(key: str, path: str, way_out: str) -> Iterator[str]:
 def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Check that a new run has one source of weights, and that upcycling has no group-limited routing."""
     start = checkpoint.init_from
-    dense = model.upcycle_from
-    if start and dense:
+    upcycle = f"checkpoint.upcycle={shown_value(checkpoint.upcycle)}"
+    if start and checkpoint.upcycle:
+        yield f"checkpoint.init_from={start!r} and {upcycle} both give the first weights; leave one of them out"
+    if checkpoint.upcycle and model.routed and model.routed.router.num_groups > 1:
         yield (
-            f"checkpoint.init_from={start!r} and model.upcycle_from={dense!r} both give the first weights; "
-            "leave one of them out"
-        )
-    if dense and model.routed and model.routed.router.num_groups > 1:
-        yield (
-            f"model.upcycle_from={dense!r} makes groups of experts of its own, and model.ffn.moe.router.num_groups="
+            f"{upcycle} makes groups of experts of its own, and model.ffn.moe.router.num_groups="
             f"{model.routed.router.num_groups} would choose between their members; set "
             "model.ffn.moe.router.num_groups=1"
         )

@@ -41,7 +41,7 @@ UNUSED_KEY_RULES = (
     *UNUSED_SPARSE_KEYS,
     *UNUSED_SITES_KEYS,
     UnusedKeyRule(
-        "model.ffn.moe model.upcycle_from moe.capacity_factor moe.drop_policy moe.drop_scope moe.pad_to_capacity "
+        "model.ffn.moe checkpoint.upcycle moe.capacity_factor moe.drop_policy moe.drop_scope moe.pad_to_capacity "
         "moe.aux_loss moe.z_loss parallel.dispatcher parallel.overlap_experts moe.eval_capacity_factor moe.aux_kind "
         "moe.bias_update_rate moe.choice moe.input_jitter moe.router_dtype moe.trace_every moe.replay "
         "moe.weight_in_expert moe.dispatch_precision rl.replay metrics.expert_counts_every rollout.experts "

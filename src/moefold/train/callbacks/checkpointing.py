@@ -311,7 +311,7 @@ class Checkpointing(Callback):
 
 def _load_initial_weights(run: TrainingContext) -> str:
     """Load the weights that the recipe names, if any; collective. Returns a description."""
-    return _load_weights(run) if run.cfg.checkpoint.init_from or run.cfg.model.upcycle_from else ""
+    return _load_weights(run) if run.cfg.checkpoint.start else ""
 
 
 def _load_weights(run: TrainingContext, folder: Path | None = None) -> str:
