@@ -71,8 +71,9 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         value = build_table(f"{path}.{name}", value, before) if inner else value
         return replace(owner, **{name: value})
     kind = owner.kind if isinstance(owner, Part) else ""
-    whole = {key: getattr(owner, key) for key in settings_of(type(owner))}
-    return replace(owner, **checked_settings(path, kind, type(owner), {**whole, name: value}))
+    part: Any = type(owner)
+    whole = {key: getattr(owner, key) for key in settings_of(part)}
+    return replace(owner, **checked_settings(path, kind, part, {**whole, name: value}))
 
 
 def _whole(path: str, value: Any, before: Any) -> Any:
