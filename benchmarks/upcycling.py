@@ -38,7 +38,7 @@ VARIANTS = {
     "dense": DENSE,
     "8 copies, top 2": COPIES,
     "16 slices, top 4": SLICES,
-    "16 slices, own router rows": (*SLICES, "checkpoint.upcycle.router=expert"),
+    "16 slices, own router rows": (*SLICES, "checkpoint.upcycle.router_init=expert"),
 }
 
 

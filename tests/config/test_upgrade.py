@@ -218,7 +218,7 @@ def old_settings() -> dict[str, dict[str, object]]:
     [
         (
             {"upcycle_from": "a", "upcycle_router": "zero", "upcycle_scaling": False, "upcycle_noise": 0.1},
-            {"dense": "a", "router": "zero", "scaling": False, "noise": 0.1},
+            {"dense": "a", "router_init": "zero", "scaling": False, "noise": 0.1},
             [],
         ),
         ({"upcycle_from": "a"}, {"dense": "a"}, []),

@@ -137,7 +137,7 @@ def test_weights_without_their_layers_of_multi_token_prediction(tmp_path, monkey
         (["checkpoint.init_from=hf", "model.attention.qk_norm={}"], "it is of another model: "),
         (["checkpoint.init_from=hf", "checkpoint.upcycle.dense=hf"], "both give the first weights"),
         (["checkpoint.upcycle.noise=0.1"], "checkpoint.upcycle.dense is missing, and has no default; write "),
-        (["checkpoint.upcycle=hf"], 'must be a table, or "none"; its keys are dense, router, scaling, noise'),
+        (["checkpoint.upcycle=hf"], 'must be a table, or "none"; its keys are dense, router_init, scaling, noise'),
         (["checkpoint.upcycle.dense=''"], "checkpoint.upcycle.dense='' must name a folder"),
     ],
 )

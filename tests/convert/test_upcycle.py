@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.top_k": 1,
         "ffn.moe.intermediate_size": 36,
         "ffn.moe.router.softmax": "pre",
-        "upcycle.router": "zero",
+        "upcycle.router_init": "zero",
     },
     "slices": {"ffn.moe.num_experts": 12, "ffn.moe.top_k": 6, "ffn.moe.intermediate_size": 12},
     "scaled router": {
@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.top_k": 6,
         "ffn.moe.intermediate_size": 12,
         "ffn.moe.router.softmax": "pre",
-        "upcycle.router": "zero",
+        "upcycle.router_init": "zero",
     },
     "zero router, sigmoid": {
         "ffn.moe.num_experts": 4,
@@ -90,7 +90,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.intermediate_size": 36,
         "ffn.moe.router": "sigmoid",
         "ffn.moe.router.normalize": False,
-        "upcycle.router": "zero",
+        "upcycle.router_init": "zero",
     },
     "zero router, sqrtsoftplus": {
         "ffn.moe.num_experts": 6,
@@ -98,14 +98,14 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.intermediate_size": 12,
         "ffn.moe.router": "sqrtsoftplus",
         "ffn.moe.router.normalize": False,
-        "upcycle.router": "zero",
+        "upcycle.router_init": "zero",
     },
 }
 """Settings that promise to start equal."""
 
 BREAKS: dict[str, dict[str, object]] = {
     "noise": {"upcycle.noise": 0.05},
-    "router of each expert": {"upcycle.router": "expert"},
+    "router of each expert": {"upcycle.router_init": "expert"},
     "no scaling": {"upcycle.scaling": False},
     "probabilities of a random router": {"ffn.moe.router.softmax": "pre"},
 }
@@ -250,8 +250,8 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         (["checkpoint.upcycle.dense=other"], "checkpoint.upcycle.dense is DENSE"),
         (["model.upcycle_noise=0.1"], "is checkpoint.upcycle.noise now: write checkpoint.upcycle.noise=0.1"),
         (
-            ["checkpoint.upcycle.router=copies"],
-            "checkpoint.upcycle.router='copies' must be 'group', 'expert' or 'zero'",
+            ["checkpoint.upcycle.router_init=copies"],
+            "router_init='copies' must be 'group', 'expert' or 'zero'",
         ),
         (["checkpoint.every=3"], "is no key of [model] or [checkpoint.upcycle]"),
         (["model.ffn.moe.router=missing.py:Score"], "file 'missing.py' does not exist; name a Python file"),
@@ -381,7 +381,7 @@ def test_a_run_that_an_earlier_version_upcycled_goes_on(dense, tmp_path, monkeyp
     tree, meta = (json.loads(file.read_text()) for file in (Path("run/config.json"), checkpoint / "moefold.json"))
     assert not [key for key in meta["model"] if "upcycle" in key]
     old = {
-        f"upcycle_{'from' if key == 'dense' else key}": value
+        f"upcycle_{'from' if key == 'dense' else key.removesuffix('_init')}": value
         for key, value in tree["checkpoint"].pop("upcycle").items()
     }
     Path("run/config.json").write_text(json.dumps(tree | {"model": tree["model"] | old}))
@@ -394,10 +394,10 @@ def test_a_run_that_an_earlier_version_upcycled_goes_on(dense, tmp_path, monkeyp
     assert "other settings" not in out
     assert not Path("run-2").exists()
     settings = json.loads(Path("run/config.json").read_text())["checkpoint"]["upcycle"]
-    assert settings == {"dense": str(dense[1]), "router": "group", "scaling": True, "noise": 0.1}
+    assert settings == {"dense": str(dense[1]), "router_init": "group", "scaling": True, "noise": 0.1}
     words = [word for word in words if "upcycle" not in word]
     assert main(["train", "moe/recipe.toml", *words, "run.steps=2"]) == 0
-    assert "checkpoint.upcycle=none (it has" in capsys.readouterr().out
+    assert 'checkpoint.upcycle="none" (it has' in capsys.readouterr().out
     assert Path("run-2").exists()
 
 

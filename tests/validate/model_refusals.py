@@ -128,9 +128,8 @@ SIZES = {
         "the weights of a token have no fixed sum; choose num_groups=1, or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer checkpoint.upcycle.dense=runs/a": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with checkpoint.upcycle={ dense = \"runs/a\" }: it "
-        "chooses by the logits alone, and the weights of a token have no fixed sum; choose upcycle='none', or "
-        "softmax='pre'"
+        "model.ffn.moe.router.softmax='sparsemixer' weighs the experts of a token without a fixed sum, so that they "
+        "do not add up to the dense layer of checkpoint.upcycle={ dense = \"runs/a\" }; choose 'pre' or 'post'"
     ),
     "model.norm.zero_centered=true model.attention=mla": (
         "model.norm.zero_centered=true does not go with model.attention='mla', whose latents have other norms; set "

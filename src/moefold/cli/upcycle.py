@@ -70,10 +70,7 @@ def upcycled_model(
     """
     for word in overrides:
         if not word.startswith(("model.", "checkpoint.upcycle.")):
-            raise ConfigError(
-                f"{word!r} is no key of [model] or [checkpoint.upcycle]; overrides are such as "
-                "model.ffn.moe.num_experts=8"
-            )
+            raise ConfigError(f"{word!r} is no key of [model] or [checkpoint.upcycle], as model.ffn.moe.top_k=2 is")
     given = frozenset(word.partition("=")[0] for word in overrides)
     if "model.preset" in given:
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes come from DENSE; leave it out")
@@ -83,11 +80,10 @@ def upcycled_model(
     slices = 1 if granularity is None else granularity
     if reason := dense_unsupported_reason(dense_model):
         raise ConfigError(f"{str(dense)!r}: {reason}")
-    if slices < 1 or dense_model.ffn.dense.intermediate_size % slices:
-        raise ConfigError(
-            f"--granularity {slices} must divide the width {dense_model.ffn.dense.intermediate_size} of {str(dense)!r}"
-        )
-    width = dense_model.ffn.dense.intermediate_size // slices
+    dense_width = dense_model.ffn.dense.intermediate_size
+    if slices < 1 or dense_width % slices:
+        raise ConfigError(f"--granularity {slices} must divide the width {dense_width} of {str(dense)!r}")
+    width = dense_width // slices
     layers = spell_layers([words._replace(ffn="moe") for words in dense_model.layer_words])
     copied = {**keys_of(dense_model), "layers": layers}
     copied["ffn"] = {"dense": copied["ffn"]["dense"], "moe": {"intermediate_size": width}}
@@ -103,8 +99,7 @@ def upcycled_model(
     if granularity is not None and model.ffn.moe.intermediate_size != width:
         raise ConfigError(
             f"model.ffn.moe.intermediate_size={model.ffn.moe.intermediate_size} is not the width {width} that "
-            "--granularity "
-            f"{slices} gives; leave one of the two out"
+            f"--granularity {slices} gives; leave one of the two out"
         )
     check_config(cfg)
     if reason := upcycle_unsupported_reason(dense_model, model):
@@ -124,10 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("dense", metavar="DENSE", help="a Hugging Face folder, checkpoint or run of a dense model")
     parser.add_argument("out", metavar="OUT", help="the checkpoint to write; must not exist")
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="model.ffn.moe.num_experts, model.ffn.moe.top_k, checkpoint.upcycle.noise ...",
+        "overrides", nargs="*", metavar="section.key=value", help="model.ffn.moe.top_k=2, checkpoint.upcycle.noise=0.1"
     )
     parser.option("--granularity", int, None, "slices of a copy (default 1); num_experts counts slices")
     parser.option("--seed", 0, None, "seed of the router weights and of the noise (default 0)")

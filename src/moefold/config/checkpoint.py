@@ -13,7 +13,7 @@ class UpcycleConfig(Table):
 
     dense: Annotated[str, Bound("must name a folder", bool)]
     """Dense checkpoint or Hugging Face folder: the experts are copies or slices of its feed-forward layers."""
-    router: Literal["group", "expert", "zero"] = "group"
+    router_init: Literal["group", "expert", "zero"] = "group"
     """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
     zeros."""
     scaling: bool = True

@@ -66,9 +66,7 @@ PATH_KEYS = (
     ("rl", "reference"),
     ("sites", "secret"),
 )
-"""Recipe keys that name a file or folder to read, or have a table that does."""
-PATHS = ("path", "dense")
-"""Keys of these tables that name it."""
+"""Recipe keys that name a file or folder to read, or have a table whose `path` or `dense` does."""
 
 
 def shipped_folder() -> Path:
@@ -108,7 +106,8 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
             if isinstance(value, list):
                 keys[key] = [_resolve_path(path, folder) for path in value]
             elif isinstance(value, dict):
-                keys[key] = value | {name: _resolve_path(value[name], folder) for name in PATHS if name in value}
+                paths = {name: _resolve_path(value[name], folder) for name in ("path", "dense") if name in value}
+                keys[key] = value | paths
             else:
                 keys[key] = _resolve_path(value, folder)
 

@@ -125,10 +125,8 @@ def keys_text(pattern: str = "") -> str:
         lines += [f"[{section}]  {_without_links(section_help(section))}", ""] if keys else []
         for key in keys:
             kinds = f", of {join_with_or(list(map(repr, key.kinds)))}" if key.kinds else ""
-            lines += [
-                f"  {key.name} = {key.default or 'VALUE'}    ({key.type}{kinds})",
-                f"      {_without_links(key.help)}",
-            ]
+            lines.append(f"  {key.name} = {key.default or 'VALUE'}    ({key.type}{kinds})")
+            lines.append(f"      {_without_links(key.help)}")
         lines += [""] if keys else []
     if pattern:
         return "\n".join(lines)

@@ -100,7 +100,7 @@ MOVED = {
     "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
     "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
     "model.upcycle_from": Moved("checkpoint.upcycle", "dense"),
-    "model.upcycle_router": Moved("checkpoint.upcycle", "router"),
+    "model.upcycle_router": Moved("checkpoint.upcycle", "router_init"),
     "model.upcycle_scaling": Moved("checkpoint.upcycle", "scaling"),
     "model.upcycle_noise": Moved("checkpoint.upcycle", "noise"),
     "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),

@@ -32,7 +32,6 @@ from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint
 from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import (
     export_message,
-    granularity,
     read_model,
     resolve_weights_folder,
     upcycle_scale,
@@ -161,7 +160,7 @@ class UpcycledSource:
         self._seed = seed
         self.shapes: Mapping[str, Shape] = parameter_shapes(model)
         some_width = next(shape[0] for name, shape in dense.shapes.items() if name.endswith(".ffn.w_up"))
-        self._granularity = granularity(some_width, model)
+        self._granularity = some_width // model.ffn.moe.intermediate_size
         # Both w_up and w_down get the square root, because their product is what must be scaled.
         self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if upcycle.scaling else 1.0
 
@@ -190,9 +189,9 @@ class UpcycledSource:
         """Return a whole tensor that the dense model lacks."""
         shape = self.shapes[name]
         model = self._model
-        if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and self._upcycle.router == "zero"):
+        if not name.endswith((ROUTER, *SHARED)) or (name.endswith(ROUTER) and self._upcycle.router_init == "zero"):
             return torch.zeros(shape)
-        if name.endswith(ROUTER) and self._upcycle.router == "group":
+        if name.endswith(ROUTER) and self._upcycle.router_init == "group":
             groups = initial_values(f"{name}.groups", (shape[0] // self._granularity, shape[1]), model, self._seed)
             return groups.repeat_interleave(self._granularity, 0)
         return initial_values(name, shape, model, self._seed)

@@ -20,16 +20,13 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.edit import edit_model
-from moefold.config.groups.router import RouterScorePart
 from moefold.config.layer_words import spell_layers
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.outside import MissingPartError
-from moefold.config.part import describe_part
 from moefold.config.part_table import shown_value
 from moefold.config.suggestions import download_advice
-from moefold.convert.config_fields import setting_of
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
     families_for,
@@ -62,37 +59,29 @@ def new_folder_unsupported_reason(final: Path) -> str:
     return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
 
 
-def granularity(dense_width: int, model: ModelConfig) -> int:
-    """Return the number of slices that the feed-forward layer of a dense model is split into."""
-    return dense_width // model.ffn.moe.intermediate_size
-
-
 def upcycle_scale(model: ModelConfig, slices: int) -> float:
     """Return the factor that makes the weights of a slice's chosen copies sum to 1, for equal logits of all experts.
 
     With routing weights that sum to 1, each slice gets 1/slices for any logits; otherwise the factor assumes equal
     logits.
     """
+    router = model.ffn.moe.router
+    if router.weights_sum_to_one:
+        return float(slices / router.scaling_factor)
     copies = model.ffn.moe.top_k / slices
-    if _sums_to_one(model):
-        return slices / model.ffn.moe.router.scaling_factor
-    weight = _score(model).uniform_weight(model.ffn.moe.num_experts)
-    assert weight is not None, "upcycle_unsupported_reason"
-    return 1 / (copies * weight * model.ffn.moe.router.scaling_factor)
+    return float(1 / (copies * router.uniform_weight(model.ffn.moe.num_experts) * router.scaling_factor))
 
 
 def preserves_outputs(model: ModelConfig, upcycle: UpcycleConfig) -> bool:
     """Return whether the upcycled model initially computes the same outputs as the dense one."""
     # Unless the weights sum to 1, they are only known for equal logits.
-    router = upcycle.router == "zero" or (upcycle.router == "group" and _sums_to_one(model))
-    return router and upcycle.noise == 0 and upcycle.scaling
+    is_whole = upcycle.router_init == "group" and model.ffn.moe.router.weights_sum_to_one
+    return (is_whole or upcycle.router_init == "zero") and upcycle.noise == 0 and upcycle.scaling
 
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
     """Return why a model cannot be upcycled; empty if it can."""
-    if has_moe_layers(dense):
-        return "it has experts already; name a dense model, or set checkpoint.init_from"
-    return ""
+    return "it has experts already; name a dense model, or set checkpoint.init_from" if has_moe_layers(dense) else ""
 
 
 def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
@@ -109,12 +98,6 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"its width {width} is {slices} experts of model.ffn.moe.intermediate_size={inner}, so "
             f"model.ffn.moe.num_experts={model.ffn.moe.num_experts} and "
             f"model.ffn.moe.top_k={model.ffn.moe.top_k} must be multiples of {slices}"
-        )
-    if _score(model).uniform_weight(model.ffn.moe.num_experts) is None:
-        weighs = setting_of(model, "ffn.moe.router.softmax") or model.ffn.moe.router
-        return (
-            f"{describe_part(weighs)} weighs the experts of a token without a fixed sum, so that they do not add up to "
-            "the dense layer; choose 'pre' or 'post'"
         )
     if model.ffn.moe.latent_size:
         return (
@@ -137,15 +120,6 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
     comparable = replace(model, layers=layers, ffn=replace(networks, moe=experts))
     different = model_differences(model_sizes(dense), comparable, model)
     return f"it is of another shape: {different}" if different else ""
-
-
-def _sums_to_one(model: ModelConfig) -> bool:
-    return _score(model).weights_sum_to_one
-
-
-def _score(model: ModelConfig) -> RouterScorePart:
-    """Return the score function of a model."""
-    return model.ffn.moe.router
 
 
 def export_message(model: ModelConfig) -> str:

@@ -31,7 +31,7 @@ from moefold.config.bounds import keys_of_same_run
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
-from moefold.config.part_table import NONE
+from moefold.config.part_table import toml_value
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import LAYERS, flat_settings, upgraded
@@ -316,11 +316,7 @@ def _invalidates_finished_run(key: str) -> bool:
 
 def _describe_change(key: str, settings: Settings, cfg: Config) -> str:
     before = _with_defaults(settings).get(key)
-    return f"{key}={_shown(_settings(cfg)[key])} (it has {_shown(before)})"
-
-
-def _shown(value: Any) -> str:
-    return NONE if value is None else json.dumps(value)
+    return f"{key}={toml_value(_settings(cfg)[key])} (it has {toml_value(before)})"
 
 
 def _starts_over_message(folder: Path) -> str:

@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 
 from moefold.config.aliases import MATRIX_OF
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part_table import shown_value
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
@@ -68,7 +66,7 @@ def validate_adapted_dispatch(model: ModelConfig, parallel: ParallelConfig, lora
 
 
 def validate_adapter_training(
-    run: RunConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig, checkpoint: CheckpointConfig
+    run: RunConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig
 ) -> Iterator[str]:
     """Refuse what adapters do not go with."""
     if not lora.rank:
@@ -83,11 +81,6 @@ def validate_adapter_training(
         yield f"run.cuda_graphs={run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
     if train.trains_indexers_only(model):
         yield f"train.indexer_stage='warmup' trains the indexers alone, and {name} adapters alone; choose one of them"
-    if checkpoint.upcycle:
-        yield (
-            f"checkpoint.upcycle={shown_value(checkpoint.upcycle)} makes weights that no folder has, and {name} needs "
-            "a base; run moefold upcycle, and name its result in checkpoint.init_from"
-        )
 
 
 LORA_RULES = (validate_targets, validate_adapted_dispatch, validate_adapter_training)

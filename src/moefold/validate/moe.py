@@ -5,7 +5,6 @@ DeepEP is refused where the recipe names it; with "auto" the reasons decide the 
 
 from collections.abc import Iterator
 
-from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.ffn import RoutedPart
@@ -13,13 +12,12 @@ from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part_table import shown_value
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
 from moefold.errors import ConfigError
 from moefold.topology.layout import divisors
 
 
-def validate_routing(model: ModelConfig, moe: MoEConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check all routing settings of a model with MoE layers."""
     part = model.routed
     if part is None:
@@ -30,7 +28,7 @@ def validate_routing(model: ModelConfig, moe: MoEConfig, checkpoint: CheckpointC
             f"choose 1 to {part.num_experts}"
         )
         return
-    yield from _validate_zero_experts(part, checkpoint.upcycle)
+    yield from _validate_zero_experts(part)
     yield from _validate_expert_groups(part)
     yield from _validate_replay(moe)
 
@@ -58,62 +56,48 @@ def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str
     )
 
 
-def _validate_zero_experts(part: RoutedPart, upcycle: UpcycleConfig | None) -> Iterator[str]:
+def _validate_zero_experts(part: RoutedPart) -> Iterator[str]:
     """Check what zero-computation experts do not go with, and their share."""
     if part.zero_experts and part.router.num_groups > 1:
         yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with "
-            f"model.ffn.moe.router.num_groups={part.router.num_groups}, as "
-            "zero-computation experts are in no group; leave num_groups and top_groups out, or zero_experts"
-        )
-    if part.zero_experts and upcycle:
-        yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with checkpoint.upcycle={shown_value(upcycle)}"
-            ": each token would lose the part of the dense layer that it routes to them; leave one of them out"
+            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.ffn.moe.router.num_groups="
+            f"{part.router.num_groups}, as zero-computation experts are in no group; leave num_groups and top_groups "
+            "out, or zero_experts"
         )
     if part.active_experts > part.top_k:
         yield (
             f"model.ffn.moe.active_experts={part.active_experts} must be at most model.ffn.moe.top_k={part.top_k}, "
-            "the choices of a "
-            f"token; choose a number up to {part.top_k}"
+            f"the choices of a token; choose a number up to {part.top_k}"
         )
 
 
 def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
     """Check that groups divide the experts and that the top groups have enough of them."""
-    groups = part.router.num_groups
-    top = part.router.top_groups
-    experts = part.num_experts
+    groups, top, experts = part.router.num_groups, part.router.top_groups, part.num_experts
     if groups == 1 and top == 1:
         return
+    name, top_name = f"model.ffn.moe.router.num_groups={groups}", f"model.ffn.moe.router.top_groups={top}"
     if experts % groups:
         yield (
-            f"model.ffn.moe.router.num_groups={groups} must divide model.ffn.moe.num_experts={experts}; choose "
+            f"{name} must divide model.ffn.moe.num_experts={experts}; choose "
             f"{nearest_numbers(groups, divisors(experts))}, or "
             f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
         )
         return
     size = experts // groups
     if top > groups:
-        name = f"model.ffn.moe.router.num_groups={groups}"
-        yield f"model.ffn.moe.router.top_groups={top} must be at most {name}; choose 1 to {groups}"
+        yield f"{top_name} must be at most {name}; choose 1 to {groups}"
     elif top * size < part.top_k:
         yield (
-            f"model.ffn.moe.router.top_groups={top} groups of {size} experts are fewer than "
-            f"model.ffn.moe.top_k={part.top_k} experts; "
+            f"{top_name} groups of {size} experts are fewer than model.ffn.moe.top_k={part.top_k} experts; "
             f"choose top_groups of {-(-part.top_k // size)} or more, or top_k of {top * size} or less"
         )
     elif top == groups:
-        yield (
-            f"model.ffn.moe.router.top_groups={top} of model.ffn.moe.router.num_groups={groups} limits nothing; "
-            f"choose top_groups below {groups}, "
-            "or leave both out"
-        )
+        yield f"{top_name} of {name} limits nothing; choose top_groups below {groups}, or leave both out"
     if size == 1 and part.router.sums_top2:
         yield (
-            f"model.ffn.moe.router={part.router.kind!r} scores a group by its two best experts, and "
-            "model.ffn.moe.router.num_groups="
-            f"{groups} makes groups of one; choose num_groups of {experts // 2} or less"
+            f"model.ffn.moe.router={part.router.kind!r} scores a group by its two best experts, and {name} makes "
+            f"groups of one; choose num_groups of {experts // 2} or less"
         )
 
 

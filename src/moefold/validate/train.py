@@ -15,6 +15,7 @@ from moefold.config.method_defaults import default_learning_rate, describe_metho
 from moefold.config.model import ModelConfig, has_dense_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import describe_part
 from moefold.config.part_table import shown_value
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
@@ -159,17 +160,35 @@ def _remote_path(key: str, path: str, way_out: str) -> Iterator[str]:
         yield f"{key}={path!r} must be a path of this machine, not a URL; {way_out}"
 
 
-def validate_init_from(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Check that a new run has one source of weights, and that upcycling has no group-limited routing."""
-    start = checkpoint.init_from
-    upcycle = f"checkpoint.upcycle={shown_value(checkpoint.upcycle)}"
-    if start and checkpoint.upcycle:
-        yield f"checkpoint.init_from={start!r} and {upcycle} both give the first weights; leave one of them out"
-    if checkpoint.upcycle and model.routed and model.routed.router.num_groups > 1:
+def validate_upcycling(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Check what initial weights from a dense model do not go with."""
+    if not checkpoint.upcycle:
+        return
+    name = f"checkpoint.upcycle={shown_value(checkpoint.upcycle)}"
+    if start := checkpoint.init_from:
+        yield f"checkpoint.init_from={start!r} and {name} both give the first weights; leave one of them out"
+    if lora.rank:
         yield (
-            f"{upcycle} makes groups of experts of its own, and model.ffn.moe.router.num_groups="
-            f"{model.routed.router.num_groups} would choose between their members; set "
-            "model.ffn.moe.router.num_groups=1"
+            f"{name} makes weights that no folder has, and lora.rank={lora.rank} needs a base; run moefold upcycle, "
+            "and name its result in checkpoint.init_from"
+        )
+    part = model.routed
+    if part is None:
+        return
+    if part.router.num_groups > 1:
+        yield (
+            f"{name} makes groups of experts of its own, and model.ffn.moe.router.num_groups="
+            f"{part.router.num_groups} would choose between their members; set model.ffn.moe.router.num_groups=1"
+        )
+    if part.zero_experts:
+        yield (
+            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with {name}: each token would lose the part "
+            "of the dense layer that it routes to them; leave one of them out"
+        )
+    if part.router.uniform_weight(part.num_experts) is None:
+        yield (
+            f"{describe_part(getattr(part.router, 'softmax', part.router))} weighs the experts of a token without a "
+            f"fixed sum, so that they do not add up to the dense layer of {name}; choose 'pre' or 'post'"
         )
 
 
@@ -195,7 +214,7 @@ TRAIN_RULES = (
     validate_document_end,
     validate_packing,
     validate_resume,
-    validate_init_from,
+    validate_upcycling,
     validate_local_paths,
     validate_local_files,
 )

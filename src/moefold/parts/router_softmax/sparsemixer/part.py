@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from moefold.config.chosen import chosen_in
 from moefold.config.field import POSITIVE, SAME_TENSORS
 from moefold.config.groups.router import ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
-from moefold.config.part_table import shown_value
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moefold.config.checkpoint import CheckpointConfig
     from moefold.config.model import ModelConfig
     from moefold.config.moe import MoEConfig
 
@@ -59,7 +57,7 @@ class SparseMixer(RouterSoftmaxPart):
         """Return the bytes of a softmax and two masks for each choice."""
         return top_k * num_choices * (value_bytes + 2)
 
-    def check(self, model: "ModelConfig", moe: "MoEConfig", checkpoint: "CheckpointConfig") -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield what else would decide over the choices than the logits."""
         part = model.routed
         if part is None or not part.router.chooses:
@@ -68,7 +66,6 @@ class SparseMixer(RouterSoftmaxPart):
             f"moe.choice='{moe.choice}'": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
             "model.ffn.moe.router.expert_bias=true": (part.router.expert_bias, "expert_bias=false"),
             f"model.ffn.moe.router.num_groups={part.router.num_groups}": (part.router.num_groups > 1, "num_groups=1"),
-            f"checkpoint.upcycle={shown_value(checkpoint.upcycle)}": (bool(checkpoint.upcycle), "upcycle='none'"),
         }
         for name, (is_set, way_out) in others.items():
             if is_set:
