@@ -94,7 +94,8 @@ def upcycled_model(
     name_files(tree)
     cfg = config_from_dict(tree)
     check_unused_keys(given, cfg)
-    model, upcycle = cfg.model, cfg.checkpoint.upcycle
+    model = cfg.model
+    upcycle = cfg.checkpoint.upcycle
     assert upcycle is not None, "the tree has it"
     if granularity is not None and model.ffn.moe.intermediate_size != width:
         raise ConfigError(

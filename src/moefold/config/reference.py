@@ -36,14 +36,12 @@ from moefold.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RecipeKey:
-    """One recipe key: "section.key" or "section.key.setting", description of its type, default as TOML, and help.
-
-    The default of a setting that a table must have is empty.
-    """
+    """One recipe key: "section.key" or "section.key.setting", description of its type, default as TOML, and help."""
 
     name: str
     type: str
     default: str
+    """Empty: the table must have the key."""
     help: str
     kinds: tuple[str, ...] = ()
     """Of a setting of a part: the built-in kinds that have it."""

@@ -73,7 +73,8 @@ def load_initial_weights(
     Raises:
         ConfigError: the weights cannot be read, or are of another model.
     """
-    given, upcycle = checkpoint.start, checkpoint.upcycle
+    given = checkpoint.start
+    upcycle = checkpoint.upcycle
     if not given:
         return ""
     world = current_world()

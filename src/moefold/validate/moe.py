@@ -73,16 +73,17 @@ def _validate_zero_experts(part: RoutedPart) -> Iterator[str]:
 
 def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
     """Check that groups divide the experts and that the top groups have enough of them."""
-    groups, top, experts = part.router.num_groups, part.router.top_groups, part.num_experts
+    groups = part.router.num_groups
+    top = part.router.top_groups
+    experts = part.num_experts
     if groups == 1 and top == 1:
         return
-    name, top_name = f"model.ffn.moe.router.num_groups={groups}", f"model.ffn.moe.router.top_groups={top}"
+    name = f"model.ffn.moe.router.num_groups={groups}"
+    top_name = f"model.ffn.moe.router.top_groups={top}"
     if experts % groups:
-        yield (
-            f"{name} must divide model.ffn.moe.num_experts={experts}; choose "
-            f"{nearest_numbers(groups, divisors(experts))}, or "
-            f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
-        )
+        legal = nearest_numbers(groups, divisors(experts))
+        more = f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
+        yield f"{name} must divide model.ffn.moe.num_experts={experts}; choose {legal}, or {more}"
         return
     size = experts // groups
     if top > groups:
