@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import moefold
 import moefold_experiments
 from moefold.config import find, outside, part_table
 from moefold.config.find import EXPERIMENTS, find_part, kind_of
@@ -24,7 +25,7 @@ KINDS = [(group, kind) for group, kinds in EXPERIMENTS.items() for kind in kinds
 def test_the_entry_points_are_the_kinds_that_the_package_knows_by_name():
     points = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {name.removeprefix("moefold."): tuple(sorted(kinds)) for name, kinds in points.items()} == EXPERIMENTS
-    assert distribution("moefold-experiments").version == "0.1.0"
+    assert distribution("moefold-experiments").version == moefold.__version__
     assert Path(moefold_experiments.__file__).is_relative_to(PROJECT)
 
 

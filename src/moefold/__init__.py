@@ -5,7 +5,7 @@ The names of the Python interface are imported when they are first used; docs/ap
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Callback": "train.callbacks.callback",

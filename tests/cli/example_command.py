@@ -34,7 +34,8 @@ def check_command(line: str) -> None:
     module = importlib.import_module(f"moefold.cli.{name.replace('-', '_')}")
     if hasattr(module, "_parser"):
         parse(module._parser(), words, line)
-    overrides = [word for word in words if OVERRIDE.fullmatch(word)]
+    # `moefold recipe upgrade --word` takes a key of an earlier version.
+    overrides = [word for word in words if OVERRIDE.fullmatch(word) and "--word" not in words]
     tree: dict[str, dict[str, object]] = {}
     apply_overrides(tree, overrides)
     for section, keys in tree.items():

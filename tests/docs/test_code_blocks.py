@@ -24,6 +24,7 @@ RUN_BY_TESTS = {
     "docs/api.md": "tests/test_api.py",
     "docs/extending.md": "tests/test_extending.py",
     "docs/tutorials/": "tests/docs/test_tutorials.py",
+    "docs/upgrading.md": "tests/docs/test_upgrading.py",
 }
 """Pages whose shell and Python blocks a test runs, except those that are marked."""
 NAMED_PATH = re.compile(r"(?<![\w/])(?:experiments/)?(?:tests|docs)/[\w/.]*\w")

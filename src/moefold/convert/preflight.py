@@ -68,8 +68,9 @@ def upcycle_scale(model: ModelConfig, slices: int) -> float:
     router = model.ffn.moe.router
     if router.weights_sum_to_one:
         return float(slices / router.scaling_factor)
-    copies = model.ffn.moe.top_k / slices
-    return float(1 / (copies * router.uniform_weight(model.ffn.moe.num_experts) * router.scaling_factor))
+    weight = router.uniform_weight(model.ffn.moe.num_experts)
+    assert weight is not None, "check_config"
+    return float(1 / (model.ffn.moe.top_k / slices * weight * router.scaling_factor))
 
 
 def preserves_outputs(model: ModelConfig, upcycle: UpcycleConfig) -> bool:
