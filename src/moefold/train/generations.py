@@ -63,11 +63,11 @@ class Loss:
         lacks: bool = self.generation.plan["lacks_shards"]
         return lacks
 
-    def describe(self, cfg: Config) -> str:
+    def describe(self, dp: int) -> str:
         """Return a log message.
 
         Args:
-            cfg: the recipe of the new generation.
+            dp: data-parallel degree of the new generation.
         """
         new = self.generation
         lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
@@ -75,15 +75,15 @@ class Loss:
         spares = f", {format_ranks(new.spares)} {waits}" if new.spares else ""
         lacks = "; the memory of the others lacks shards of the lost ranks" if self.lacks_shards else ""
         return (
-            f"lost {'; '.join(lost)}; {len(new.members)} ranks go on with dp={cfg.parallel.dp}{spares}, as "
+            f"lost {'; '.join(lost)}; {len(new.members)} ranks go on with dp={dp}{spares}, as "
             f"faults.on_loss says{lacks}"
         )
 
-    def to_record(self, cfg: Config, step: int) -> dict[str, Any]:
+    def to_record(self, dp: int, step: int) -> dict[str, Any]:
         """Return the record for faults.jsonl.
 
         Args:
-            cfg: the recipe of the new generation.
+            dp: data-parallel degree of the new generation.
             step: step from which it goes on.
         """
         new = self.generation
@@ -96,7 +96,7 @@ class Loss:
             "what": [activity.strip() for activity in self.activities],
             "ranks": list(new.members),
             "spares": list(new.spares),
-            "dp": cfg.parallel.dp,
+            "dp": dp,
             "from": "checkpoint" if self.restored_step is None else "memory",
             "seconds": round(time.monotonic() - self.noticed_s, 3),
         }
@@ -112,7 +112,7 @@ class LossLog(Callback):
         """Log the loss, on rank 0."""
         if run.log is None:
             return
-        record = self._loss.to_record(run.cfg, run.position.step)
+        record = self._loss.to_record(run.groups.attn.dp.size, run.position.step)
         run.log.log_fault(record)
         source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
         run.log.message(
@@ -262,7 +262,7 @@ class GenerationLoop:
         recorder.start_generation(generation.members)
         recorder.set_phase("connecting to the other ranks")
         self._connect(len(generation.members))
-        return self._train(cfg, (self._loss.describe(cfg),), (LossLog(self._loss),), self._history)
+        return self._train(cfg, (self._loss.describe(cfg.parallel.dp),), (LossLog(self._loss),), self._history)
 
     def _connect(self, num_ranks: int) -> None:
         rank = self._regroup.rank

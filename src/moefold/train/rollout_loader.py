@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change, moved_data_message, relocated
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, moved_data_message, relocated
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
@@ -46,7 +46,6 @@ from moefold.rl.table import (
     table_headers,
 )
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
 from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
@@ -173,11 +172,11 @@ class RolloutLoader(DataLoader):
         """
         cfg = self._cfg
         self.message = self._startup_message
-        if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
+        if meta is not None and (change := self.order_change(meta)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
-            self._initial_fingerprints = relocated(meta, cfg, self.fingerprints).data_files
-            self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, cfg)]))
+            self._initial_fingerprints = relocated(meta, self.order, self.fingerprints).data_files
+            self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, self.order)]))
         self.reference = None
         prompts = open_prompts(
             cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
@@ -185,9 +184,7 @@ class RolloutLoader(DataLoader):
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts
-        self.train_sharder = BatchSharder(
-            self.train_sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
-        )
+        self.train_sharder = self.sharder(self.train_sampler)
         if self._link is None:
             self._source = LocalRollouts(self._sampler, self._rollout_model, self.train_sampler)
         else:
@@ -250,7 +247,7 @@ class RolloutLoader(DataLoader):
         self._restarts = True
         self._table = RolloutTable()
         headers = table_headers(meta.rl)
-        if not headers or data_order_change(meta, self._cfg, self.fingerprints):
+        if not headers or self.order_change(meta):
             return
         check_headers(headers, self._cfg.train, self._cfg.rl)
         arrays = empty_arrays(headers)

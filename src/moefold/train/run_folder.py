@@ -24,6 +24,7 @@ from moefold.checkpoint.checkpoint_dir import (
     quick_validate,
     read_meta,
     resume_candidate,
+    sample_order,
     step_of,
 )
 from moefold.config.bounds import keys_of_same_run
@@ -250,8 +251,9 @@ def _data_difference(meta: CheckpointMeta, cfg: Config) -> str:
     Files that have changed under their names are rejected by name at the start.
     """
     # Only files that are named in another way need to be read for the answer.
-    needs_content = bool(meta.data_files and moved_data_message(meta, cfg))
-    return data_order_change(meta, cfg, fingerprint(cfg.data) if needs_content else None)
+    order = sample_order(cfg)
+    seen = fingerprint(cfg.data) if meta.data_files and moved_data_message(meta, order) else None
+    return data_order_change(meta, order, seen, drops_files=cfg.data.drops_files)
 
 
 def _newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:

@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_order_change, find_resume, read_meta
+from moefold.checkpoint.checkpoint_dir import (
+    META_FILE,
+    check_compatible,
+    data_order_change,
+    find_resume,
+    read_meta,
+    sample_order,
+)
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
@@ -443,7 +450,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
 
     cfg = setup.folder.cfg
     meta = read_meta(setup.resume)
-    if not data_order_change(meta, cfg, fingerprint(cfg.data)):
+    if not data_order_change(meta, sample_order(cfg), fingerprint(cfg.data)):
         check_headers(table_headers(meta.rl), cfg.train, cfg.rl)
 
 

@@ -3,11 +3,11 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.checkpoint.saver import open_saver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
@@ -78,10 +78,58 @@ class Trainer:
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
-        self._checkpointing = Checkpointing(open_saver(cfg, groups), cfg.checkpoint, history)
-        measures_kernels = model.autotuner.is_enabled
-        self._callbacks = _callbacks(cfg, groups, self._checkpointing, measures_kernels=measures_kernels)
+        self._checkpointing = Checkpointing(cfg, groups, history)
+        self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
         self._further_callbacks = tuple(callbacks)
+
+    def _recipe_callbacks(self, *, measures_kernels: bool) -> tuple[Callback, ...]:
+        """Return the callbacks of the recipe in order. What a recipe does not ask for is not imported."""
+        cfg = self._cfg
+        rounds: tuple[Callback, ...] = ()
+        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train.eval_every, cfg.run.steps),)
+        rollouts: tuple[Callback, ...] = ()
+        reference: tuple[Callback, ...] = ()
+        kernels: tuple[Callback, ...] = ()
+        replicas: tuple[Callback, ...] = ()
+        if cfg.is_rl:
+            from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
+
+            evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
+            rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
+        if chosen_in(cfg.align, AlignmentPart).has_reference:
+            from moefold.train.callbacks.reference import ReferencePass
+
+            reference = (ReferencePass(cfg.checkpoint),)
+        if measures_kernels:
+            from moefold.train.callbacks.kernel_choices import KernelChoices
+
+            kernels = (KernelChoices(),)
+        if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
+            from moefold.train.callbacks.replica_check import ReplicaComparison
+
+            replicas = (ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.drain),)
+        if cfg.sites.is_active:
+            from moefold.train.callbacks.site_evaluation import SiteEvaluation
+            from moefold.train.callbacks.sites import SiteRounds
+            from moefold.train.site_meeting import equal_settings
+
+            settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
+            rounds = (SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings),)
+            evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
+        return (
+            *kernels,
+            *rounds,
+            *reference,
+            *evaluations,
+            RoutingTraceSaving(),
+            MetricsLogging(
+                cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), self._groups.device
+            ),
+            *rollouts,
+            StragglerDetection(cfg.faults.straggler_factor),
+            *replicas,
+            self._checkpointing,
+        )
 
     def _open_loader(
         self, model: ParallelModel, loss: LossFunction | None, data: "ProgramData | None", link: "JobLink | None"
@@ -128,7 +176,8 @@ class Trainer:
         return context.status
 
     def _context(self, stop: StopSignals) -> TrainingContext:
-        return TrainingContext(self._cfg, self._groups, self._train_step, self._data_loader, self._position, stop)
+        folder = Path(self._cfg.run.dir)
+        return TrainingContext(folder, self._groups, self._train_step, self._data_loader, self._position, stop)
 
     def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
         for callback in self._each_callback():
@@ -167,7 +216,7 @@ class Trainer:
             self._position.step + 1,
             lambda: context.stop.flags,
             data_s,
-            lambda: _host_facts(context),
+            lambda: self._host_facts(context),
             self._data_loader.mismatch_limit,
         )
         step_time_s = clock() - started_s
@@ -197,6 +246,12 @@ class Trainer:
                 if count and self._data_loader.is_round_complete
             ],
         )
+
+    def _host_facts(self, context: TrainingContext) -> "list[HostFact]":
+        """Return what the replica check compares besides tensors."""
+        from moefold.train.callbacks.replica_check import host_facts
+
+        return host_facts(context, self._cfg.run.seed)
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
         """Log, skip, roll back or stop after a step at fault; return False after a rollback. Collective.
@@ -262,62 +317,6 @@ class Trainer:
                 "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
         return tuple(messages)
-
-
-def _host_facts(context: TrainingContext) -> "list[HostFact]":
-    """Return what the replica check compares besides tensors."""
-    from moefold.train.callbacks.replica_check import host_facts
-
-    return host_facts(context)
-
-
-def _callbacks(
-    cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing, *, measures_kernels: bool
-) -> tuple[Callback, ...]:
-    """Return the callbacks of a recipe in order. What a recipe does not ask for is not imported."""
-    rounds: tuple[Callback, ...] = ()
-    evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
-    rollouts: tuple[Callback, ...] = ()
-    reference: tuple[Callback, ...] = ()
-    kernels: tuple[Callback, ...] = ()
-    replicas: tuple[Callback, ...] = ()
-    if cfg.is_rl:
-        from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
-
-        evaluations = (RewardEvaluation(),)
-        rollouts = (RolloutLogging(),)
-    if chosen_in(cfg.align, AlignmentPart).has_reference:
-        from moefold.train.callbacks.reference import ReferencePass
-
-        reference = (ReferencePass(),)
-    if measures_kernels:
-        from moefold.train.callbacks.kernel_choices import KernelChoices
-
-        kernels = (KernelChoices(),)
-    if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
-        from moefold.train.callbacks.replica_check import ReplicaComparison
-
-        replicas = (ReplicaComparison(checkpointing),)
-    if cfg.sites.is_active:
-        from moefold.train.callbacks.site_evaluation import SiteEvaluation
-        from moefold.train.callbacks.sites import SiteRounds
-        from moefold.train.site_meeting import equal_settings
-
-        settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
-        rounds = (SiteRounds(cfg.run, cfg.model, cfg.sites, settings),)
-        evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
-    return (
-        *kernels,
-        *rounds,
-        *reference,
-        *evaluations,
-        RoutingTraceSaving(),
-        MetricsLogging(cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), groups.device),
-        *rollouts,
-        StragglerDetection(),
-        *replicas,
-        checkpointing,
-    )
 
 
 STEPS_BETWEEN_COLLECTIONS = 50

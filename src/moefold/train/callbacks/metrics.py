@@ -104,18 +104,22 @@ class RoutingTraceSaving(Callback):
 
 
 class StragglerDetection(Callback):
-    """Callback that logs slow ranks with the names of their hosts (faults.straggler_factor)."""
+    """Callback that logs slow ranks with the names of their hosts.
 
-    def __init__(self) -> None:
+    Args:
+        factor: faults.straggler_factor; 0: no rank is.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
         self._stragglers: Stragglers | None = None
 
     def on_start(self, run: TrainingContext) -> None:
         """Gather the host names of all ranks; collective."""
-        factor = run.cfg.faults.straggler_factor
         layout = run.groups.layout
-        if factor and layout.world_size > 1:
+        if self._factor and layout.world_size > 1:
             hosts = current_world().all_gather_object(socket.gethostname())
-            self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
+            self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Log the ranks that are slow after this step, on rank 0."""
