@@ -132,6 +132,7 @@ class DataLoader:
         self._positions = positions
         self._program_data = program_data
         self.order = sample_order(cfg)
+        """The settings that determine the text of sample n."""
         self._data_files = resolve_data_files(cfg.data, current_world())
         self.fingerprints = self._data_files.by_name
         """Fingerprints of the files as they are now."""
@@ -152,10 +153,8 @@ class DataLoader:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        resumed_meta = None
         change = "" if meta is None else self.order_change(meta)
-        if meta is not None and not change:
-            resumed_meta = relocated(meta, self.order, self.fingerprints)
+        resumed_meta = None if meta is None or change else relocated(meta, self.order, self.fingerprints)
         self._shards = resolve_token_files(cfg.model, cfg.data, self._data_files, resumed_meta, current_world())
         data = self._program_data or open_dataset(
             cfg.data,
@@ -176,7 +175,7 @@ class DataLoader:
         self.train_sharder = self.sharder(self.train_sampler)
         self._validation_sharder = self.sharder(data.validation)
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
-        if meta is not None and resumed_meta is None:
+        if change:
             self.message = f"the data restarts at sample 0: {change}"
         if resumed_meta is not None:
             self._initial_fingerprints = resumed_meta.data_files

@@ -132,22 +132,19 @@ def _drop_frames(error: Exception) -> None:
         each.__traceback__ = None
 
 
-def with_saved_checkpoints(cfg: Config, history: SaveHistory) -> Config:
-    """Return the recipe that resumes from the newest checkpoint of this run, if it has saved one; collective.
+def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:
+    """Return the section that resumes from the newest checkpoint of this run, if it has saved one; collective.
 
     All ranks learn of the saves: one that was a spare has taken part in none of them.
     """
     world = current_world()
-    found = (
-        bool(complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)))
-        if world.is_rank0 and cfg.checkpoint.saves
-        else False
-    )
+    looks = world.is_rank0 and checkpoint.saves
+    found = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
     known = world.all_gather_object((found, history.saved_step))
     history.saved_step = max((step for _, step in known if step is not None), default=None)
     if not known[0][0] or history.saved_step is None:
-        return cfg
-    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
+        return checkpoint
+    return replace(checkpoint, resume="auto")
 
 
 def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Mapping[int, Any]) -> int:

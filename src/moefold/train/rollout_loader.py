@@ -123,7 +123,9 @@ class RolloutLoader(DataLoader):
         self._link = link
         self._rollout_model = RolloutModel(cfg, groups, model)
         sampling = self._rollout_model
-        inexact = _inexact_settings(cfg, groups.device)
+        device = groups.device
+        has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
+        inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
         # Ranks on other machines may have other kernels.
         is_exact = not any(current_world().all_gather_object(bool(inexact)))
         replays, replay_message = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)
@@ -459,12 +461,6 @@ class RolloutLoader(DataLoader):
             reference = self._reference.log_probs(batch)
             batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
         return batch
-
-
-def _inexact_settings(cfg: Config, device: torch.device) -> tuple[str, ...]:
-    """Return the settings under which sampling differs from training on this machine."""
-    has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
-    return inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
 
 
 def exactness_message(rl: RLConfig, inexact: Sequence[str]) -> str:

@@ -41,15 +41,20 @@ class SamplingWorker:
     Args:
         cfg: the recipe.
         layout: the folding of the training ranks.
-        groups: the process groups of the sampling ranks, see `sampling_groups`.
+        device: device of this rank.
+        recorder: of the ranks that sample.
         link: to the training ranks, which have `RemoteRollouts`.
     """
 
-    def __init__(self, cfg: Config, layout: Layout, groups: ParallelGroups, link: JobLink) -> None:
+    def __init__(
+        self, cfg: Config, layout: Layout, device: torch.device, recorder: FlightRecorder, link: JobLink
+    ) -> None:
+        sampled = rollout_config(cfg)
+        groups = ParallelGroups.create(check_config(sampled, is_training=False), device, recorder)
         self._cfg = cfg
         self._layout = layout
         self._link = link
-        self._recorder = groups.recorder
+        self._recorder = recorder
         self._recorder.set_phase("joining the ranks that train")
         self._check_data()
         tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
@@ -61,7 +66,6 @@ class SamplingWorker:
             ).train,
             cfg.train.seq_len,
         )
-        sampled = rollout_config(cfg)
         model = InferenceModel(sampled, groups)
         source = WeightSharding.from_config(cfg, for_training=True)
         target = WeightSharding.from_config(sampled, for_training=False)
@@ -141,8 +145,3 @@ class SamplingWorker:
         while len(self._sends) > max_pending:
             for send in self._sends.popleft():
                 send.wait()
-
-
-def sampling_groups(cfg: Config, device: torch.device, recorder: FlightRecorder) -> ParallelGroups:
-    """Create the process groups of the sampling ranks, of their mapping; collective over them."""
-    return ParallelGroups.create(check_config(rollout_config(cfg), is_training=False), device, recorder)

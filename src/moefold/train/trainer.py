@@ -107,7 +107,7 @@ class Trainer:
         if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
             from moefold.train.callbacks.replica_check import ReplicaComparison
 
-            replicas = (ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.drain),)
+            replicas = (ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.saver.drain),)
         if cfg.sites.is_active:
             from moefold.train.callbacks.site_evaluation import SiteEvaluation
             from moefold.train.callbacks.sites import SiteRounds
@@ -151,7 +151,8 @@ class Trainer:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
             RunError: the recipe stops at a non-finite step or a spike, or data-parallel replicas have diverged.
         """
-        context = self._context(stop)
+        folder = Path(self._cfg.run.dir)
+        context = TrainingContext(folder, self._groups, self._train_step, self._data_loader, self._position, stop)
         resume = self._checkpointing.resume(context)
         first_step = self._position.step + 1
         with ExitStack() as stack:
@@ -174,10 +175,6 @@ class Trainer:
             if context.log is not None:
                 context.log.log_end(context.status, self._position.step, self._checkpointing.total_save_s)
         return context.status
-
-    def _context(self, stop: StopSignals) -> TrainingContext:
-        folder = Path(self._cfg.run.dir)
-        return TrainingContext(folder, self._groups, self._train_step, self._data_loader, self._position, stop)
 
     def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
         for callback in self._each_callback():
@@ -222,7 +219,7 @@ class Trainer:
         step_time_s = clock() - started_s
         if context.log is not None:
             context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
-        self._checkpointing.check()
+        self._checkpointing.saver.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
         self._position.step += 1
@@ -278,7 +275,7 @@ class Trainer:
             context.log.log_step_fault(step_fault)
         if action in ("log", "skip"):
             return True
-        self._checkpointing.drain()
+        self._checkpointing.saver.drain()
         if action == "stop":
             from moefold.validate.mismatch import mismatch_advice
 

@@ -99,7 +99,8 @@ class Checkpointing(Callback):
             from moefold.train.adapter_weights import AdapterWeights
 
             self._adapters = AdapterWeights.open(self._cfg.lora, self._cfg.checkpoint, run.groups, resume.path)
-            self.init_message = self._load_base(run, self._adapters.base)
+            if self._adapters.base is not None:
+                self.init_message = self._load_weights(run, self._adapters.base)
         if resume.path is not None:
             self._load(run, resume.path)
             run.is_resumed = True
@@ -144,7 +145,8 @@ class Checkpointing(Callback):
             from moefold.train.adapter_weights import AdapterWeights
 
             self._adapters = AdapterWeights.of_settings(taken.lora)
-            self._load_base(run, self._adapters.base)
+            if self._adapters.base is not None:
+                self._load_weights(run, self._adapters.base)
         groups = run.groups
         state = checkpoint_state(*self._stored(run), run.training.optimizer)
         self.snapshots.restore(step, state, groups.world, groups.device)
@@ -196,14 +198,6 @@ class Checkpointing(Callback):
             self.snapshots.forget_groups()
             self._take_snapshot(run)
         return found
-
-    def check(self) -> None:
-        """Raise the error of a save in the background."""
-        self.saver.check()
-
-    def drain(self) -> None:
-        """Wait for the save in the background."""
-        self.saver.drain()
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Save if it is due; collective."""
@@ -323,10 +317,6 @@ class Checkpointing(Callback):
             is_first_rank=run.is_first_rank,
             folder=folder,
         )
-
-    def _load_base(self, run: TrainingContext, base: Path | None) -> str:
-        """Load the base weights of adapters, None: the random weights of the seed; as `_load_weights`."""
-        return "" if base is None else self._load_weights(run, base)
 
     def _resume_messages(self, run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
         """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""

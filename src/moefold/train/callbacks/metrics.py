@@ -29,7 +29,8 @@ class MetricsLogging(Callback):
 
     def __init__(self, run: RunConfig, metrics: MetricsConfig, flops_per_token: float, device: torch.device) -> None:
         self._flops_per_token = flops_per_token
-        self._peak_tflops = metrics.peak_tflops or (_device_peak_tflops(device) if run.dtype == "bfloat16" else None)
+        name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
+        self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
@@ -82,10 +83,6 @@ class StepReporting(Callback):
             self.last = run.metrics.to_record()
         if self._on_step is not None:
             self._on_step(run.metrics.to_record())
-
-
-def _device_peak_tflops(device: torch.device) -> float | None:
-    return peak_bf16_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 class RoutingTraceSaving(Callback):
