@@ -290,23 +290,15 @@ class Trainer:
 
     def _startup_messages(self) -> tuple[str, ...]:
         """Return the lines to log before the first step."""
-        dp = self._cfg.parallel.dp
+        cfg, loader = self._cfg, self._data_loader
         messages = [
             *self._initial_messages,
-            *startup_lines(
-                self._cfg,
-                self._groups.device.type,
-                self._data_loader.train_sampler,
-                self._data_loader.validation_sampler,
-            ),
+            *startup_lines(cfg, self._groups.device.type, loader.train_sampler, loader.validation_sampler),
+            *filter(None, (self._train_step.model.message, self._checkpointing.init_message, loader.message)),
+            *self._checkpointing.resume_messages,
         ]
-        messages += [
-            message
-            for message in (self._train_step.model.message, self._checkpointing.init_message, self._data_loader.message)
-            if message
-        ]
-        messages += self._checkpointing.resume_messages
-        depends_on_dp = depends_on_data_parallel_size(self._cfg.model, self._cfg.moe)
+        dp = cfg.parallel.dp
+        depends_on_dp = depends_on_data_parallel_size(cfg.model, cfg.moe)
         checkpoint_dp = self._checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):
             messages.append(
