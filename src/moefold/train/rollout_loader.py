@@ -32,7 +32,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
-from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
+from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, rollout_positions
 from moefold.rl.step_rows import StepRows, pack_step, split_steps
 from moefold.rl.table import (
@@ -180,9 +180,7 @@ class RolloutLoader(DataLoader):
             self._initial_fingerprints = relocated(meta, self.order, self.fingerprints).data_files
             self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, self.order)]))
         self.reference = None
-        prompts = open_prompts(
-            cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
-        )
+        prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward))
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts

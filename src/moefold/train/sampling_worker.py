@@ -18,7 +18,7 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.remote_reshard import WeightReceiver
-from moefold.rl.reward import Reward, check_columns, reward_names
+from moefold.rl.reward import Reward, check_columns
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
 from moefold.rl.table import Round
@@ -61,9 +61,7 @@ class SamplingWorker:
         assert tokenizer.separator_id is not None, "checked before the run"
         self._pad_id = tokenizer.separator_id
         self._prompts = PromptSampler(
-            open_prompts(
-                cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
-            ).train,
+            open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train,
             cfg.train.seq_len,
         )
         model = InferenceModel(sampled, groups)
