@@ -186,7 +186,7 @@ class RolloutLoader(DataLoader):
         self._prompts = prompts
         self.train_sharder = self.sharder(self.train_sampler)
         if self._link is None:
-            self._source = LocalRollouts(self._sampler, self._rollout_model, self.train_sampler)
+            self._source = LocalRollouts(self._sampler, self._rollout_model.update, self.train_sampler)
         else:
             start = SamplingStart(self.fingerprints)
             source = WeightSharding.from_config(cfg, for_training=True)
