@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, Judged, Most, ReadIf, at_least
-from moefold.config.groups.attention import RecurrentCore, SoftmaxAttentionPart
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
 from moefold.config.layer_words import MAX_LAYERS, LayerWords, parse_layers
@@ -89,8 +88,7 @@ class ModelConfig(Section):
     @cached_property
     def softmax_attention(self) -> Any:
         """Attention of the layers that are not recurrent, an `AttentionPart` with resolved widths, without a span."""
-        part = self.attention
-        return part.with_heads(self.hidden_size) if isinstance(part, SoftmaxAttentionPart) else part
+        return self.attention.with_heads(self.hidden_size)
 
     @property
     def num_router_choices(self) -> int:
@@ -149,7 +147,7 @@ class ModelConfig(Section):
     @property
     def has_linear_convolution(self) -> bool:
         """Return whether some layers have a convolution over neighbouring tokens."""
-        return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.decoder_layers)
+        return any(layer.core.conv_width > 0 for layer in self.decoder_layers)
 
     @cached_property
     def block_kinds(self) -> tuple[Layer, ...]:
@@ -169,7 +167,7 @@ class ModelConfig(Section):
     @cached_property
     def routed(self) -> RoutedPart | None:
         """Feed-forward network of the MoE layers, which have the same one; None: there are none."""
-        return next((layer.ffn for layer in self.all_layers if isinstance(layer.ffn, RoutedPart)), None)
+        return next((layer.ffn.routed for layer in self.all_layers if layer.ffn.routed), None)
 
     @property
     def experts(self) -> RoutedPart:

@@ -84,8 +84,12 @@ class Part:
         """
         yield from ()
 
-    def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield keys without effect with this part, without the keys that parts of other kinds read."""
+    def unused_keys(self, *args: Any) -> Iterator[UnusedKeys]:
+        """Yield keys without effect with this part, without the keys that parts of other kinds read.
+
+        Args:
+            args: sections, as `check` has them.
+        """
         yield from ()
 
     def shrink(self, to: SmallSizes) -> Self:

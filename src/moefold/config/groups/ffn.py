@@ -40,8 +40,16 @@ class FeedForwardPart(Part):
     """Feed-forward network of a layer."""
 
     group: ClassVar[str] = "ffn"
-    is_routed: ClassVar[bool] = False
-    """Whether a router sends each token to some experts."""
+
+    @property
+    def routed(self) -> "RoutedPart | None":
+        """Experts, to some of which a router sends each token; None: it processes every token."""
+        return None
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether it has a router."""
+        return self.routed is not None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the module, by their names in it and in its order.
@@ -121,7 +129,6 @@ class SharedExpert(Table):
 class RoutedPart(FeedForwardPart):
     """Experts, of which a router chooses some for each token."""
 
-    is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts", "shortcut"})
     num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Experts of one MoE layer, E."""
@@ -158,6 +165,11 @@ class RoutedPart(FeedForwardPart):
     shortcut: bool = False
     """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
     output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
+
+    @property
+    def routed(self) -> "RoutedPart":
+        """The part itself."""
+        return self
 
     @property
     def shared_width(self) -> int:

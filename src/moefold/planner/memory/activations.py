@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.config.groups.ffn import FeedForwardPart, RoutedPart
+from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -345,7 +345,7 @@ def _activation_memory(
 
 def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:
     """Return the routed tokens that the experts of one of `ep` ranks receive, for each of its tokens."""
-    if not isinstance(part, RoutedPart):
+    if part.routed is None:
         return 0.0
     factor = workload.capacity_factor
-    return part.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)
+    return part.routed.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)
