@@ -210,6 +210,9 @@ class AttentionPart(Part):
     """Whether its scores have the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
+    own_recompute_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts of `train.recompute` that this kind alone has: projections from latents to heads, which the core saves. A
+    module has an attribute PART_checkpoint for each, an `OutputCheckpoint`."""
     rotary_dim: ClassVar[Any] = 0
     """Of a part of another package: dims of a head to which RoPE is applied; built-in parts read the recipe's keys."""
     span: SpanPart | None = None
@@ -296,7 +299,7 @@ class AttentionPart(Part):
         return 0
 
     def up_weights(self, hidden: int) -> int:
-        """Return the elements of the projections that recomputing "mla_up" multiplies again."""
+        """Return the elements of the projections that recomputing `own_recompute_parts` multiplies again."""
         return 0
 
     def saved(self, sizes: Any) -> Counter[str] | None:

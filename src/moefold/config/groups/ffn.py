@@ -40,6 +40,8 @@ class FeedForwardPart(Part):
     """Feed-forward network of a layer."""
 
     group: ClassVar[str] = "ffn"
+    recompute_parts: ClassVar[frozenset[str]] = frozenset()
+    """Parts of `train.recompute` that it may have."""
 
     @property
     def routed(self) -> "RoutedPart | None":
@@ -71,11 +73,6 @@ class FeedForwardPart(Part):
     def formula(self) -> FeedForwardFormula | None:
         """Return the network in float64; None: it has no formula."""
         return None
-
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """Parts of `train.recompute` that it has."""
-        return frozenset()
 
     @property
     def tp_unit(self) -> tuple[str, int]:

@@ -333,7 +333,8 @@ class _MixerCost:
         recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core_again)]
         if mixer.latent_rank:
             up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
-            recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
+            own = self.layer.attention.own_recompute_parts
+            recompute += [(part, up + gemm.memory_bound_s(heads)) for part in own]
         return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, recompute=tuple(recompute))
 
     @property

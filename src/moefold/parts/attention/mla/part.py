@@ -37,6 +37,7 @@ class MlaPart(SoftmaxAttentionPart):
 
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
+    own_recompute_parts: ClassVar[tuple[str, ...]] = ("mla_up",)
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
     """Width of the query latent; 0: queries are projected from the hidden state directly."""
     kv_lora_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 64
@@ -158,7 +159,7 @@ class MlaPart(SoftmaxAttentionPart):
     @property
     def recompute_parts(self) -> frozenset[str]:
         """The core, and the heads from the latents, where no indexer selects keys."""
-        return frozenset() if self.indexer else frozenset({"core_attention", "mla_up"})
+        return frozenset() if self.indexer else frozenset({"core_attention", *self.own_recompute_parts})
 
     @property
     def index_source(self) -> int:
