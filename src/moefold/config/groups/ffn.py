@@ -42,16 +42,13 @@ class FeedForwardPart(Part):
     group: ClassVar[str] = "ffn"
     recompute_parts: ClassVar[frozenset[str]] = frozenset()
     """Parts of `train.recompute` that it may have."""
+    is_routed: ClassVar[bool] = False
+    """Whether a router sends each token to some experts."""
 
     @property
     def routed(self) -> "RoutedPart | None":
-        """Experts, to some of which a router sends each token; None: it processes every token."""
+        """The part, if it `is_routed`."""
         return None
-
-    @property
-    def is_routed(self) -> bool:
-        """Return whether it has a router."""
-        return self.routed is not None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the module, by their names in it and in its order.
@@ -126,6 +123,7 @@ class SharedExpert(Table):
 class RoutedPart(FeedForwardPart):
     """Experts, of which a router chooses some for each token."""
 
+    is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts", "shortcut"})
     num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Experts of one MoE layer, E."""
@@ -208,7 +206,7 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
 class Networks(Table):
     """Feed-forward networks of the layers."""
 
-    dense: Annotated[DensePart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
+    dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = by_default("ffn", "swiglu")
     """Network of layers 'dense' of model.layers."""
-    moe: Annotated[RoutedPart, KindOf("ffn", ("moe",))] = by_default("ffn", "moe")
+    moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = by_default("ffn", "moe")
     """Network of layers 'moe' of model.layers: a mixture of experts."""
