@@ -20,7 +20,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.field import SAME_TENSORS
 from moefold.config.find import built_in_kinds, find_part
-from moefold.config.groups.alignment import AlignmentPart, RewardPart
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
@@ -179,7 +179,7 @@ def _method_of_samples(method: Any) -> Any:
     """
     group = AlignmentPart.group
     kind = method.get("kind") if isinstance(method, dict) else method
-    is_loss = kind in built_in_kinds(group) and not issubclass(find_part(group, kind), RewardPart)
+    is_loss = kind in built_in_kinds(group) and not find_part(group, kind).changes_samples
     return kind if is_loss else method
 
 

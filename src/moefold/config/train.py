@@ -16,19 +16,6 @@ MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
 
 
-RECOMPUTE_PARTS = (
-    "norms",
-    "core_attention",
-    "mla_up",
-    "dense_mlp",
-    "expert_activation",
-    "shared_experts",
-    "moe",
-    "layer",
-)
-"""Parts of a layer that can be recomputed in the backward pass (activation checkpointing)."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig(Section):
     """Batch, optimizer, learning-rate schedule, memory savings and evaluation."""

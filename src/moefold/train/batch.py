@@ -78,8 +78,8 @@ class BatchSharder:
         self._vocab_size = model.vocab_size
         self._dp_group = groups.attn.dp
         self._placer: RoundPlacer | None = None
-        context = chosen_in(parallel, ContextPart)
-        if context.balances_hosts or context.moves_tokens:
+        plan = chosen_in(parallel, ContextPart).plan
+        if plan.balances_hosts or plan.moves_tokens:
             from moefold.train import round_placement
 
             self._placer = round_placement.RoundPlacer(parallel, train, groups)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.context import BALANCED, ContextPart, PlannedPart
+from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.groups.drop import DropScopePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
@@ -17,10 +17,10 @@ WAY_OUT = "choose placement='samples'"
 
 def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLConfig) -> Iterator[str]:
     """Check that what reads whole samples is off."""
-    context = chosen_in(parallel, ContextPart)
-    if not isinstance(context, PlannedPart) or not context.moves_tokens:
+    plan = chosen_in(parallel, ContextPart).plan
+    if not plan.moves_tokens:
         return
-    name, way_out = f"{context.key}.placement={context.placement!r}", WAY_OUT
+    name, way_out = f"{ContextPart.key}.placement={plan.placement!r}", WAY_OUT
     if rl.is_on:
         yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
     elif data.kind in ("preference", "program"):
@@ -32,17 +32,17 @@ def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLCo
 
 def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[str]:
     """Check that what needs contiguous tokens, or the tokens of one micro-batch on one group of ranks, is off."""
-    context = chosen_in(parallel, ContextPart)
-    if not isinstance(context, PlannedPart) or not context.moves_tokens:
+    plan = chosen_in(parallel, ContextPart).plan
+    if not plan.moves_tokens:
         return
-    name, way_out = f"{context.key}.placement={context.placement!r}", WAY_OUT
+    name, way_out = f"{ContextPart.key}.placement={plan.placement!r}", WAY_OUT
     if model.has_linear_attention:
         yield (
             f"{name} splits samples into parts of documents, and linear attention (model.layers) needs "
             f"contiguous segments of samples; {way_out}"
         )
     if has_moe_layers(model):
-        yield from _validate_routing(moe, name, way_out, is_balanced=context.placement == BALANCED)
+        yield from _validate_routing(moe, name, way_out, is_balanced=plan.placement == BALANCED)
 
 
 def _validate_routing(moe: MoEConfig, name: str, way_out: str, *, is_balanced: bool) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.topology.layout import divisors
 
@@ -11,10 +11,10 @@ from moefold.topology.layout import divisors
 def validate_attention_pool(parallel: ParallelConfig) -> Iterator[str]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = parallel
-    context = chosen_in(p, ContextPart)
-    if not isinstance(context, PlannedPart) or not context.pool or not context.balances_hosts:
+    plan = chosen_in(p, ContextPart).plan
+    if not plan.pool or not plan.balances_hosts:
         return
-    pool = context.pool
+    pool = plan.pool
     ranks = p.dp * p.cp
     if pool == 1 < ranks and p.cp == 1:
         legal = ", ".join(map(str, divisors(ranks)[1:]))

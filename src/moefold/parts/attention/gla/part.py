@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
+from moefold.config.groups.attention import AttentionCore, AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
@@ -40,9 +40,9 @@ class GlaPart(LinearAttentionPart):
         yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
         yield norm_param("norm", self.value_head_dim)
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the states; each is read and written once, and decays."""
-        return RecurrentCore(
+        return AttentionCore(
             state_size=self.state_size, transition_size=self.transition_size, state_flops=6 * self.state_size
         )
 

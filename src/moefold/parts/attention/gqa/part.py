@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from moefold.config.field import SHARE, Most, at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     QueryKeyNorm,
     SoftmaxAttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     Temperature,
     gate_bytes,
@@ -71,7 +71,7 @@ class GqaPart(SoftmaxAttentionPart):
         """See base class."""
         return self.sinks
 
-    def with_heads(self, hidden: int) -> "GqaPart":
+    def with_heads(self, hidden: int) -> Self:
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
@@ -195,9 +195,9 @@ class GqaPart(SoftmaxAttentionPart):
         if self.indexer:
             yield from prefixed("indexer", self.indexer.params(hidden, hidden))
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads, and the indexer's key if there is one."""
-        return SoftmaxCore(
+        return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             key_width=self.head_dim,
