@@ -75,7 +75,7 @@ Scope = Mapping[str, ThePart | Imported | None]
 
 
 def formula_reads(part: type[Part]) -> set[str]:
-    """Check the formula of a part; return the fields that it reads, those of a part in a field as "router.bias".
+    """Check the formula of a part; return the fields that it reads, of a part in a field as "router.bias".
 
     Raises:
         FormulaError: it uses something that it may not.
@@ -273,7 +273,7 @@ class _Rule:
     # Statements and expressions
 
     def _function(self, node: ast.FunctionDef | ast.Lambda, place: _Place, values: Scope) -> None:
-        """Check a function, without annotations; `values` are those of its parameters, if they are not opaque."""
+        """Check a function, without annotations; `values` are of parameters that are not opaque."""
         arguments = node.args
         self._visit_all([*arguments.defaults, *(one for one in arguments.kw_defaults if one)], place)
         parameters = {one.arg: OPAQUE for one in ast.walk(arguments) if isinstance(one, ast.arg)}
@@ -517,7 +517,7 @@ def _imports(node: ast.Import | ast.ImportFrom, module: ModuleType) -> dict[str,
 
 
 def _bound(body: Iterable[ast.AST], module: ModuleType) -> dict[str, Imported | None]:
-    """Return the names that a function binds, but not those of functions and comprehensions within it.
+    """Return the names that a function binds, without functions and comprehensions within it.
 
     A name that an import binds counts as imported, whatever else binds it.
     """

@@ -12,7 +12,7 @@ import moefold.parts
 from moefold.config.chosen import chosen
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
-from moefold.config.groups.attention import OutputGate, QueryKeyNorm
+from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, part_keys
@@ -94,7 +94,7 @@ def test_a_formula_stands_by_itself_and_reads_each_field(group, kind):
 @pytest.mark.parametrize("kind", built_in_kinds("attention"))
 def test_the_formula_of_an_attention_stands_by_itself_and_reads_each_field(kind):
     read = check_formula(find_part("attention", kind))
-    for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm)):
+    for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm), ("temperature", Temperature)):
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read
 
 
@@ -112,7 +112,7 @@ def test_the_formula_of_a_norm_stands_by_itself_and_reads_each_field_that_it_doe
 def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
     """Check that a formula uses no code that trains, and reads each field of its part; return what it reads.
 
-    The oracle itself reads what all kinds of a group have: the framed fields, and those of a layer's place.
+    The oracle itself reads what all kinds of a group have: the framed fields, and the fields of a layer's place.
     """
     read = formula_reads(part)
     names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
