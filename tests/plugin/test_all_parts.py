@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from moefold.config.data import DataConfig
+from moefold.config.find import find_part
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE
@@ -18,6 +20,7 @@ from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.test_imports import imports_torch
 from tests.e2e.command import TWO, checkpoints, here, losses, metrics, moefold, train
+from tests.parts.test_parts import check_formula
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
 from tests.plugin.test_objective import loss
 from tests.slow import slow
@@ -42,6 +45,14 @@ ROLLOUTS = (
 def file(tmp_path):
     """A file of the user with the class of the package."""
     return Path(shutil.copy(PACKAGE / "inverse_sqrt.py", tmp_path / "parts.py"))
+
+
+@pytest.mark.parametrize("key", PARTS)
+def test_its_formulas_follow_the_rule(key):
+    part = find_part(key.partition(".")[2], PARTS[key][0])
+    assert part.changes_maths == (part.formula is not Part.formula)
+    if part.changes_maths:
+        check_formula(part)
 
 
 def test_the_package_is_installed_and_no_part_of_the_wheel():

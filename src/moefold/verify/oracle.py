@@ -36,13 +36,7 @@ from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within
 from moefold.verify.no_formula import formula_of, no_formula
-from moefold.verify.oracle_attention import (
-    apply_rope,
-    document_positions,
-    hidden_keys,
-    nope_temperature,
-    rope_formula,
-)
+from moefold.verify.oracle_attention import apply_rope, document_positions, hidden_keys, rope_formula
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
 from moefold.verify.oracle_optimizer import OracleOptimizer
@@ -421,8 +415,6 @@ class Oracle:
             SoftmaxInput(weights, x, rotate, self._head_norm, score_factor, positions.double())
         )
         query = heads.queries
-        if part.has_temperature and getattr(part, "temperature", None) and not part.has_rope:
-            query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
         if part.selector:

@@ -38,12 +38,6 @@ def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Te
     return masked if span is None else masked | formula_of(span)(positions)
 
 
-def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
-    """Return the factor of the queries of layers without RoPE, float64 [B, S], given positions in documents [B, S]."""
-    steps = (positions + 1).double() / model.attention.temperature.tokens
-    return 1 + model.attention.temperature.scale * torch.log(1 + steps.floor())
-
-
 def rope_formula(model: ModelConfig) -> RopeFormula:
     """Return the formula of the scaling of RoPE."""
     found: RopeFormula = formula_of(model.rope.scaling)

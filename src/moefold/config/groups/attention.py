@@ -362,7 +362,7 @@ class OutputGate(Table):
 class SoftmaxAttentionPart(AttentionPart):
     """Softmax attention with heads that tensor parallelism shards."""
 
-    framed: ClassVar[frozenset[str]] = frozenset({"indexer", "temperature"})
+    framed: ClassVar[frozenset[str]] = frozenset({"indexer"})
     num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Query heads, A."""
     gate: OutputGate | None = None
