@@ -151,8 +151,9 @@ def cache_lines(recipe: Recipe) -> Iterator[str]:
 
 def memory_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the memory of each pipeline rank by part, on both devices, as the recipe says and recomputed."""
+    from moefold.config.train import AUTO
     from moefold.cost.peak_memory import compute_rank_memory
-    from moefold.cost.recompute_parts import AUTO, RECOMPUTE_PARTS
+    from moefold.cost.recompute_parts import RECOMPUTE_PARTS
     from moefold.cost.saved_tensors import KERNEL_PROFILES
 
     own = () if AUTO in recipe.cfg.train.recompute else recipe.cfg.train.recompute

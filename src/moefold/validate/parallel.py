@@ -23,8 +23,7 @@ from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
-from moefold.config.train import TrainConfig
-from moefold.cost.recompute_parts import AUTO
+from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
@@ -32,7 +31,6 @@ from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.placement import PLACEMENT_RULES
-from moefold.validate.planned_attention import validate_attention_pool
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
@@ -426,7 +424,6 @@ PARALLEL_RULES = (
     validate_sequence_length,
     validate_batch_size,
     *PIPELINE_RULES,
-    validate_attention_pool,
     *PLACEMENT_RULES,
 )
 
