@@ -414,9 +414,9 @@ def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
     return int(sizes.gathered_bytes(heads * (part.gate_size + part.value_width))) if part.gate else 0
 
 
-def norm_param(name: str, width: int) -> ParamSpec:
-    """Return the weight of an RMSNorm."""
-    return ParamSpec(f"{name}.weight", (width,), "norms")
+def norm_param(name: str, width: int, initial: tuple[float, ...] = ()) -> ParamSpec:
+    """Return the weight of an RMSNorm; with initial values, it is no zero-centred one."""
+    return ParamSpec(f"{name}.weight", (width,), "norms", initial=initial)
 
 
 def prefixed(prefix: str, weights: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
