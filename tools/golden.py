@@ -113,7 +113,7 @@ def parameter_lines(recipe: Recipe) -> Iterator[str]:
 
     yield from flat(asdict(count_parameters(recipe.cfg.model)))
     for name, weight in model_weights(recipe.cfg.model).items():
-        yield f"{name} {' '.join(line for line in flat(asdict(weight)) if not line.startswith('name '))}"
+        yield f"{name} {' '.join(line for line in flat(asdict(weight)) if not line.startswith(('name ', 'drawn ')))}"
 
 
 def shard_lines(recipe: Recipe) -> Iterator[str]:

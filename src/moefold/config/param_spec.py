@@ -11,7 +11,7 @@ from typing import Literal
 ModelPart = Literal[
     "embedding", "head", "attention", "dense_mlp", "router", "experts", "shared_experts", "norms", "mtp"
 ]
-Distribution = Literal["normal", "output", "convolution", "decay_rate", "time_step"]
+Distribution = Literal["ones", "zeros", "normal", "output", "convolution", "decay_rate", "time_step"]
 
 
 def shard_rows(size: int, degree: int, index: int) -> tuple[int, int]:
@@ -51,8 +51,8 @@ class ParamSpec:
     initial: tuple[float, ...] = ()
     """Initial values, one for each index of dim 0, or one for all; empty: drawn, or as all vectors start."""
     drawn: Distribution | None = None
-    """Distribution of the initial values (`model/init.py`). None: matrices are normal, weights of norms 1, and other
-    vectors 0."""
+    """Distribution of initial values (`model/init.py`); None: of matrices "normal", of norms "ones" ("zeros" if they are
+    zero-centred), of other vectors "zeros"."""
     in_exponent: bool = False
     """Whether the model exponentiates it, so that rounding it to the compute type changes the result much."""
 

@@ -65,12 +65,14 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     if spec.initial:
         rows = torch.tensor(spec.initial).view(-1, *[1] * (len(shape) - 1))
         return rows.expand(shape).clone()
-    if spec.drawn is None and not spec.is_matrix:
-        starts_at_one = spec.part == "norms" and not cfg.norm.zero_centered
-        return torch.ones(shape) if starts_at_one else torch.zeros(shape)
+    drawn = spec.drawn
+    if drawn is None and not spec.is_matrix:
+        drawn = "ones" if spec.part == "norms" and not cfg.norm.zero_centered else "zeros"
     generator = torch.Generator().manual_seed(seed_for(seed, name))
     std = cfg.init_std
-    match spec.drawn:
+    match drawn:
+        case "ones" | "zeros":
+            return torch.full(shape, float(drawn == "ones"))
         case "convolution":
             bound = shape[1] ** -0.5
             return torch.empty(shape).uniform_(-bound, bound, generator=generator)
