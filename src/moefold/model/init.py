@@ -69,7 +69,6 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     if drawn is None and not spec.is_matrix:
         drawn = "ones" if spec.part == "norms" and not cfg.norm.zero_centered else "zeros"
     generator = torch.Generator().manual_seed(seed_for(seed, name))
-    std = cfg.init_std
     match drawn:
         case "ones" | "zeros":
             return torch.full(shape, float(drawn == "ones"))
@@ -82,8 +81,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
             steps = torch.empty(shape).uniform_(*map(math.log, TIME_STEPS), generator=generator).exp()
             # The inverse of softplus.
             return steps + torch.log(-torch.expm1(-steps))
-        case "output":
-            std /= math.sqrt(2 * cfg.num_layers)
+    std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if drawn == "output" else cfg.init_std
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
