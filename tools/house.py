@@ -72,7 +72,7 @@ MLA_ROOMS = ("config/model.py", "config/layers.py")
 PART_CLASSES = ("parts/", "config/groups/")
 """Where parts and their base classes are."""
 PART_LOADERS = _set("config/find.py config/part.py config/chosen.py config/part_table.py")
-"""Where a value is recognised as a part of any group, and checked to be of its group."""
+"""Where parts of any group differ from other values, and are checked to be of their group."""
 PRODUCT = _set("planner verify convert inference rl board bench cli api lm_eval __main__")
 """Folders and modules that use the core: everything else of the package is core."""
 THAT_OF = re.compile(r"\b(that|those)\s+of\b", re.IGNORECASE)

@@ -179,7 +179,7 @@ def _method_of_samples(method: Any) -> Any:
     """
     group = AlignmentPart.group
     kind = method.get("kind") if isinstance(method, dict) else method
-    is_loss = kind in built_in_kinds(group) and not find_part(group, kind).changes_samples
+    is_loss = kind in built_in_kinds(group) and not find_part(group, kind)().reward_column
     return kind if is_loss else method
 
 

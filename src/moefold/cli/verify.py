@@ -18,9 +18,8 @@ from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress

@@ -90,11 +90,7 @@ class Part:
         yield from ()
 
     def unused_keys(self, *args: Any) -> Iterator[UnusedKeys]:
-        """Yield keys without effect with this part, without the keys that parts of other kinds read.
-
-        Args:
-            args: sections, as `check` has them.
-        """
+        """Yield keys without effect with this part, without the keys of parts of other kinds; asked as `check` is."""
         yield from ()
 
     def shrink(self, to: SmallSizes) -> Self:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 
-AUTO = "auto"
 OWNERS = {
     part: kind for kind in built_in_kinds("attention") for part in find_part("attention", kind).own_recompute_parts
 }

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
-from moefold.cost.recompute_parts import AUTO, OWNERS, RECOMPUTE_PARTS, containing_part, missing_reason
+from moefold.config.train import AUTO, TrainConfig
+from moefold.cost.recompute_parts import OWNERS, RECOMPUTE_PARTS, containing_part, missing_reason
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import ContextPart, takes_selected_keys
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
@@ -22,9 +22,8 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_multiples, nearest_numbers
-from moefold.config.train import TrainConfig
-from moefold.cost.recompute_parts import AUTO
+from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
+from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
@@ -32,7 +31,6 @@ from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.placement import PLACEMENT_RULES
-from moefold.validate.planned_attention import validate_attention_pool
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
@@ -224,8 +222,7 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
         yield (
             f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
             f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
-            "sequence; choose "
-            "'allgather'"
+            f"sequence; choose {join_with_or(list(map(repr, takes_selected_keys())))}"
         )
     if not context.shards_heads or cp == 1:
         return
@@ -426,7 +423,6 @@ PARALLEL_RULES = (
     validate_sequence_length,
     validate_batch_size,
     *PIPELINE_RULES,
-    validate_attention_pool,
     *PLACEMENT_RULES,
 )
 

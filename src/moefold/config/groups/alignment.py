@@ -68,8 +68,6 @@ class AlignmentPart(Part):
     """Whether rewards or preferences choose the data or the loss."""
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
-    changes_samples: ClassVar[bool] = False
-    """Whether samples, or their weights, depend on its settings."""
     selects_rows: ClassVar[bool] = False
     """Whether it chooses or weighs conversations (`select`)."""
 
@@ -120,7 +118,6 @@ class RewardPart(AlignmentPart):
 
     changes_maths: ClassVar[bool] = False
     data_kind: ClassVar[str] = "sft"
-    changes_samples: ClassVar[bool] = True
     reward: Annotated[str, Bound("must name a column", bool)] = "reward"
     """Column with the reward of a row."""
 

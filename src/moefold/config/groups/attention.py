@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from moefold.config.field import POSITIVE, Most, at_least
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
+from moefold.config.param_spec import Distribution, ParamSpec
 from moefold.config.part import KindOf, Part, Table, make_part
 from moefold.config.small_sizes import SmallSizes
 
@@ -414,9 +414,9 @@ def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
     return int(sizes.gathered_bytes(heads * (part.gate_size + part.value_width))) if part.gate else 0
 
 
-def norm_param(name: str, width: int) -> ParamSpec:
-    """Return the weight of an RMSNorm."""
-    return ParamSpec(f"{name}.weight", (width,), "norms")
+def norm_param(name: str, width: int, drawn: Distribution | None = None) -> ParamSpec:
+    """Return the weight of an RMSNorm; "ones" for one that is never zero-centred."""
+    return ParamSpec(f"{name}.weight", (width,), "norms", drawn=drawn)
 
 
 def prefixed(prefix: str, weights: Iterable[ParamSpec]) -> Iterator[ParamSpec]:

@@ -199,7 +199,7 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
     """Yield the parameters of `SwiGLU`."""
     yield ParamSpec("w_gate", (ffn, hidden), part, tp_dim=0)
     yield ParamSpec("w_up", (ffn, hidden), part, tp_dim=0)
-    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1)
+    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1, drawn="output")
 
 
 @dataclass(frozen=True, kw_only=True)

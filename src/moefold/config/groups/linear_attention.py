@@ -171,7 +171,8 @@ class DeltaRulePart(LinearAttentionPart):
         for name, width in widths.items():
             yield ParamSpec(f"w{name}", (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1, drawn="output")
         for name, width in widths.items():
-            yield ParamSpec(f"conv_{name}", (width, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)
+            shape = width, self.conv_kernel
+            yield ParamSpec(f"conv_{name}", shape, "attention", tp_dim=0, never_as_matrix=True, drawn="convolution")
+        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True, drawn="decay_rate")

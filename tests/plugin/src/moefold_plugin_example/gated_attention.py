@@ -50,7 +50,7 @@ class Gated(AttentionPart):
         width = self.num_heads * self.head_dim
         for name in ("wq", "wk", "wv", "wg"):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
-        yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1, drawn="output")
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow heads, for `moefold verify --shrink`."""

@@ -37,8 +37,8 @@ class GlaPart(LinearAttentionPart):
         yield ParamSpec("wa_down", (self.gate_rank, hidden), "attention")
         yield ParamSpec("wa_up", (self.channels, self.gate_rank), "attention", tp_dim=0)
         yield ParamSpec("ba", (self.channels,), "attention", tp_dim=0)
-        yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
-        yield norm_param("norm", self.value_head_dim)
+        yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1, drawn="output")
+        yield norm_param("norm", self.value_head_dim, drawn="ones")
 
     def core(self, hidden: int) -> AttentionCore:
         """Return the states; each is read and written once, and decays."""

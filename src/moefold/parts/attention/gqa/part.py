@@ -179,7 +179,7 @@ class GqaPart(SoftmaxAttentionPart):
         yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
         yield ParamSpec("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
         yield ParamSpec("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
-        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1, drawn="output")
         if self.qkv_bias:
             yield ParamSpec("bq", (query,), "attention", tp_dim=0)
             yield ParamSpec("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
@@ -187,7 +187,7 @@ class GqaPart(SoftmaxAttentionPart):
         if self.output_bias:
             yield ParamSpec("bo", (hidden,), "attention")
         if self.sinks:
-            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0)
+            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0, drawn="normal")
         if self.gate:
             yield from self.gate.params(self.num_heads, self.head_dim, hidden)
         if self.qk_norm:

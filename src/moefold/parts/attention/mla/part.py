@@ -115,7 +115,7 @@ class MlaPart(SoftmaxAttentionPart):
             yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
         yield ParamSpec("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
         yield ParamSpec("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
-        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1, drawn="output")
         if self.gate:
             yield from self.gate.params(heads, self.v_head_dim, hidden)
         if query_rank:

@@ -35,8 +35,9 @@ class ShortConvolutionPart(AttentionPart):
         """Yield the parameters of `ShortConvolution`; see base class."""
         for name in ("wb", "wc", "wv"):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
-        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+        shape = hidden, self.conv_kernel
+        yield ParamSpec("conv", shape, "attention", tp_dim=0, never_as_matrix=True, drawn="convolution")
+        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1, drawn="output")
         if self.bias:
             for name in ("bb", "bc", "bv", "conv_bias"):
                 yield ParamSpec(name, (hidden,), "attention", tp_dim=0)

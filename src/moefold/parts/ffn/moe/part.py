@@ -50,7 +50,7 @@ class MoePart(RoutedPart):
             yield ParamSpec("router.bias", (self.num_choices,), "router")
         yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
         yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
-        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
+        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1, drawn="output")
         if self.bias:
             yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
             yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
