@@ -22,6 +22,7 @@ from moefold.config.groups.indexer import IndexerPart
 from moefold.model.local_param import local_param
 from moefold.model.moe.losses import attach_aux_loss
 from moefold.model.norm import LayerNorm
+from moefold.model.paged_selection import PagedSelection
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.documents import PackedDocuments
@@ -66,31 +67,6 @@ class WholeKeys:
     def gather(self, x: Tensor) -> Tensor:
         """Return x unchanged."""
         return x
-
-
-class SelectedKeyCache(Protocol):
-    """Cache of keys, values and index keys in decoding; see `paged_selection.PagedSelection`."""
-
-    def extend(
-        self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cache the tokens of this pass, then select keys for them.
-
-        Args:
-            index: projections of the pass, with its own keys only.
-            key: [R, 1, G, D].
-            value: [R, 1, G, Dv]; None: parts of the keys.
-            top_k: most keys of a query.
-            window: most keys that a query sees, its own included; 0: no limit.
-
-        Returns:
-            All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
-        """
-        ...
-
-    def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass in a layer that selects none; returns keys and values as `extend` does."""
-        ...
 
 
 class LightningIndexer(nn.Module):
@@ -372,7 +348,7 @@ class Selection:
         own: LightningIndexer | None,
         inputs: tuple[Tensor, Tensor],
         rope: Rope | NoRope,
-        cache: SelectedKeyCache,
+        cache: PagedSelection,
         key_value: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.
@@ -382,7 +358,7 @@ class Selection:
             inputs: as of `select`.
             rope: of the rows.
             cache: of the layer.
-            key_value: as of `SelectedKeyCache.extend`.
+            key_value: as of `PagedSelection.extend`.
 
         Returns:
             All cached keys and values.

@@ -9,14 +9,14 @@ attends to itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.comm.host_copy import copy_to_device
-from moefold.model.attention import scale_queries
-from moefold.ops.block_attention import attention_block, fold_in_sinks
+from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.decode import DecodeRows
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
@@ -112,6 +112,31 @@ class CurrentPass:
         return self._decode_rows[1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """Size and contents of the paged cache."""
+
+    num_pages: int
+    page_positions: int
+    kind: Literal["latents", "heads"] = "latents"
+    """What latent attention caches: latents, or the heads that are computed from them, as in training."""
+
+
+class LayerCache:
+    """What a layer keeps of earlier tokens while a model generates; what it computes with them is between both."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache; 0 before the first pass."""
+        raise NotImplementedError
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages, int64 [n] each; no effect on a cache without pages."""
+
+    def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        """Copy states between slots, int64 [n] each, all below `num_slots`; no effect on a cache without states."""
+
+
 class Pages:
     """Pages of one layer, allocated when its first row is cached."""
 
@@ -164,7 +189,7 @@ class Pages:
             self.tensor[target] = self.tensor[source]
 
 
-class PagedAttention:
+class PagedAttention(LayerCache):
     """Core attention over the tokens of this pass and the cached ones of the same samples.
 
     Args:
@@ -258,7 +283,7 @@ class PagedAttention:
         return attend_pages(q_RAD, keys, values, rows, limits, sinks, scale).unsqueeze(1)
 
 
-class PagedLatents:
+class PagedLatents(LayerCache):
     """Cache of the latents and rotated keys, one vector a token, replicated on the tensor-parallel ranks.
 
     Args: as of `PagedAttention`.
@@ -279,12 +304,21 @@ class PagedLatents:
         self._latents.copy(source, target)
 
     def add(self, new_SBR: Tensor) -> None:
-        """Cache the vectors of this pass, [R, 1, latent + rotated]; see `LatentCacheProtocol`."""
+        """Cache the vectors of this pass, [R, 1, latent + rotated]."""
         if len(new_SBR):
             self._latents.write(new_SBR, self._pass.current.slots_R)
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
-        """Attend to the cached vectors; see `LatentCacheProtocol`."""
+        """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
+
+        Args:
+            query_SBAR: queries in the space of latents and rotated keys, [R, 1, A, rank + rotated].
+            rank: dims of a latent.
+            scale: factor of the scores.
+
+        Returns:
+            [R, 1, A, rank].
+        """
         if not len(query_SBAR):
             return query_SBAR[..., :rank]
         pages = self._latents.tensor
