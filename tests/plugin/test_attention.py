@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import kv_cache_bytes
 from moefold.errors import ConfigError
-from moefold.model.paged_cache import CacheSize
+from moefold.model.layer_cache import CacheSize
 from moefold.model.transformer import build_model
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.verify.compare import compare_records, run_oracle

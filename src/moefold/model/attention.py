@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.lora import LowRankAdapters
-from moefold.model.paged_cache import CacheSize, CurrentPass, LayerCache, PagedAttention
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import (
@@ -203,6 +203,8 @@ class SelfAttention(TokenMixer):
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
         """Return attention over the keys and values of the pages of each row's sample; see base class."""
+        from moefold.model.paged_cache import PagedAttention
+
         limits = self.window, self.kernels.paged_attention, self.chunk_size
         return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, *limits)}
 

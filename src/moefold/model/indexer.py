@@ -12,7 +12,7 @@ learns from both layers' probabilities (`shared` in `model.layers`, arXiv:2603.1
 """
 
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from moefold.config.groups.indexer import IndexerPart
 from moefold.model.local_param import local_param
 from moefold.model.moe.losses import attach_aux_loss
 from moefold.model.norm import LayerNorm
-from moefold.model.paged_selection import PagedSelection
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.documents import PackedDocuments
@@ -36,6 +35,9 @@ from moefold.ops.sparse_attention import (
     selected_index_loss,
     visible_index_loss,
 )
+
+if TYPE_CHECKING:
+    from moefold.model.paged_selection import PagedSelection
 
 INDEX_NORM_EPS = 1e-6
 """Epsilon of the norm of the indexer's keys, as in DeepSeek's code and transformers."""
@@ -348,7 +350,7 @@ class Selection:
         own: LightningIndexer | None,
         inputs: tuple[Tensor, Tensor],
         rope: Rope | NoRope,
-        cache: PagedSelection,
+        cache: "PagedSelection",
         key_value: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
-from moefold.model.paged_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.recurrent_cache import RecurrentStates, StateShapes
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import ChunkedLinearAttention, InitialState, recurrent_linear_attention

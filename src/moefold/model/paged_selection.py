@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from moefold.model.paged_cache import MAX_GATHERED_ELEMENTS, CurrentPass, LayerCache, Pages, PassRows
+from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.paged_cache import MAX_GATHERED_ELEMENTS, PagedCache
 from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.exact_topk import exact_topk
 from moefold.ops.sparse_attention import IndexTensors
@@ -47,7 +48,7 @@ class LastSelections:
         return found_RK.masked_fill(~is_same_RR.any(1, keepdim=True), -1)
 
 
-class PagedSelection(LayerCache):
+class PagedSelection(PagedCache):
     """Cache of one layer of sparse attention: keys, values and index keys.
 
     A query selects positions of its own sample. Attention then reads the selected keys alone, by their slots.
@@ -59,21 +60,9 @@ class PagedSelection(LayerCache):
     """
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int) -> None:
-        self._pass = current_pass
-        self._keys = Pages(num_pages, page_positions)
-        self._values = Pages(num_pages, page_positions)
-        self._index_keys = Pages(num_pages, page_positions)
+        super().__init__(current_pass, num_pages, page_positions, 3)
+        self._keys, self._values, self._index_keys = self._pages
         self._last = LastSelections()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache; 0 before the first pass."""
-        return self._keys.nbytes + self._values.nbytes + self._index_keys.nbytes
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each."""
-        for pages in (self._keys, self._values, self._index_keys):
-            pages.copy(source, target)
 
     def extend(
         self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.model.paged_cache import CurrentPass, LayerCache
+from moefold.model.layer_cache import CurrentPass, LayerCache
 
 
 @dataclass(frozen=True)

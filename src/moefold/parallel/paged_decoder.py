@@ -18,10 +18,11 @@ from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import TokenMixer
 from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supports_fused
 from moefold.model.head import Head
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
-from moefold.model.paged_cache import CacheSize, CurrentPass, LayerCache, PagedAttention, PassRows
+from moefold.model.paged_cache import PagedAttention
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass

@@ -22,8 +22,9 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.block_sizes import BlockSizes
 from moefold.model.attention import SelfAttention
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.local_param import local_param
-from moefold.model.paged_cache import CacheSize, CurrentPass, KeyLimits, LayerCache, Pages, attend_pages
+from moefold.model.paged_cache import KeyLimits, PagedCache, attend_pages
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 
@@ -117,7 +118,7 @@ class GatedAttention(SelfAttention):
         return self.sequence_parallel.linear_reduce_scatter(gated, wo, self.wgrad_store, backend)
 
 
-class JointCache(LayerCache):
+class JointCache(PagedCache):
     """Attention over cached heads: keys and values of a token side by side in one tensor of pages.
 
     Args:
@@ -127,24 +128,14 @@ class JointCache(LayerCache):
     """
 
     def __init__(self, current_pass: CurrentPass, size: CacheSize, window: int) -> None:
-        self._pass = current_pass
-        self._pages = Pages(size.num_pages, size.page_positions)
+        super().__init__(current_pass, size.num_pages, size.page_positions)
         self._limits = KeyLimits(window)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages; 0 before the first pass."""
-        return self._pages.nbytes
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each."""
-        self._pages.copy(source, target)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
         """Cache the keys and values [R, 1, A, D] of the rows of a pass, then attend with their queries."""
         if not len(q):
             return q
-        pages = self._pages.write(torch.cat((k, v), -1).squeeze(1), self._pass.current.slots_R)
+        pages = self._pages[0].write(torch.cat((k, v), -1).squeeze(1), self._pass.current.slots_R)
         keys, values = pages.chunk(2, -1)
         return attend_pages(q.squeeze(1), keys, values, self._pass.current, self._limits, None, None).unsqueeze(1)
 

@@ -10,10 +10,11 @@ from moefold.config.groups.attention import AttentionFrame
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
-from moefold.model.paged_cache import CacheSize, CurrentPass, LayerCache, PagedLatents
+from moefold.model.paged_cache import PagedLatents
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.parts.attention.mla.part import MlaPart

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moefold.config.groups.attention import AttentionFrame
 from moefold.model.indexer import LightningIndexer, Selection
-from moefold.model.paged_cache import CacheSize, CurrentPass, LayerCache
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.paged_selection import PagedSelection
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
