@@ -42,7 +42,7 @@ from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective
-from moefold.verify.oracle_schedule import oracle_rate
+from moefold.verify.oracle_optimizer import oracle_rate
 from moefold.verify.read_record import ReadRecord
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites

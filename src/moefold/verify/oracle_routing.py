@@ -101,9 +101,8 @@ class OracleRouter:
     @property
     def aux_coefficient(self) -> float:
         """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
-        # Read for every choice, so that it counts as read.
-        coefficient = self._moe.aux_loss
-        return coefficient if self._choice.has_aux_loss else 0.0
+        # A product, so that the key counts as read with every choice.
+        return self._moe.aux_loss * self._choice.has_aux_loss
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent state, by name."""

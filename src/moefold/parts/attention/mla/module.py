@@ -1,6 +1,6 @@
 """Module of multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1)."""
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,36 +10,17 @@ from moefold.config.groups.attention import AttentionFrame
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
+from moefold.model.paged_cache import PagedLatents
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.parts.attention.mla.part import MlaPart
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents, independent of `norm_eps`, as in DeepSeek's code and transformers."""
-
-
-class LatentCacheProtocol(Protocol):
-    """KV cache of latent attention; see `paged_cache.PagedLatents`."""
-
-    def add(self, new_SBR: Tensor) -> None:
-        """Cache the latents and rotated keys of this pass, [S, B, latent + rotated]."""
-        ...
-
-    def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
-        """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
-
-        Args:
-            query_SBAR: queries in the space of latents and rotated keys, [S, B, A, rank + rotated].
-            rank: dims of a latent.
-            scale: factor of the scores.
-
-        Returns:
-            [S, B, A, rank].
-        """
-        ...
 
 
 class LatentAttention(SelfAttention):
@@ -58,7 +39,6 @@ class LatentAttention(SelfAttention):
         frame: of the model.
     """
 
-    caches_latents: ClassVar[bool] = True
     fused_refusal: ClassVar[str] = "latent attention"
 
     def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
@@ -82,7 +62,7 @@ class LatentAttention(SelfAttention):
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.gates_whole_heads = part.gate_size == 1
         self.mla_up_checkpoint: OutputCheckpoint = no_checkpoint
-        self.latent_cache: LatentCacheProtocol | None = None
+        self.latent_cache: PagedLatents | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
         has_query_latent = part.scale_latents and query_rank > 0
         self._query_latent_scale = (hidden / query_rank) ** 0.5 if has_query_latent else 1.0
@@ -91,6 +71,12 @@ class LatentAttention(SelfAttention):
         self._padded_head_dim = max(head, value)
         self._has_wide_values = value > head
         self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
+
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return a cache of latents, or of heads; see base class."""
+        if size.kind == "heads":
+            return super().caches(current_pass, size)
+        return {"latent_cache": PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)}
 
     def forward(
         self,
