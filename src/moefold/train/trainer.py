@@ -290,7 +290,8 @@ class Trainer:
 
     def _startup_messages(self) -> tuple[str, ...]:
         """Return the lines to log before the first step."""
-        cfg, loader = self._cfg, self._data_loader
+        cfg = self._cfg
+        loader = self._data_loader
         messages = [
             *self._initial_messages,
             *startup_lines(cfg, self._groups.device.type, loader.train_sampler, loader.validation_sampler),
