@@ -9,7 +9,7 @@ import torch
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import kv_cache_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
 from moefold.verify.compare import compare_records, run_oracle
@@ -97,5 +97,5 @@ def test_it_shrinks_with_the_recipe():
 
 
 def test_its_cache_has_the_bytes_of_the_built_in_one() -> None:
-    mine, theirs = (kv_cache_bytes(recipe(*keys), 24, 3) for keys in (GATED, BUILT_IN))
+    mine, theirs = (cache_sizes(recipe(*keys)).kv_bytes(3 * 24) for keys in (GATED, BUILT_IN))
     assert mine == theirs > 0

@@ -14,6 +14,7 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part, names_failure
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
@@ -44,7 +45,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
         local = make_part(part.group, "local")
         return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
     wanted = make_part(part.group, part.prefers) if part.prefers else part
-    reason = next(chain(wanted.unsupported(cfg), wanted.unsupported_here(groups.device)), "")
+    reason = next(chain(ask(wanted.unsupported, cfg), wanted.unsupported_here(groups.device)), "")
     if not part.prefers:
         if reason:
             raise ConfigError(f"{name} cannot run: {reason}; choose 'alltoall'")
@@ -79,21 +80,20 @@ def largest_receive_load(dispatchers: Iterable[Dispatcher[Any]]) -> Tensor | Non
 
 
 def apply_expert_parallel(
-    stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any]
+    stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any], *, is_checked: bool
 ) -> None:
-    """Give the MoE layers their dispatcher, and the ranks with which they share a micro-batch."""
-    routed = stage.cfg.model.routed
+    """Give the MoE layers their dispatcher, checked if the recipe says so, and the ranks of their micro-batch."""
+    routed = stage.config.routed
     if routed is None:
         return
     attn = groups.attn
     micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, attn.tp, local_positions(positions, attn.tp))
-    width = routed.token_size(stage.cfg.model.hidden_size) // groups.moe.etp.size
+    width = routed.token_size(stage.config.hidden_size) // groups.moe.etp.size
     bias_slice = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
-    is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():
         layer.micro_batch_group = micro_batch_group
         layer.dispatcher = dispatcher
-        if is_checked:
+        if is_checked and groups.moe.experts.size > 1:
             from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 
             layer.dispatcher = ValidatingDispatcher(dispatcher, groups.moe, number, groups.device)

@@ -19,11 +19,20 @@ class ForwardChain:
         stages: of this rank, in model order.
         stage_plan: the stages of all ranks.
         groups: the process groups of its mapping.
+        fetches_experts: whether ranks read each other's experts from shared memory.
     """
 
-    def __init__(self, stages: Sequence[Transformer], stage_plan: StagePlan, groups: ParallelGroups) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Transformer],
+        stage_plan: StagePlan,
+        groups: ParallelGroups,
+        *,
+        fetches_experts: bool = False,
+    ) -> None:
         self.stages = list(stages)
         self.groups = groups
+        self.fetches_experts = fetches_experts
         self._owners = stage_plan.ranks
         self._pending_sends: list[tuple[dist.Work, Tensor]] = []
 
@@ -50,7 +59,7 @@ class ForwardChain:
             The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.
         """
         pp = self.groups.pp
-        shape = (num_local_tokens, tokens.shape[0], self.stages[0].cfg.model.hidden_size)
+        shape = (num_local_tokens, tokens.shape[0], self.stages[0].config.hidden_size)
         x = tokens
         stages = iter(self.stages)
         columns = {} if token_weights is None else {"token_weights": token_weights}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -10,7 +11,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.kernel_choices import recall_choices
-from moefold.parallel.parallelize import build_sharded_stages
+from moefold.parallel.parallelize import ShardedStages, build_sharded_stages
 from moefold.parallel.peer_experts import PeerExperts
 from moefold.topology.rollout_mapping import fetches_experts
 
@@ -19,24 +20,35 @@ class InferenceModel:
     """This rank's stage of a model without gradients; a checkpoint reader must load its weights, in `writing_weights`.
 
     Args:
-        cfg: a recipe that `check_config` passed, without virtual stages.
+        sharded: the stage.
         groups: the process groups of its mapping.
+        fetches_experts: whether ranks read each other's experts from shared memory.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        sharded = build_sharded_stages(cfg, groups, for_training=False)
+    shards_data_parallel = False
+    """Whether data-parallel ranks shard the weights."""
+
+    def __init__(self, sharded: ShardedStages, groups: ParallelGroups, *, fetches_experts: bool = False) -> None:
         recall_choices(sharded.autotuner, groups.device, groups.world)
         if groups.world.size > 1:
             # Ranks that serve requests have no common point after which all of them use what was measured.
             sharded.autotuner.stop_measuring()
-        (self.stage,) = sharded.stages
+        self.stages = sharded.stages
+        (self.stage,) = self.stages
         self.stage.eval().requires_grad_(False)
-        self.cfg = cfg
         self.groups = groups
-        self.chain = ForwardChain(sharded.stages, sharded.stage_plan, groups)
+        self.stage_plan = sharded.stage_plan
+        """The stages of all ranks."""
+        self.chain = ForwardChain(self.stages, self.stage_plan, groups, fetches_experts=fetches_experts)
         self.positions = sharded.positions
         """Sequence positions of this rank, int64 [S/cp]."""
-        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts(cfg.rollout) else None
+        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts else None
+
+    @classmethod
+    def build(cls, cfg: Config, groups: ParallelGroups) -> Self:
+        """Build the model of a recipe that `check_config` passed, without virtual stages."""
+        sharded = build_sharded_stages(cfg, groups, for_training=False)
+        return cls(sharded, groups, fetches_experts=fetches_experts(cfg.rollout))
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:

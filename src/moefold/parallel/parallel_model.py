@@ -47,6 +47,8 @@ class ParallelModel:
     groups: ParallelGroups
     positions: Tensor
     """Sequence positions of this rank, int64 [S/cp]."""
+    shards_data_parallel: bool
+    """Whether data-parallel ranks shard the weights."""
     message: str = ""
     """How the open choices of the recipe were resolved; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
@@ -85,11 +87,11 @@ class ParallelModel:
             self.offload.begin_step()
         with self.cast_copies.fresh(), self.weight_cache.step():
             loss = self.runner.forward_backward(batch)
-        cfg = self.stages[0].cfg
+        stage = self.stages[0]
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
-        if cfg.trains_adapters_only:
+        if stage.settings.lora.trains_adapters_only:
             sum_replicated_gradients(self.named_parameters, self.groups.moe.etp, "etp")
-        if cfg.model.last_stage_needs_embedding and not cfg.freezes_weights:
+        if stage.config.last_stage_needs_embedding and not stage.freezes_weights:
             from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
 
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
@@ -99,7 +101,7 @@ class ParallelModel:
     def duplicate_params(self) -> frozenset[str]:
         """Parameters of this rank that duplicate one of another pipeline rank: the tied embedding of the last stage."""
         first, last = self.stage_plan.embedding_ranks
-        holds_copy = self.stages[0].cfg.model.last_stage_needs_embedding and first != last == self.groups.pp.rank
+        holds_copy = self.stages[0].config.last_stage_needs_embedding and first != last == self.groups.pp.rank
         return frozenset({"embedding.weight"} if holds_copy else ())
 
     def moe_layers(self) -> dict[int, MoELayer]:

@@ -22,7 +22,7 @@ from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
-from moefold.model.transformer import Transformer
+from moefold.model.transformer import Transformer, module_settings
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
@@ -93,6 +93,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
         runner,
         groups,
         sharded.positions,
+        cfg.parallel.zero > 0,
         message,
         sharded.offload,
         _cast_copies(sharded.stages, groups),
@@ -144,9 +145,10 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     plan = plan_stages(cfg)
     of_cp_rank = sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
     positions = torch.as_tensor(of_cp_rank, device=groups.device)
+    settings = module_settings(cfg)
     with torch.device("meta"):
         stages = [
-            Transformer(cfg, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
+            Transformer(cfg.model, settings, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
@@ -159,7 +161,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         moe = replace(cfg.moe, dispatch_precision="dtype")
         cfg = replace(cfg, run=run, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
-    dispatcher = build_dispatcher(selection.part, groups.moe, dispatch_sizes(cfg))
+    sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, layout.cp * layout.tp, stages[0].dtype.itemsize)
+    dispatcher = build_dispatcher(selection.part, groups.moe, sizes)
     offload: ActivationOffload | None = None
     if for_training and cfg.train.offload:
         from moefold.parallel.offload import open_offload
@@ -173,8 +176,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         keep_full_precision(stage, master_weight_dtype(cfg.run))
         if for_training and cfg.trains_adapters_only:
             narrow_frozen_weights(stage)
-        apply_tensor_parallel(stage, groups.attn.tp)
-        apply_expert_parallel(stage, groups, positions, dispatcher)
+        apply_tensor_parallel(stage, groups.attn.tp, overlaps=cfg.parallel.overlap_tp)
+        apply_expert_parallel(stage, groups, positions, dispatcher, is_checked=cfg.faults.check_dispatch)
         apply_context_parallel(stage, cfg.parallel, groups)
         apply_kernels(stage, kernels)
         # In the warm-up of indexers no layer saves activations.

@@ -62,7 +62,7 @@ class SamplingWorker:
             cfg.train.seq_len,
         )
         sampled = rollout_config(cfg)
-        model = InferenceModel(sampled, groups)
+        model = InferenceModel.build(sampled, groups)
         source = WeightSharding.from_config(cfg, for_training=True)
         target = WeightSharding.from_config(sampled, for_training=False)
         self._receiver = WeightReceiver(model, source, target, link)

@@ -14,6 +14,9 @@ from moefold.config.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moefold.config.data import DataConfig
+    from moefold.config.model import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairScores:
@@ -69,9 +72,9 @@ class AlignmentPart(Part):
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield that the data are of another kind, or from several sources with weights."""
-        kind = recipe.data.kind
+        kind = data.kind
         if kind == "preference" and not isinstance(self, PreferencePart):
             losses = (find_part(self.group, kind) for kind in built_in_kinds(self.group))
             way_out = f"choose {', '.join(loss().kind for loss in losses if issubclass(loss, PreferencePart))}"
@@ -81,7 +84,7 @@ class AlignmentPart(Part):
             what = " with a reward in each row" if not isinstance(self, PreferencePart) else ""
             rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
             yield Problem(self.key, self.kind, rule, "set it")
-        if self.data_kind and recipe.data.weights:
+        if self.data_kind and data.weights:
             rule = "reads its rows as one data set"
             yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
 
@@ -106,9 +109,9 @@ class RewardPromptPart(RewardPart):
     """Reward that prompts ask for after training: generate --chat, serve, rollout and lm_eval write it into the prompt
     by the template; their option --want takes another one."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and what is wrong with the template."""
-        yield from super().check(recipe)
+        yield from super().check(model, data)
         yield from template_problems(self.template)
 
 
@@ -147,15 +150,15 @@ class PreferencePart(AlignmentPart):
         """Yield the loss of other data."""
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""
-        yield from super().check(recipe)
-        if recipe.model.mtp_layers:
+        yield from super().check(model, data)
+        if model.mtp_layers:
             yield Problem(
                 self.key,
                 self.kind,
                 "has no loss for the MTP layers, as they would learn the rejected completions too, and "
-                f"model.mtp_layers={recipe.model.mtp_layers}",
+                f"model.mtp_layers={model.mtp_layers}",
                 "set it to 0",
             )
 

@@ -50,7 +50,7 @@ class LinearAttentionPart(AttentionPart):
             value_head_dim=to.head_dim + 2,
         )
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self) -> Iterator[Problem]:
         """Yield value heads that the key heads do not divide."""
         if self.num_value_heads % self.num_key_heads:
             yield Problem(

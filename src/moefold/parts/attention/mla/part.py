@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
 from moefold.config.field import Most, at_least
@@ -64,9 +64,8 @@ class MlaPart(SoftmaxAttentionPart):
             indexer=self.indexer.shrink(to) if self.indexer else None,
         )
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield norms and chunks that MLA does not have, and an odd number of rotated dims."""
-        model: ModelConfig = recipe.model
         if model.norm.zero_centered:
             rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
             yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")

@@ -7,13 +7,12 @@ from math import lcm
 from typing import TYPE_CHECKING, Self
 
 from moefold.config.groups.attention import prefixed
-from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_params
+from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardFrame, RoutedPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
     from moefold.cost.block_sizes import BlockSizes
     from moefold.model.moe.layer import MoELayer
 
@@ -133,20 +132,20 @@ class MoePart(RoutedPart):
         """The whole network, the activation of the experts, and the shared expert if there is one."""
         return frozenset({"moe", "expert_activation"} | ({"shared_experts"} if self.shared_width else set()))
 
-    def build(self, recipe: "Config", number: int) -> "MoELayer":
+    def build(self, frame: FeedForwardFrame) -> "MoELayer":
         """Return the module; see base class."""
         from moefold.model.init import seed_for
         from moefold.model.mlp import SwiGLU
         from moefold.model.moe.layer import MoELayer
 
-        hidden = recipe.model.hidden_size
+        hidden = frame.hidden_size
         return MoELayer(
             self,
             hidden,
-            recipe.moe,
-            loss_scale=1.0 / (recipe.train.global_batch_size // recipe.train.micro_batch_size),
-            micro_batches_per_rank=recipe.num_micro_batches,
-            noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),
+            frame.moe,
+            loss_scale=1.0 / frame.micro_batches,
+            micro_batches_per_rank=frame.rank_micro_batches,
+            noise_seed=seed_for(frame.seed, f"layers.{frame.number}.ffn.router.jitter"),
             shared=SwiGLU(hidden, self.shared_width) if self.shared_width else None,
         )
 
