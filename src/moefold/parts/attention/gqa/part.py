@@ -210,7 +210,7 @@ class GqaPart(SoftmaxAttentionPart):
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of queries, keys and values, of their norms and of the core; see base class."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(query + key_value)
@@ -225,16 +225,16 @@ class GqaPart(SoftmaxAttentionPart):
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         projected = 2 * query + self.num_heads // tp * self.gate_size + key_value
-        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + projected))
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""
         if not self.indexer:
             return BytesByPart()
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         key_value = self._widths(tp)[1]
         return self.indexer.transient(
             sizes, self.num_heads // tp, (key_value, key_value // 2), (SELECTION_COPIES, 2.65)

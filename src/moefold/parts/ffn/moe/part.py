@@ -60,7 +60,7 @@ class MoePart(RoutedPart):
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of router, experts and shared expert; see base class."""
-        p = sizes.cfg.parallel
+        p = sizes.parallel
         if "moe" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
         has_shared = self.shared_width > 0
@@ -68,7 +68,7 @@ class MoePart(RoutedPart):
         saved = sizes.norm_with_output(saves_output=True)
         if has_shared and "shared_experts" not in sizes.recompute:
             saved["shared experts"] += sizes.swiglu(self.shared_width)
-            saved["shared experts"] += sizes.gathered_bytes(sizes.cfg.model.hidden_size) if p.tp > 1 else 0
+            saved["shared experts"] += sizes.gathered_bytes(sizes.model.hidden_size) if p.tp > 1 else 0
         if self.latent_size:
             # The input of the projection back.
             saved["shared experts"] += sizes.tokens * self.latent_size * sizes.item_bytes
@@ -78,23 +78,21 @@ class MoePart(RoutedPart):
         saved["router"] += sizes.tokens * routing_bytes
         kept = self.router.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
         saved["router"] += sizes.tokens * kept
-        if sizes.cfg.moe.input_jitter:
+        if sizes.moe.input_jitter:
             # The noise and the product with it, in the type of the logits.
-            saved["router"] += 2 * sizes.tokens * sizes.cfg.model.hidden_size * sizes.high_precision_bytes
+            saved["router"] += 2 * sizes.tokens * sizes.model.hidden_size * sizes.high_precision_bytes
         return saved + sizes.experts.saved()
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = (
-                2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.intermediate_size // sizes.cfg.parallel.etp
-            )
+            width = 2 * self.token_size(sizes.model.hidden_size) + 3 * self.intermediate_size // sizes.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
         if self.latent_size:
-            widths = 2 * (sizes.cfg.model.hidden_size + self.latent_size)
+            widths = 2 * (sizes.model.hidden_size + self.latent_size)
             delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
         return delayed
 
@@ -106,13 +104,13 @@ class MoePart(RoutedPart):
         if sizes.kernels.grouped_experts or sizes.experts.dispatcher.moves_experts:
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
-        inner = 3 * self.intermediate_size // sizes.cfg.parallel.etp
-        width = inner + self.token_size(sizes.cfg.model.hidden_size) * sizes.experts.applies_probs
+        inner = 3 * self.intermediate_size // sizes.parallel.etp
+        width = inner + self.token_size(sizes.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
-        p = sizes.cfg.parallel
+        p = sizes.parallel
         experts = sizes.experts
         combine_bytes = experts.combine_buffer()
         if p.ep * p.etp > 1:

@@ -40,7 +40,7 @@ class SwiGluPart(DensePart):
         """Return the bytes of gate, up and their product; see base class."""
         if "dense_mlp" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True)
-        saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="dense MLP")
+        saved = sizes.norm_with_output(saves_output=sizes.parallel.tp == 1, part="dense MLP")
         saved["dense MLP"] += sizes.swiglu(self.intermediate_size)
         return saved
 
