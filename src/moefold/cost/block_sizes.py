@@ -1,67 +1,21 @@
 """Sizes of one micro-batch on one rank, from which each part of a layer counts its memory. Torch-free."""
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
-from moefold.config.train import TrainConfig
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.saved_tensors import BytesByPart, KernelProfile
+from moefold.cost.micro_batch import MicroBatch
+from moefold.cost.saved_tensors import BytesByPart
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BlockSizes:
+class BlockSizes(MicroBatch):
     """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    train: TrainConfig
-    moe: MoEConfig
-    recompute: frozenset[str]
-    """Parts that are recomputed."""
-    kernels: KernelProfile
-    """Kernel profile of the device."""
-    kernel_choice: str
-    """`run.kernels`."""
-    item_bytes: int
-    """Bytes of a number in the compute type."""
-    imbalance: float
-    """Routed tokens of the busiest rank over the mean of all ranks."""
-
-    @cached_property
-    def high_precision_bytes(self) -> int:
-        """Bytes of a number in float32, or in the compute type if that is wider."""
-        return max(4, self.item_bytes)
-
-    @cached_property
-    def gathered_tokens(self) -> int:
-        """Tokens inside the sub-layers, N."""
-        return self.train.seq_len // self.parallel.cp * self.train.micro_batch_size
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens between the sub-layers, T."""
-        return self.gathered_tokens // self.parallel.tp
 
     @cached_property
     def experts(self) -> ExpertMemory:
         """Memory of the routed experts."""
-        runs_kernels = self.kernel_choice == "triton" or (self.kernel_choice == "auto" and self.item_bytes == 2)
-        return ExpertMemory(
-            model=self.model,
-            parallel=self.parallel,
-            moe=self.moe,
-            recompute=self.recompute,
-            kernels=self.kernels,
-            imbalance=self.imbalance,
-            tokens=self.tokens,
-            item_bytes=self.item_bytes,
-            commutes_probs=self.kernels.experts_apply_probs and runs_kernels and not self.train.quantizes_gemms,
-        )
+        return ExpertMemory(self)
 
     @property
     def hidden_bytes(self) -> int:
