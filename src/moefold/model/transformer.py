@@ -13,7 +13,6 @@ from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.groups.loss import LossPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
 from moefold.config.part import refuse_failure
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -47,13 +46,10 @@ class ModuleSettings:
     """What the modules of a model read of a recipe besides the shape, which `ModelConfig` has."""
 
     train: TrainConfig
-    moe: MoEConfig
     lora: LoraConfig
+    ffn: FeedForwardFrame
     dtype: str
     """Compute dtype, a key of `TORCH_DTYPES`."""
-    seed: int
-    rank_micro_batches: int
-    """Micro-batches per data-parallel rank and step."""
     cp: int
     """Context-parallel ranks, which share the tokens of the loss."""
     vocab_rows: int
@@ -64,13 +60,18 @@ class ModuleSettings:
 
 def module_settings(cfg: Config) -> ModuleSettings:
     """Return the settings of the modules of a recipe's model."""
+    train = cfg.train
     return ModuleSettings(
-        train=cfg.train,
-        moe=cfg.moe,
+        train=train,
         lora=cfg.lora,
+        ffn=FeedForwardFrame(
+            hidden_size=cfg.model.hidden_size,
+            moe=cfg.moe,
+            micro_batches=train.global_batch_size // train.micro_batch_size,
+            rank_micro_batches=cfg.num_micro_batches,
+            seed=cfg.run.seed,
+        ),
         dtype=cfg.run.dtype,
-        seed=cfg.run.seed,
-        rank_micro_batches=cfg.num_micro_batches,
         cp=cfg.parallel.cp,
         vocab_rows=cfg.vocab_rows,
         overlaps_experts=cfg.parallel.overlap_experts,
@@ -98,16 +99,7 @@ class Block(nn.Module):
             self.attention.limit_to_chunks(layer.chunk)
         self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
-        self.ffn: nn.Module = layer.ffn.build(
-            FeedForwardFrame(
-                hidden_size=hidden,
-                moe=settings.moe,
-                micro_batches=settings.train.global_batch_size // settings.train.micro_batch_size,
-                rank_micro_batches=settings.rank_micro_batches,
-                seed=settings.seed,
-                number=number,
-            )
-        )
+        self.ffn: nn.Module = layer.ffn.build(settings.ffn, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self._attention_part = layer.attention
         self._number = number
@@ -371,11 +363,10 @@ class Transformer(nn.Module):
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
             self.layers.update({str(i): MTPBlock(model, settings, i) for i in mtp_numbers})
         attach_adapters(self, model, settings.lora)
-        num_micro_batches = train.global_batch_size // train.micro_batch_size
         for number, indexer in self.indexers().items():
             # The mean over the layers that attend to its selection.
             coefficient = train.indexer_loss / selection_sources(model).count(number)
-            indexer.set_training(train.indexer_stage, coefficient, num_micro_batches)
+            indexer.set_training(train.indexer_stage, coefficient, settings.ffn.micro_batches)
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None

@@ -11,7 +11,8 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.kernel_choices import recall_choices
-from moefold.parallel.parallelize import ShardedStages, build_sharded_stages
+from moefold.parallel.parallel_model import ShardedStages
+from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.peer_experts import PeerExperts
 from moefold.topology.rollout_mapping import fetches_experts
 
@@ -21,14 +22,11 @@ class InferenceModel:
 
     Args:
         sharded: the stage.
-        groups: the process groups of its mapping.
         fetches_experts: whether ranks read each other's experts from shared memory.
     """
 
-    shards_data_parallel = False
-    """Whether data-parallel ranks shard the weights."""
-
-    def __init__(self, sharded: ShardedStages, groups: ParallelGroups, *, fetches_experts: bool = False) -> None:
+    def __init__(self, sharded: ShardedStages, *, fetches_experts: bool = False) -> None:
+        groups = sharded.groups
         recall_choices(sharded.autotuner, groups.device, groups.world)
         if groups.world.size > 1:
             # Ranks that serve requests have no common point after which all of them use what was measured.
@@ -37,6 +35,7 @@ class InferenceModel:
         (self.stage,) = self.stages
         self.stage.eval().requires_grad_(False)
         self.groups = groups
+        self.shards_data_parallel = sharded.shards_data_parallel
         self.stage_plan = sharded.stage_plan
         """The stages of all ranks."""
         self.chain = ForwardChain(self.stages, self.stage_plan, groups, fetches_experts=fetches_experts)
@@ -48,7 +47,7 @@ class InferenceModel:
     def build(cls, cfg: Config, groups: ParallelGroups) -> Self:
         """Build the model of a recipe that `check_config` passed, without virtual stages."""
         sharded = build_sharded_stages(cfg, groups, for_training=False)
-        return cls(sharded, groups, fetches_experts=fetches_experts(cfg.rollout))
+        return cls(sharded, fetches_experts=fetches_experts(cfg.rollout))
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:

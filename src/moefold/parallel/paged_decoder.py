@@ -324,7 +324,7 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
         return None
     stage, layout = chain.stages[0], chain.groups.layout
     settings = stage.settings
-    sizes = dispatch_sizes(stage.config, settings.train, settings.moe, layout.cp * layout.tp, stage.dtype.itemsize)
+    sizes = dispatch_sizes(stage.config, settings.train, settings.ffn.moe, layout.cp * layout.tp, stage.dtype.itemsize)
     dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, sizes)
     dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
     return dispatcher

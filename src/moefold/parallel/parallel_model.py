@@ -36,14 +36,13 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ParallelModel:
-    """Sharded stages of this rank with their runner, ready to train."""
+@dataclass(frozen=True, kw_only=True)
+class ShardedStages:
+    """Stages of this rank, sharded along every axis."""
 
     stages: list[Transformer]
     stage_plan: StagePlan
     """The stages of all ranks."""
-    runner: StepRunner
     groups: ParallelGroups
     positions: Tensor
     """Sequence positions of this rank, int64 [S/cp]."""
@@ -53,12 +52,19 @@ class ParallelModel:
     """How the open choices of the recipe were resolved; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
     """Activation offload between the passes; None without offload."""
-    cast_copies: CastCopies = field(default_factory=CastCopies)
-    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
     """Choices among the kernels by time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModel(ShardedStages):
+    """Sharded stages of this rank with their runner, ready to train."""
+
+    runner: StepRunner
+    cast_copies: CastCopies = field(default_factory=CastCopies)
+    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:

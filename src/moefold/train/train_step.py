@@ -165,7 +165,7 @@ class TrainingStep:
         if decision.updates:
             set_learning_rate(self.optimizer, rate)
             self.moment_updates += self._update_weights(totals)
-            if not self._cfg.freezes_weights:
+            if not self.model.stages[0].freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif self._passes is not None:
             self._passes.restore()

@@ -73,7 +73,7 @@ class AlignmentPart(Part):
     """Whether completions are compared with the initial weights."""
 
     def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
-        """Yield that the data are of another kind, or from several sources with weights."""
+        """Yield data of another kind or from several sources with weights, and MTP layers, which have no loss."""
         kind = data.kind
         if kind == "preference" and not isinstance(self, PreferencePart):
             losses = (find_part(self.group, kind) for kind in built_in_kinds(self.group))
@@ -87,6 +87,9 @@ class AlignmentPart(Part):
         if self.data_kind and data.weights:
             rule = "reads its rows as one data set"
             yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
+        if isinstance(self, PreferencePart) and model.mtp_layers:
+            rule = "has no loss for the MTP layers, as they would learn the rejected completions too, and "
+            yield Problem(self.key, self.kind, f"{rule}model.mtp_layers={model.mtp_layers}", "set it to 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,18 +152,6 @@ class PreferencePart(AlignmentPart):
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the loss of other data."""
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
-
-    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
-        """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""
-        yield from super().check(model, data)
-        if model.mtp_layers:
-            yield Problem(
-                self.key,
-                self.kind,
-                "has no loss for the MTP layers, as they would learn the rejected completions too, and "
-                f"model.mtp_layers={model.mtp_layers}",
-                "set it to 0",
-            )
 
     def formula(self) -> PreferenceFormula | None:
         """Return the loss of one pair; None: it has no formula."""

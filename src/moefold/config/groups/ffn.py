@@ -40,7 +40,7 @@ dispatched tokens -> output, and output of routed experts or None; both are adde
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardFrame:
-    """What the module of a network takes from outside of its part."""
+    """What the modules of all layers take from outside of their parts."""
 
     hidden_size: int
     moe: "MoEConfig"
@@ -49,8 +49,6 @@ class FeedForwardFrame:
     rank_micro_batches: int
     """Micro-batches per data-parallel rank and step."""
     seed: int
-    number: int
-    """Number of the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +67,8 @@ class FeedForwardPart(Part):
         """
         raise NotImplementedError
 
-    def build(self, frame: FeedForwardFrame) -> Any:
-        """Return the module, with the parameters of `params`."""
+    def build(self, frame: FeedForwardFrame, number: int) -> Any:
+        """Return the module of layer `number`, with the parameters of `params`."""
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:

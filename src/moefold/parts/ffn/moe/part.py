@@ -130,7 +130,7 @@ class MoePart(RoutedPart):
         """The whole network, the activation of the experts, and the shared expert if there is one."""
         return frozenset({"moe", "expert_activation"} | ({"shared_experts"} if self.shared_width else set()))
 
-    def build(self, frame: FeedForwardFrame) -> "MoELayer":
+    def build(self, frame: FeedForwardFrame, number: int) -> "MoELayer":
         """Return the module; see base class."""
         from moefold.model.init import seed_for
         from moefold.model.mlp import SwiGLU
@@ -143,7 +143,7 @@ class MoePart(RoutedPart):
             frame.moe,
             loss_scale=1.0 / frame.micro_batches,
             micro_batches_per_rank=frame.rank_micro_batches,
-            noise_seed=seed_for(frame.seed, f"layers.{frame.number}.ffn.router.jitter"),
+            noise_seed=seed_for(frame.seed, f"layers.{number}.ffn.router.jitter"),
             shared=SwiGLU(hidden, self.shared_width) if self.shared_width else None,
         )
 

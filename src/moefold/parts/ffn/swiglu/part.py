@@ -48,7 +48,7 @@ class SwiGluPart(DensePart):
         """Return the bytes of the projections; see base class."""
         return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.intermediate_size)})
 
-    def build(self, frame: FeedForwardFrame) -> "SwiGLU":
+    def build(self, frame: FeedForwardFrame, number: int) -> "SwiGLU":
         """Return the module; see base class."""
         from moefold.model.mlp import SwiGLU
 
