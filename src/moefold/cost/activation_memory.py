@@ -291,14 +291,7 @@ def activation_memory(
     kernels: KernelProfile = CUDA_KERNELS,
     imbalance: float = 1.0,
 ) -> ActivationMemory:
-    """Return the activation memory of a recipe that `check_config` passed.
-
-    Args:
-        cfg: the recipe.
-        recompute: parts that are recomputed; None: the recipe's parts.
-        kernels: kernel profile of the device.
-        imbalance: routed tokens of the busiest rank over the mean of all ranks.
-    """
+    """Return the activation memory of a recipe that `check_config` passed; `recompute` None: its recomputed parts."""
     return ActivationMemory(
         model=cfg.model,
         parallel=cfg.parallel,

@@ -487,12 +487,9 @@ class Transformer(nn.Module):
         normed = normed.detach() if self.is_frozen else normed
         settings = self.settings
         chunk = settings.train.loss_chunk_tokens(normed.device.type, cp=settings.cp, vocab_rows=settings.vocab_rows)
-        recorder = self._metrics_recorder()
+        # In evaluation a recorder that no rank reads.
+        recorder = self.loss_metrics if self.training else LossMetricRecorder(self.loss_metrics.metrics)
         return ModelOutput(normed, self.head, self._tied_weight, chunk, recorder, is_training=self.training)
-
-    def _metrics_recorder(self) -> LossMetricRecorder:
-        """Return the recorder of the step; in evaluation one that is read by no rank."""
-        return self.loss_metrics if self.training else LossMetricRecorder(self.loss_metrics.metrics)
 
     def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
         """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""

@@ -1,6 +1,5 @@
 """Expert parallelism: the dispatcher of all layers, and what the experts of a rank must know of the others."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -73,12 +72,6 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
     return dispatcher
 
 
-def largest_receive_load(dispatchers: Iterable[Dispatcher[Any]]) -> Tensor | None:
-    """Return the largest `take_receive_load` of the dispatchers of this rank; None if they always have room."""
-    loads = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
-    return torch.stack(loads).max() if loads else None
-
-
 def apply_expert_parallel(
     stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any], *, is_checked: bool
 ) -> None:
@@ -108,9 +101,10 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor
     world = model.groups.world
     has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
-    load = largest_receive_load(layer.dispatcher for layer in model.moe_layers().values())
-    if load is not None:
-        loads[world.rank] = load
+    dispatchers = (layer.dispatcher for layer in model.moe_layers().values())
+    own = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
+    if own:
+        loads[world.rank] = torch.stack(own).max()
     return loads
 
 

@@ -19,20 +19,14 @@ class ForwardChain:
         stages: of this rank, in model order.
         stage_plan: the stages of all ranks.
         groups: the process groups of its mapping.
-        fetches_experts: whether ranks read each other's experts from shared memory.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Transformer],
-        stage_plan: StagePlan,
-        groups: ParallelGroups,
-        *,
-        fetches_experts: bool = False,
-    ) -> None:
+    fetches_experts = False
+    """Whether ranks read each other's experts from shared memory."""
+
+    def __init__(self, stages: Sequence[Transformer], stage_plan: StagePlan, groups: ParallelGroups) -> None:
         self.stages = list(stages)
         self.groups = groups
-        self.fetches_experts = fetches_experts
         self._owners = stage_plan.ranks
         self._pending_sends: list[tuple[dist.Work, Tensor]] = []
 

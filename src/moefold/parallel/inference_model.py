@@ -38,7 +38,8 @@ class InferenceModel:
         self.shards_data_parallel = sharded.shards_data_parallel
         self.stage_plan = sharded.stage_plan
         """The stages of all ranks."""
-        self.chain = ForwardChain(self.stages, self.stage_plan, groups, fetches_experts=fetches_experts)
+        self.chain = ForwardChain(self.stages, self.stage_plan, groups)
+        self.chain.fetches_experts = fetches_experts
         self.positions = sharded.positions
         """Sequence positions of this rank, int64 [S/cp]."""
         self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts else None

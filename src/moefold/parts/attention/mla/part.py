@@ -180,7 +180,10 @@ class MlaPart(SoftmaxAttentionPart):
         saved["attention"] += sizes.gathered_bytes((self.q_lora_rank or hidden) + self.key_width)
         saved["attention"] += sizes.tokens * sizes.item_bytes * (self.q_lora_rank + self.key_width)
         saved["norms"] += sizes.norm(sizes.tokens, self.q_lora_rank + self.kv_lora_rank)
-        saved["attention"] += self._gate_bytes(sizes)
+        saved["attention"] += gate_bytes(self, sizes)
+        if self.gate and self.q_lora_rank and sizes.parallel.tp > 1:
+            # The norm's output, of which the gate's projection has its own all-gather.
+            saved["attention"] += sizes.hidden_bytes
         if self.indexer:
             # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
             widths = self.head_dim + self.key_width + self.v_head_dim
@@ -190,14 +193,6 @@ class MlaPart(SoftmaxAttentionPart):
         if "mla_up" not in sizes.recompute:
             saved["attention"] += sizes.gathered_bytes(heads * self._saved_head_widths(sizes))
         return saved + sizes.core_attention(heads, self.v_head_dim)
-
-    def _gate_bytes(self, sizes: "BlockSizes") -> int:
-        """Return the bytes of the output gate."""
-        saved = gate_bytes(self, sizes)
-        if self.gate and self.q_lora_rank and sizes.parallel.tp > 1:
-            # The norm's output, of which the gate's projection has its own all-gather.
-            saved += sizes.hidden_bytes
-        return saved
 
     def _saved_head_widths(self, sizes: "BlockSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
