@@ -127,11 +127,6 @@ class ActivationMemory(BlockSizes):
         """Kind of the MTP (multi-token prediction) layers."""
         return self.model.mtp_layer.kind
 
-    @property
-    def num_mtp_layers(self) -> int:
-        """Number of MTP layers of the model."""
-        return self.model.mtp_layers
-
     def embedding(self) -> BytesByPart:
         """Return the bytes that the embedding saves: its output, which the graph holds as the input of the layers."""
         return BytesByPart(embedding=self.hidden_bytes)

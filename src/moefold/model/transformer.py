@@ -43,7 +43,7 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64":
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSettings:
-    """What the modules of a model read of a recipe besides the shape, which `ModelConfig` has."""
+    """Settings that the modules of a model read besides its shape, which `ModelConfig` has."""
 
     train: TrainConfig
     lora: LoraConfig

@@ -17,7 +17,7 @@ from moefold.parallel.peer_experts import PeerExperts
 from moefold.topology.rollout_mapping import fetches_experts
 
 
-class InferenceModel:
+class InferenceModel(ShardedStages):
     """This rank's stage of a model without gradients; a checkpoint reader must load its weights, in `writing_weights`.
 
     Args:
@@ -26,22 +26,16 @@ class InferenceModel:
     """
 
     def __init__(self, sharded: ShardedStages, *, fetches_experts: bool = False) -> None:
-        groups = sharded.groups
+        super().__init__(**vars(sharded))
+        groups = self.groups
         recall_choices(sharded.autotuner, groups.device, groups.world)
         if groups.world.size > 1:
             # Ranks that serve requests have no common point after which all of them use what was measured.
             sharded.autotuner.stop_measuring()
-        self.stages = sharded.stages
         (self.stage,) = self.stages
         self.stage.eval().requires_grad_(False)
-        self.groups = groups
-        self.shards_data_parallel = sharded.shards_data_parallel
-        self.stage_plan = sharded.stage_plan
-        """The stages of all ranks."""
         self.chain = ForwardChain(self.stages, self.stage_plan, groups)
         self.chain.fetches_experts = fetches_experts
-        self.positions = sharded.positions
-        """Sequence positions of this rank, int64 [S/cp]."""
         self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts else None
 
     @classmethod
@@ -54,11 +48,6 @@ class InferenceModel:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank by their names in the full model."""
         return dict(self.stage.named_parameters())
-
-    @property
-    def named_buffers(self) -> dict[str, Tensor]:
-        """All buffers of this rank by their names in the full model."""
-        return dict(self.stage.named_buffers())
 
     @property
     def shared_names(self) -> frozenset[str]:

@@ -36,7 +36,7 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedStages:
     """Stages of this rank, sharded along every axis."""
 
@@ -57,8 +57,17 @@ class ShardedStages:
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
     """Choices among the kernels by time."""
 
+    @cached_property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """All buffers of this rank by their names in the full model; not sharded."""
+        return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
 
-@dataclass(frozen=True, kw_only=True)
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """Return the MoE layers of this rank by their number in the full model."""
+        return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ParallelModel(ShardedStages):
     """Sharded stages of this rank with their runner, ready to train."""
 
@@ -82,11 +91,6 @@ class ParallelModel(ShardedStages):
         """The parameters of this rank that learn, by their names in the full model."""
         return {name: parameter for name, parameter in self.named_parameters.items() if parameter.requires_grad}
 
-    @cached_property
-    def named_buffers(self) -> dict[str, Tensor]:
-        """All buffers of this rank by their names in the full model; not sharded."""
-        return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
-
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
         if self.offload is not None:
@@ -109,10 +113,6 @@ class ParallelModel(ShardedStages):
         first, last = self.stage_plan.embedding_ranks
         holds_copy = self.stages[0].config.last_stage_needs_embedding and first != last == self.groups.pp.rank
         return frozenset({"embedding.weight"} if holds_copy else ())
-
-    def moe_layers(self) -> dict[int, MoELayer]:
-        """Return the MoE layers of this rank by their number in the full model."""
-        return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode."""

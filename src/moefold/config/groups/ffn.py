@@ -40,7 +40,7 @@ dispatched tokens -> output, and output of routed experts or None; both are adde
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardFrame:
-    """What the modules of all layers take from outside of their parts."""
+    """Settings that the networks of all layers take from outside of their parts."""
 
     hidden_size: int
     moe: "MoEConfig"
