@@ -25,7 +25,7 @@ def num_state_slots(slots: int) -> int:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """What the ranks cache of a model; MTP layers do not run in decoding.
+    """Sizes of the cache of a model; MTP layers do not run in decoding.
 
     Args:
         model: the model.

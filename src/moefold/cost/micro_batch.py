@@ -12,7 +12,7 @@ from moefold.cost.saved_tensors import KernelProfile
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One micro-batch on one rank: what its memory depends on."""
+    """Sizes and kernels of one micro-batch on one rank, on which its memory depends."""
 
     model: ModelConfig
     parallel: ParallelConfig

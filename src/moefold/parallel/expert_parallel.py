@@ -13,7 +13,6 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part, names_failure
-from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
@@ -43,6 +42,8 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     if part.prefers and groups.moe.experts.size == 1:
         local = make_part(part.group, "local")
         return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
+    from moefold.config.rule import ask
+
     wanted = make_part(part.group, part.prefers) if part.prefers else part
     reason = next(chain(ask(wanted.unsupported, cfg), wanted.unsupported_here(groups.device)), "")
     if not part.prefers:
