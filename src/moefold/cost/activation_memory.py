@@ -39,7 +39,7 @@ class ActivationMemory(BlockSizes):
 
     @cached_property
     def trains_indexers_only(self) -> bool:
-        """Whether only the indexers of sparse attention learn: their warm-up stage."""
+        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
         return self.train.trains_indexers_only(self.model)
 
     @cached_property
