@@ -5,11 +5,11 @@ from functools import cached_property
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.micro_batch import MicroBatch
+from moefold.cost.micro_batch_sizes import MicroBatchSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 
-class BlockSizes(MicroBatch):
+class BlockSizes(MicroBatchSizes):
     """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend."""
 
     @cached_property

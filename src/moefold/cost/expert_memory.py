@@ -9,7 +9,7 @@ from math import ceil
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, ExchangeBytes, ExpertRows
 from moefold.config.groups.ffn import RoutedPart
-from moefold.cost.micro_batch import MicroBatch
+from moefold.cost.micro_batch_sizes import MicroBatchSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 GROUPED_TRANSIENT_WIDTHS = 4
@@ -24,7 +24,7 @@ class ExpertMemory:
         batch: the micro-batch.
     """
 
-    def __init__(self, batch: MicroBatch) -> None:
+    def __init__(self, batch: MicroBatchSizes) -> None:
         self._batch = batch
         self.dispatcher = chosen_in(batch.parallel, DispatcherPart)
 

@@ -11,7 +11,7 @@ from moefold.cost.saved_tensors import KernelProfile
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
+class MicroBatchSizes:
     """Sizes and kernels of one micro-batch on one rank, on which its memory depends."""
 
     model: ModelConfig
