@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
-from moefold.inference.engine.capacity import model_cache_sizes
+from moefold.inference.engine.engine import model_cache_sizes
 from moefold.model.layer_cache import CacheSize
 from moefold.model.transformer import build_model
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
