@@ -23,7 +23,7 @@ def step(schedule="interleaved", chunks=2, micro_batches=4, *, overlap=False):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
     timeline = step(overlap=overlap)
-    events = json.loads(json.dumps(chrome_trace(timeline)))["traceEvents"]
+    events = json.loads(json.dumps(chrome_trace(timeline)))
     slices = [event for event in events if event["ph"] == "X"]
     streams = [event for event in slices if event["tid"] >= TRACKS.index(COMPUTE)]
     expected = [
@@ -47,7 +47,7 @@ def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
 
 def test_an_arrow_leads_from_every_message_to_the_pass_that_reads_it():
     timeline = step()
-    events = chrome_trace(timeline)["traceEvents"]
+    events = chrome_trace(timeline)
     sends = [event for event in timeline.events if event.stream == SEND]
     starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
     assert len(starts) == len(ends) == len(sends) == 4 * 6
