@@ -4,18 +4,17 @@ The numbers are physical properties of the device, the same for every model and 
 source of every fitted number.
 """
 
-import json
-import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field
 
-from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
+from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
 from moefold.config.suggestions import closest_match
+from moefold.config.typed_file import STRICT, from_table, parse_table
 from moefold.errors import ConfigError
 
 GIB = 2**30
@@ -33,7 +32,6 @@ Positive = Annotated[float, AfterValidator(_check_positive)]
 Share = Annotated[Positive, Field(le=1)]
 """Part of a vendor's number that is reached; 0.8 is 80 %."""
 Count = Annotated[int, Field(ge=1)]
-STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def _check_levels(links: tuple["NetworkLink", ...]) -> tuple["NetworkLink", ...]:
@@ -231,39 +229,12 @@ def _folder() -> Any:
 
 def _parse_device(text: str, where: str) -> Device:
     tree = _read_device_table(text, where)
-    try:
-        device = _device_type().validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_describe_fault(error)}") from None
+    device = from_table(Device, tree, where, "give them, or start from a device with base = 'h100'")
     return device if device.spine is None else _with_spine(where, device, device.spine)
 
 
-@lru_cache(maxsize=1)
-def _device_type() -> TypeAdapter[Device]:
-    return TypeAdapter(Device)
-
-
-def _describe_fault(error: ValidationError) -> str:
-    """Describe the first thing that is wrong with a device file: an unknown key, missing keys, or a value."""
-    faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
-    lacking = [key for key, item in faults.items() if item["type"] == "missing"]
-    for key, item in faults.items():
-        if item["type"] == "unexpected_keyword_argument":
-            known = [entry.name for entry in fields(Device)]
-            guess = closest_match(key, known, cutoff=0.5)
-            return f"unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else f"the keys are {sorted(known)}")
-    if lacking:
-        return f"{', '.join(lacking)} missing; give them, or start from a device with base = 'h100'"
-    key, item = next(iter(faults.items()))
-    rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ").replace("an object", "a table")
-    return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"
-
-
 def _read_device_table(text: str, where: str) -> dict[str, Any]:
-    try:
-        tree = parse_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from None
+    tree = parse_table(text, where)
     base = tree.pop("base", "")
     if not base:
         return tree
