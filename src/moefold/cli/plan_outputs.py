@@ -11,10 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from moefold.cli.plan_documents import attention_of, describe_attention, describe_documents
-from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
+from moefold.cli.plan_options import check_jitter_options, noise_of, parse_straggler_factors
 from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
-from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
@@ -46,8 +45,7 @@ def check_output_paths(args: argparse.Namespace) -> None:
     if args.report is not None:
         check_output_path("--report", args.report, (".html", ".htm"))
         reject_existing("--report", args.report, force=args.force)
-    check_jitter(args.jitter)
-    check_seed(args)
+    check_jitter_options(args)
     if (args.straggler or args.jitter) and not args.timeline and args.report is None:
         raise ConfigError("--straggler and --jitter disturb the step of --timeline or --report; name one of these")
 
@@ -96,7 +94,7 @@ def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         ConfigError: a file cannot be written.
     """
     for path in args.timeline:
-        _write_timeline(planner, best, path, _noise(planner.config_for(best).parallel, args))
+        _write_timeline(planner, best, path, noise_of(planner.config_for(best).parallel, args))
     if args.recipe is not None:
         _write_recipe(planner, best, args, argv)
     if args.report is not None:
@@ -140,14 +138,6 @@ def _header_comments(planner: Planner, best: PlannedMapping, args: argparse.Name
     return [printable(line) for line in lines]
 
 
-def _noise(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
-    return Noise(
-        slowdown_by_rank=parse_stragglers(parallel, args.straggler),
-        jitter=check_jitter(args.jitter),
-        seed=args.seed or 0,
-    )
-
-
 def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
     write_timeline(simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise), path)
     print_escaped(f"wrote {path}", file=sys.stderr)
@@ -179,7 +169,7 @@ def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespa
         workload=planner.search_of(best).cost_model.workload,
         model_spec=q.model_spec,
         plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
-        noise=_noise(planner.config_for(best).parallel, args),
+        noise=noise_of(planner.config_for(best).parallel, args),
         reserve_gib=q.reserve_gib,
         source=ReportSource(
             command=f"moefold plan {shlex.join(argv)}",

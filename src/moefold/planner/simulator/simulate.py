@@ -61,7 +61,7 @@ class StageSegments:
         return chains[kind]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Noise:
     """Stragglers and jitter. They slow down compute; collectives and messages keep their duration."""
 
