@@ -159,25 +159,18 @@ def _trainable_config(
 
 
 def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
-    from moefold.planner.report import MAX_SHOWN_PLANS, PlanReport, ReportSource, write_report
+    from moefold.planner.report import MAX_SHOWN_PLANS, PlanReport, write_report
 
-    q = planner.request
-    study = PlanReport(
-        model=q.model_spec.name,
-        gpu=q.device,
-        num_gpus=q.num_gpus,
-        workload=planner.search_of(best).cost_model.workload,
-        model_spec=q.model_spec,
+    report = PlanReport(
+        request=planner.request,
+        cost_model=planner.search_of(best).cost_model,
         plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
         noise=noise_of(planner.config_for(best).parallel, args),
-        reserve_gib=q.reserve_gib,
-        source=ReportSource(
-            command=f"moefold plan {shlex.join(argv)}",
-            date=date.today().isoformat(),
-            recipe=_recipe_text(planner, best, args, argv),
-        ),
+        command=f"moefold plan {shlex.join(argv)}",
+        date=date.today().isoformat(),
+        recipe=_recipe_text(planner, best, args, argv),
     )
-    write_report(study, args.report)
+    write_report(report, args.report)
     print_escaped(f"wrote {args.report}", file=sys.stderr)
 
 
