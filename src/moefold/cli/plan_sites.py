@@ -65,7 +65,8 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
         console,
         "one job",
         "data parallelism across the sites, overlapped with the whole step at best: "
-        f"{format_seconds(parallel.step_time_s)} s a step, utilisation {parallel.utilisation:.1%}, {format_bytes(parallel.bytes_per_day)} a day.",
+        f"{format_seconds(parallel.step_time_s)} s a step, utilisation {parallel.utilisation:.1%}, "
+        f"{format_bytes(parallel.bytes_per_day)} a day.",
     )
 
 
