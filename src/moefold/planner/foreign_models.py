@@ -5,7 +5,7 @@ Where a source prints its FLOPs for a token, the sizes in `foreign_models.toml` 
 """
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib.resources import files
@@ -105,16 +105,6 @@ class ForeignModel(ModelConfig):
         return self.blocks[: self.num_layers + self.mtp_layers]
 
 
-def _read_models() -> dict[str, ModelConfig]:
-    tables = tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_text(encoding="utf-8"))
-    found = {}
-    for name, keys in tables.items():
-        hybrid = keys.pop("hybrid", None)
-        model = config_from_dict({"model": keys}).model
-        found[name] = _hybrid(model, **hybrid) if hybrid else model
-    return found
-
-
 def _hybrid(model: ModelConfig, pairs: int, attention: int, mixer_heads: int) -> ForeignModel:
     """Build a hybrid whose layers are a Mamba-2 mixer, attention or experts, each alone; an MTP layer has both."""
     whole = model.decoder_layers[0]
@@ -135,5 +125,13 @@ def _fields_of(section: Any) -> dict[str, Any]:
     return {field.name: getattr(section, field.name) for field in fields(section)}
 
 
-FOREIGN_MODELS = _read_models()
+def _model(keys: Mapping[str, Any]) -> ModelConfig:
+    model = config_from_dict({"model": {key: value for key, value in keys.items() if key != "hybrid"}}).model
+    return _hybrid(model, **keys["hybrid"]) if "hybrid" in keys else model
+
+
+_TABLES = tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_text(encoding="utf-8"))
+SYNONYMS: dict[str, str] = {other: name for name, others in _TABLES["synonyms"].items() for other in others}
+"""Names of models by other spellings in tables of measurements."""
+FOREIGN_MODELS = {name: _model(keys) for name, keys in _TABLES.items() if name != "synonyms"}
 """By name. Others than a `ForeignModel` can be planned and trained."""
