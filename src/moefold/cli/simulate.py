@@ -155,13 +155,8 @@ def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
         "bubble": timeline.bubble,
         "idle_share": timeline.idle_share,
         "ranks": [
-            {
-                "pp_rank": rank,
-                "work_s": timeline.work_s(rank),
-                "idle_s": timeline.idle_s(rank),
-                "exposed_s": timeline.exposed_s(rank),
-                "in_flight": timeline.max_in_flight(rank),
-            }
+            {"pp_rank": rank, "in_flight": timeline.max_in_flight(rank)}
+            | {name: getattr(timeline, name)(rank) for name in ("work_s", "idle_s", "exposed_s")}
             for rank in range(timeline.num_ranks)
         ],
     }
