@@ -1,7 +1,6 @@
 """Export of a simulated step: a trace for Perfetto and Chrome, or a picture. Torch-free."""
 
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +21,12 @@ from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,
     SEND,
-    Event,
     Span,
     Timeline,
     choose_windows,
     describe_windows,
     intersects,
+    subtract_spans,
 )
 
 if TYPE_CHECKING:
@@ -223,34 +222,16 @@ def _draw_passes(
 
 def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
     """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn entries."""
-    compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
-    pieces: dict[str, list[Span]] = {HIDDEN_COMM: [], EXPOSED_COMM: []}
+    exposed = timeline.exposed(rank)
+    hidden = subtract_spans(timeline.spans(rank, COMMUNICATION), exposed)
     drawn = set()
-    for event in timeline.events_of(rank, COMMUNICATION):
-        for start, end, is_hidden in split_by_overlap(event, compute):
-            if intersects((start, end), window):
-                pieces[HIDDEN_COMM if is_hidden else EXPOSED_COMM].append((start * scale, (end - start) * scale))
-    for name, bars in pieces.items():
+    for name, spans in ((HIDDEN_COMM, hidden), (EXPOSED_COMM, exposed)):
+        bars = [(start * scale, (end - start) * scale) for start, end in spans if intersects((start, end), window)]
         axes.broken_barh(bars, (rank + 0.34, 0.09), facecolor=LEGEND[name])
+        drawn |= {name} if bars else set()
     for event in timeline.events_of(rank, COMPUTE, COMMUNICATION):
         if event.action is None and intersects((event.start_s, event.end_s), window):
             bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
             axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=STEP_TAIL_COLOURS[event.part])
             drawn.add(STEP_TAIL_NAMES[event.part])
-    return drawn | {name for name, bars in pieces.items() if bars}
-
-
-def split_by_overlap(event: Event, compute: list[Span]) -> Iterator[tuple[float, float, bool]]:
-    """Yield the parts of an event that overlap with one of the ordered `compute` spans, and those that do not."""
-    at = event.start_s
-    first = max(0, bisect_right(compute, (at, float("inf"))) - 1)
-    for start, end in compute[first:]:
-        if start >= event.end_s:
-            break
-        if end > at:
-            if start > at:
-                yield at, start, False
-            yield max(at, start), min(end, event.end_s), True
-            at = min(end, event.end_s)
-    if at < event.end_s:
-        yield at, event.end_s, False
+    return drawn
