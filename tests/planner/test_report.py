@@ -28,6 +28,7 @@ from moefold.planner.report import (
     write_report,
 )
 from moefold.planner.search.search import PlannedMapping
+from moefold.planner.simulator.simulate import simulate_mapping
 from moefold.planner.validation import STATED_ERROR
 from moefold.recipe import load_config
 
@@ -43,7 +44,8 @@ def study() -> PlanReport:
     gpu, shape = load_device("h100"), replace(model_spec_from_config(cfg.model), name="mixtral <8x7b>")
     pricer, memory = CostModel(shape, gpu, WORKLOAD), MemoryModel(shape, WORKLOAD, gpu)
     plans = [PlannedMapping(m, pricer.step_time(m), memory.estimate(m)) for m in (BEST, *OTHERS)]
-    return PlanReport(request=PlanRequest(cfg, shape, gpu, WORKLOAD), cost_model=pricer, plans=plans)
+    request = PlanRequest(cfg, shape, gpu, WORKLOAD)
+    return PlanReport(request=request, workload=WORKLOAD, plans=plans, timeline=simulate_mapping(pricer, BEST))
 
 
 @pytest.fixture(scope="module")

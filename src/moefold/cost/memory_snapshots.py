@@ -116,7 +116,7 @@ def find_peak_candidates(
 
     These are the first and the last rank, and the first of the ranks with the most layers. In overlapped pairs it is
     the snapshot before they begin, which does not depend on recomputation. Messages are not counted: they take the rows
-    of all ranks. The arguments are those of `find_snapshots`.
+    of all ranks. For the arguments see `find_snapshots`.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
     sizes = [sum(len(chunks[stage].kinds) for stage in stages) for stages in stages_by_rank]

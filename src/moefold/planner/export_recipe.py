@@ -109,29 +109,27 @@ def with_run_defaults(cfg: Config, name: str) -> Config:
     )
 
 
-def write_recipe(cfg: Config, path: Path, header_comments: list[str], comments: dict[str, str]) -> None:
+def write_recipe(text: str, path: Path) -> None:
     """Write a recipe, and check that it loads.
-
-    Args:
-        cfg: a config that passes `check_config`.
-        path: the file, ending in .toml.
-        header_comments: comments at its top.
-        comments: comments on its keys, by "section.key"; these keys are written even where they are the default.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    if path.suffix != ".toml":
-        raise ConfigError(f"--recipe {path} must end in .toml")
     try:
-        path.write_text(render_recipe(cfg, header_comments, comments), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--recipe {path} cannot be written: {error.strerror}") from None
     check_config(load_config(path))
 
 
 def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, str]) -> str:
-    """Render the keys that differ from the defaults, or from the preset, and those with a comment."""
+    """Render the keys that differ from the defaults, or from the preset, and those with a comment.
+
+    Args:
+        cfg: a config that passes `check_config`.
+        header_comments: comments at the top.
+        comments: comments on keys, by "section.key"; these keys are written even where they are the default.
+    """
     lines = [f"# {remark}".rstrip() for remark in header_comments]
     lines += [*([""] if lines else []), f"{FORMAT_KEY} = {FORMAT}"]
     for section in sections():

@@ -16,7 +16,7 @@ from moefold import __version__
 from moefold.cost.hardware import GIB, Device
 from moefold.errors import ConfigError
 from moefold.planner.colours import FAINT, INK, MEMORY_COLOURS, TIME_COLOURS
-from moefold.planner.cost_model.step import CostModel
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import (
     ParallelMapping,
     describe_strategy,
@@ -27,7 +27,7 @@ from moefold.planner.mapping import (
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import draw_timeline
-from moefold.planner.simulator.simulate import Noise, simulate_mapping
+from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.validation import STATED_ERROR
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class PlanReport:
     """The request, and the plans that the search found."""
 
     request: PlanRequest
-    cost_model: CostModel
-    """The cost model of the best plan."""
+    workload: TrainingWorkload
+    """The workload as the best plan shares its attention."""
     plans: Sequence[PlannedMapping]
     """At least one, best first."""
-    noise: Noise | None = None
-    """Noise of the simulated step."""
+    timeline: Timeline
+    """The simulated step of the best plan."""
     command: str = ""
     """Command that wrote the page."""
     date: str = ""
@@ -74,9 +74,7 @@ def write_report(report: PlanReport, path: Path) -> None:
 def render_report(report: PlanReport) -> str:
     """Render the page as text."""
     shown = report.plans[:MAX_SHOWN_PLANS]
-    best = shown[0]
     gpu = report.request.device
-    timeline = simulate_mapping(report.cost_model, best.mapping, report.noise)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("moefold.planner") / "report.html").read_text(encoding="utf-8"))
     memory = [{part: size / GIB for part, size in plan.memory_parts.items()} for plan in shown]
@@ -87,7 +85,6 @@ def render_report(report: PlanReport) -> str:
     return template.render(
         report=report,
         request=report.request,
-        workload=report.cost_model.workload,
         version=__version__,
         stated_error=STATED_ERROR,
         names=names,
@@ -96,7 +93,7 @@ def render_report(report: PlanReport) -> str:
         time=_picture(
             draw_bars(names, [plan.time.parts for plan in shown], TIME_COLOURS, "seconds", {}), "seconds by part"
         ),
-        timeline=_picture(draw_timeline(timeline), "passes of each pipeline rank"),
+        timeline=_picture(draw_timeline(report.timeline), "passes of each pipeline rank"),
         data=_embedded_json(report, shown),
     )
 
