@@ -45,13 +45,14 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
     """
     try:
         # As JSON, tables become dataclasses and lists tuples in strict mode too.
-        return _adapter(kind).validate_json(json.dumps(tree, default=str))
+        found: T = _adapter(kind).validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
+    return found
 
 
 @cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
