@@ -68,7 +68,7 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
         ('base = "h100"\nhbm_fraction = 5', "hbm_fraction=5 must be less than or equal to 1"),
         (
             'base = "h100"\n[wide_flops]\ntf32 = 1e14',
-            r"wide_flops.tf32.\[key\]='tf32' must be 'float32' or 'float64'",
+            "wide_flops must be a table of numbers by type, of float32 and float64",
         ),
         ('base = "h100"\n[wide_flops]\nfloat32 = 0', "wide_flops.float32=0 must be a number above 0"),
         ('base = "h100"\nspine = 3', "spine=3 must be a table"),

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -45,7 +45,7 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
     """
     try:
         # As JSON, tables become dataclasses and lists tuples in strict mode too.
-        found: T = _adapter(kind).validate_json(json.dumps(tree, default=str))
+        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
     return found

@@ -40,6 +40,12 @@ def _check_levels(links: tuple["NetworkLink", ...]) -> tuple["NetworkLink", ...]
     return links
 
 
+def _check_wide(table: dict[str, float]) -> dict[str, float]:
+    if not table.keys() <= set(HIGH_PRECISION_DTYPES):
+        raise ValueError(f"must be a table of numbers by type, of {' and '.join(HIGH_PRECISION_DTYPES)}")
+    return table
+
+
 def _check_bf16(table: dict[str, float]) -> dict[str, float]:
     if "bf16" not in table:
         raise ValueError("must be a table of numbers by precision with at least bf16")
@@ -115,7 +121,7 @@ class Device:
     """Inner dim K of a GEMM at which a tile runs at half its speed (prologue and epilogue over main loop)."""
     peak_flops: Annotated[dict[str, Positive], AfterValidator(_check_bf16)]
     """Peak dense FLOP/s by precision; a missing precision has no hardware units."""
-    wide_flops: dict[Literal["float32", "float64"], Positive] = field(default_factory=dict)
+    wide_flops: Annotated[dict[str, Positive], AfterValidator(_check_wide)] = field(default_factory=dict)
     """Peak FLOP/s of float32 GEMMs without TF32, and of float64; a missing type cannot be estimated."""
     gemm_fraction: Annotated[dict[str, Share], AfterValidator(_check_bf16)]
     """Fraction of the peak that large GEMMs reach in training, under the power limit; higher precisions as bf16."""

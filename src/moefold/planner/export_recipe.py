@@ -1,7 +1,7 @@
 """Export of a planned mapping as a recipe for training. Torch-free."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, settings_of
+from moefold.config.part import Part
 from moefold.config.part_table import shortest, toml_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -81,7 +81,8 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
 def _without_idle_keys(cfg: Config) -> Config:
     """Return a recipe in which settings of the recipe's mapping that have no effect, and are refused, are unset."""
     names = [f"rollout.{key}" for key in (*ROLLOUT_DEGREES, "experts")]
-    names += [f"{ContextPart.key}.{setting}" for setting in settings_of(type(chosen_in(cfg.parallel, ContextPart)))]
+    context = chosen_in(cfg.parallel, ContextPart)
+    names += [f"{ContextPart.key}.{field.name}" for field in fields(context)]
     before = {name: default_of(*name.split(".", 1)) for name in names}
     changed = [name for name in names if read_key(cfg, name) != before[name]]
     idle = [name for name in changed if name in idle_keys(cfg)]

@@ -459,8 +459,12 @@ class Accuracy:
         """Return the output of `moefold plan-accuracy --json`."""
         return {
             "rows": [
-                {column: p.row[column] for column in ("source", "model", "gpu", "metric")}
-                | {"measured": p.measured, "predicted": p.predicted, "error_pct": p.error_pct}
+                {
+                    **{column: p.row[column] for column in ("source", "model", "gpu", "metric")},
+                    "measured": p.measured,
+                    "predicted": p.predicted,
+                    "error_pct": p.error_pct,
+                }
                 for p in self.predictions
             ],
             "mean_abs_error_pct": self.mean_abs_error_pct,

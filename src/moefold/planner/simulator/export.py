@@ -90,7 +90,7 @@ def chrome_trace(timeline: Timeline) -> list[TraceEvent]:
 
     Each pipeline rank is a process, times are in microseconds, and arrows connect messages.
     """
-    events = []
+    events: list[TraceEvent] = []
     begins = {}
     for rank in range(timeline.num_ranks):
         events += name_track("process", f"pipeline rank {rank}", rank, {"pid": rank})
