@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from moefold.cli.command_parser import CommandParser, add_part_option
@@ -81,12 +80,7 @@ def _rows(name: str, args: argparse.Namespace) -> Iterator[Row]:
     """Yield the attention of the rounds of some documents under each strategy."""
     samples = open_document_samples(name, args.seq_len)
     strategies = [make_part(ContextPart.group, "ring"), make_part(ContextPart.group, "ulysses")]
-    base = make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block)
-    strategies += [
-        replace(base, placement=placement, hosts=hosts)
-        for placement in ("samples", "documents", "balanced")
-        for hosts in ("home", "balanced")
-    ]
+    strategies += make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block).variants()
     for strategy in strategies:
         loads = DocumentLoads(samples, args.seq_len, strategy)
         rounds = loads.rounds(args.cp, args.dp, args.micro_batch_size)

@@ -119,7 +119,8 @@ def test_exposed_communication_lies_where_nothing_is_computed():
     assert subtract_spans([(2.0, 10.0)], []) == [(2.0, 10.0)]
     timeline = step(overlap=True)
     for rank in range(2):
-        busy, compute = timeline.spans(rank, COMMUNICATION), timeline.spans(rank, COMPUTE)
+        busy = timeline.spans(rank, COMMUNICATION)
+        compute = timeline.spans(rank, COMPUTE)
         exposed = timeline.exposed(rank)
         assert 0 < timeline.exposed_s(rank) < sum(end - start for start, end in busy)
         # What is left of the collectives is hidden by compute, and compute hides nothing of the exposed ones.

@@ -45,6 +45,9 @@ LEGEND = (
     | {name: STEP_TAIL_COLOURS[part] for part, name in STEP_TAIL_NAMES.items()}
 )
 """Colour of everything that a picture of a step may show."""
+LANE = (-0.4, 0.4)
+UPPER_HALF = (-0.4, -0.02)
+LOWER_HALF = (0.02, 0.4)
 MIN_LABELLED_FRACTION = 0.012
 """Minimum width of a pass with a label, as a fraction of the picture's width."""
 
@@ -206,10 +209,10 @@ def _draw_passes(
     least = MIN_LABELLED_FRACTION * num_windows * (window[1] - window[0])
     spans = {action: span for action, span in timeline.actions(rank) if intersects(span, window)}
     for kind, colour in PASS_COLOURS.items():
-        low, high = -0.4, 0.4
+        low, high = LANE
         if timeline.has_overlapping_passes:
             # The forward passes have the upper half of the lane.
-            low, high = (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
+            low, high = UPPER_HALF if kind == "F" else LOWER_HALF
         chosen = [(action, span) for action, span in spans.items() if action.kind == kind]
         bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
         axes.broken_barh(bars, (rank + low, high - low), facecolor=colour, edgecolor="white", linewidth=0.3)
