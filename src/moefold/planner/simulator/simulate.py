@@ -313,7 +313,7 @@ def stage_segments(
     """
     plain = replace(mapping, overlap=False)
     layers = [_LayerSegments(cost_model, plain, kind) for kind in range(len(cost_model.model_spec.kinds))]
-    head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+    head = cost_model.head_and_loss_s(mapping)
     if chunks is None:
         chunks = cost_model.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp))
     send_s = cost_model.p2p_s(plain)
