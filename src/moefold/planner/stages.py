@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import ModelChunk
-from moefold.cost.stages import fastest_stages, stages_between
+from moefold.cost.stages import split_model, stages_between
 from moefold.planner.model_spec import ModelSpec
 from moefold.topology.pipeline_layout import StageParts, parse_layout
 from moefold.topology.schedules import schedule_named
@@ -46,7 +45,7 @@ class RecipeStageSplitter:
         bounds = self._even_bounds(len(ranks)) if self._as_megatron and not cfg.model.mtp_layers else []
         if bounds:
             return stages_between(cfg.model, bounds)
-        return fastest_stages(cfg.model, ParallelConfig(), cfg.train, cfg.lora, ranks)
+        return split_model(cfg.model, cfg.train, cfg.lora, ranks)
 
     def _even_bounds(self, stages: int) -> list[int]:
         """Return the bounds of even stages in the list of units: the embedding, the layers, the loss; empty: none."""
