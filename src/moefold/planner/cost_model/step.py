@@ -20,7 +20,7 @@ from moefold.config.train import RECOMPUTE_PARTS
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.memory_columns import ModelChunk, columns_of
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s
@@ -31,7 +31,6 @@ from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import (
     ActivationMemoryTable,
     MemoryStrategies,
-    build_columns,
     memory_strategy,
     minimal_config,
 )
@@ -165,7 +164,7 @@ class CostModel:
         cfg = minimal_config(model_spec, workload)
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
         self.activation_memory = activation_memory or ActivationMemoryTable(
-            model_spec, workload, cfg, build_columns(model_spec)
+            model_spec, workload, cfg, columns_of(model_spec.kinds)
         )
         self.layer_costs = LayerCostModel(model_spec, device, workload)
         self.data_parallel = DataParallelCostModel(

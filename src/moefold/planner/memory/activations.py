@@ -273,12 +273,6 @@ def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
     return np.array(found)
 
 
-def build_columns(model_spec: ModelSpec) -> MemoryColumns:
-    """Build the columns of a model."""
-    routed = (i for i, kind in enumerate(model_spec.kinds) if kind.ffn.is_routed)
-    return MemoryColumns(len(model_spec.kinds), tuple(routed))
-
-
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
     """Return the memory strategy of a mapping."""
     return mapping.recompute, tuple(part for part in mapping.offload if part != "optimizer")

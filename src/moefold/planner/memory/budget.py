@@ -16,7 +16,7 @@ from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.memory_columns import MemoryColumns, ModelChunk
+from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
 from moefold.cost.memory_snapshots import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -24,7 +24,6 @@ from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,
     MemoryStrategies,
-    build_columns,
     minimal_config,
     routed_tokens_per_token,
 )
@@ -103,7 +102,7 @@ class MemoryModel:
         self.workload = workload
         self.device = device
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
-        self.columns = build_columns(model_spec)
+        self.columns = columns_of(model_spec.kinds)
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self.activation_memory = ActivationMemoryTable(
             model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu"
