@@ -166,15 +166,18 @@ class StateMemoryTable:
     ) -> StateBytes:
         cfg = self.cfg
         unit = self._unit(name)
-        own = StateBytes(
-            buffers=expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, unit) else 0,
-            gathered=cast_copy_bytes(cfg.run, cfg.model, cfg.lora, [unit]) if mapping.world_size == 1 else 0,
-        )
         dense, experts = (
             self._weight_bytes(name, mapping, accumulates_gradients, is_offloaded, is_expert)
             for is_expert in (False, True)
         )
-        return own + dense + experts
+        cast_copies = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, [unit]) if mapping.world_size == 1 else 0
+        return StateBytes(
+            weights=dense.weights + experts.weights,
+            gathered=dense.gathered + experts.gathered + cast_copies,
+            gradients=dense.gradients + experts.gradients,
+            optimizer=dense.optimizer + experts.optimizer,
+            buffers=expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, unit) else 0,
+        )
 
     def _weight_key(
         self, name: str | int, m: ParallelMapping, sums: bool, is_offloaded: bool, is_expert: bool

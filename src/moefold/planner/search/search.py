@@ -155,15 +155,17 @@ class _Found:
 
     def __init__(self, group: MappingGroup, limit_s: float = inf) -> None:
         self.group = group
-        self._limit_s = limit_s
+        self.limit_s = limit_s
+        """Seconds that another fold has to beat."""
         self.best: dict[Fold, TimedMapping] = {}
         self.accepts = cache(group.accepts)
 
-    @property
-    def limit_s(self) -> float:
-        """Seconds that another fold has to beat."""
-        seconds = sorted(seconds for seconds, _ in self.best.values())
-        return min((self._limit_s, *seconds[self.group.count - 1 : self.group.count]))
+    def add(self, fold: Fold, timed: TimedMapping) -> None:
+        """Add a mapping of a fold if it is the fold's best."""
+        if timed[0] < self.best.get(fold, (inf,))[0]:
+            self.best[fold] = timed
+            seconds = sorted(seconds for seconds, _ in self.best.values())
+            self.limit_s = min((self.limit_s, *seconds[self.group.count - 1 : self.group.count]))
 
     def mappings(self) -> list[ParallelMapping]:
         """Return the best mappings, best first."""
@@ -295,8 +297,8 @@ class Search:
         found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=is_beam)
         for one in own:
             timed = found.get(one.group.zero_stages)
-            if timed is not None and timed[0] < one.best.get(node.fold, (inf,))[0]:
-                one.best[node.fold] = timed
+            if timed is not None:
+                one.add(node.fold, timed)
 
     def _view_bound_s(self, view: AttentionView) -> float:
         """Return a lower bound of a step's seconds over all degrees of the experts."""
