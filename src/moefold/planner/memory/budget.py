@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
-from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
 from moefold.cost.memory_snapshots import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,

@@ -15,7 +15,6 @@ from moefold.config.groups.dispatcher import is_own
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
-from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.state_memory import (
     PARAMS_IN_TRANSIT,
@@ -41,6 +40,7 @@ from moefold.cost.unit_memory import (
 )
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.model_spec import ModelSpec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
