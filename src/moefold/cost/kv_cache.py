@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Literal
 
-from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
+from moefold.config.groups.attention import AttentionCore
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import compute_dtype_bytes
@@ -86,12 +86,11 @@ def _state_bytes(cfg: Config) -> Counter[int]:
     """Return the bytes of the states of one sample, by pipeline rank."""
     found: Counter[int] = Counter()
     for rank, core in _cores(cfg):
-        if isinstance(core, RecurrentCore):
-            found[rank] += core.state_bytes(cfg.parallel.tp, compute_dtype_bytes(cfg.run))
+        found[rank] += core.state_bytes(cfg.parallel.tp, compute_dtype_bytes(cfg.run))
     return found
 
 
-def _cores(cfg: Config) -> list[tuple[int, SoftmaxCore | RecurrentCore]]:
+def _cores(cfg: Config) -> list[tuple[int, AttentionCore]]:
     """Return the pipeline rank of each layer, and what it computes without a weight."""
     ranks = plan_stages(cfg).rank_of_layers(cfg.model.num_layers)
     return [(ranks[number], layer.core) for number, layer in enumerate(cfg.model.decoder_layers)]

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from moefold.config.field import at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     AttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     SoftmaxHeads,
     SoftmaxInput,
@@ -52,16 +52,16 @@ class Gated(AttentionPart):
         width = self.num_heads * self.head_dim
         for name in ("wq", "wk", "wv", "wg"):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
-        yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1, drawn="output")
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow heads, for `moefold verify --shrink`."""
         return replace(self, num_heads=to.query_heads(self.num_heads, self.num_heads), head_dim=to.head_dim)
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads, whose keys and values are cached."""
         heads, head = self.num_heads, self.head_dim
-        return SoftmaxCore(heads=heads, kv_heads=heads, key_width=head, value_width=head, cached_heads=heads)
+        return AttentionCore(heads=heads, kv_heads=heads, key_width=head, value_width=head, cached_heads=heads)
 
     def saved(self, sizes: BlockSizes) -> Counter[str]:
         """Return the bytes of queries, keys, values, the sigmoid and the scaled output, and of the core."""

@@ -30,7 +30,7 @@ class LatentAttention(SelfAttention):
     and the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of
     `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` also replaces `up_proj_checkpoint` (recompute heads from the latents instead of saving them). A
+    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A
     decoder sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are
     computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
@@ -61,7 +61,7 @@ class LatentAttention(SelfAttention):
         gates = heads * part.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.gates_whole_heads = part.gate_size == 1
-        self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
+        self.mla_up_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: PagedLatents | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
         has_query_latent = part.scale_latents and query_rank > 0
@@ -154,7 +154,7 @@ class LatentAttention(SelfAttention):
     ) -> Tensor:
         """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
         # A recomputation has its own graph, whose weight gradients cannot be delayed.
-        wgrad_store = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
+        wgrad_store = self.wgrad_store if self.mla_up_checkpoint is no_checkpoint else None
         pads_heads = self._pads_heads(latents[0].device, documents)
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -179,7 +179,7 @@ class LatentAttention(SelfAttention):
         if self.lora is not None:
             adapted = [name for name in (self._query_name, "wkv_up") if name in self.lora]
             weights += [part for name in adapted for part in self.lora.pair(name, query_weight.dtype)]
-        with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
+        with self.mla_up_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
             attended = self.core_attention(query, key, value, documents, None, None if pads_heads else self._scale)
         return attended[..., : self.v_head_dim] if pads_heads else attended
 
