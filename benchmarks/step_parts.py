@@ -14,7 +14,6 @@ from moefold.bench.shape import BenchPart
 from moefold.bench.step_bench import StepReport
 from moefold.bench.timing import CLOCKS, Clock, PeakRates, synchronized
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -166,7 +165,7 @@ class StepBreakdown:
         flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
         rotation = self._model.rope
         core = model.decoder_layers[0].core
-        heads = (core.heads + core.kv_heads) * core.key_value_width if isinstance(core, SoftmaxCore) else 0
+        heads = (core.heads + core.kv_heads) * core.key_value_width
         # Input, output and both gradients; heads in forward and backward, and their gradients.
         moved_bytes = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
             block.attention

@@ -8,7 +8,8 @@ import torch
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
+from moefold.model.layer_cache import CacheSize
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from tests.inference.example import (
     KINDS,
     SLOW_KINDS,

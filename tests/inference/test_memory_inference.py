@@ -11,8 +11,9 @@ from moefold.cli.main import main
 from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
 from moefold.inference.settings import batch_bytes, explain_oom
+from moefold.model.layer_cache import CacheSize
 from moefold.model.local_param import local_tensor
-from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.validate.memory_need import inference_weight_memory
 from tests.inference.checkpoint_folder import described_run
 from tests.inference.example import KINDS, opened, opened_config, recipe_of_kind, write_checkpoint

@@ -16,7 +16,8 @@ from moefold.config.schema import Config
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
-from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
+from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.paged_cache import PagedAttention
 from moefold.model.transformer import Block, Transformer, build_model
 from moefold.ops.cpu.decode import CDecode
 from moefold.ops.cpu.gemm import CGemm

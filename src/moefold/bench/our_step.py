@@ -12,7 +12,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.model.init import BIASES
+from moefold.cost.layer_spec import model_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer, module_settings
 from moefold.parallel.batch import Batch
@@ -177,13 +177,13 @@ def draw_weights(model: Transformer, run: RunConfig, sizes: ModelConfig) -> None
     `moefold.model.init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3; the speed of a
     step does not depend on the values.
     """
+    weights = model_weights(sizes)
     generator: torch.Generator | None = None
     for name, parameter in model.named_parameters():
         generator = generator or torch.Generator(parameter.device).manual_seed(run.seed)
-        leaf = name.rsplit(".", 1)[-1]
         if "norm" in name:
             parameter.fill_(1.0)
-        elif leaf in BIASES:
+        elif not weights[name].is_matrix:
             parameter.zero_()
         else:
             parameter.normal_(0.0, sizes.init_std, generator=generator)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moefold.cli.command_parser import CommandParser, add_part_option
@@ -101,12 +101,7 @@ def _check(args: argparse.Namespace) -> None:
 def _rows(name: str, args: argparse.Namespace) -> list[BalanceRow]:
     samples = open_document_samples(name, args.seq_len)
     strategies = [make_part(ContextPart.group, "ring"), make_part(ContextPart.group, "ulysses")]
-    base = make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block)
-    strategies += [
-        replace(base, placement=placement, hosts=hosts)
-        for placement in ("samples", "documents", "balanced")
-        for hosts in ("home", "balanced")
-    ]
+    strategies += make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block).variants()
     found = []
     for strategy in strategies:
         loads = DocumentLoads(samples, args.seq_len, strategy)

@@ -19,8 +19,9 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.model_spec import train_flops
+from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
@@ -262,7 +263,7 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
     q = request
     w = request.workload
     even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
-    assumptions = [f"{even} (--imbalance)", describe_margin(q)]
+    assumptions = [f"{even} (--imbalance)", describe_margin(q.reserve_gib, q.device.memory_gib)]
     for part in dict.fromkeys(plan.mapping.dispatcher for plan in shown):
         if part.kernel_package:
             assumptions.append(
@@ -270,26 +271,24 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
             )
     if q.restriction.offload:
         assumptions.append("offload is hidden almost completely, which is not measured (--offload)")
-    return [*assumptions, f"{describe_flops(q)}; MFU is against the bfloat16 peak"]
+    return [*assumptions, f"{describe_flops(q.model_spec, w)}; MFU is against the bfloat16 peak"]
 
 
-def describe_flops(request: PlanRequest) -> str:
+def describe_flops(model: ModelSpec, w: TrainingWorkload) -> str:
     """Describe the convention of the FLOP count, and the factor to the other one."""
-    w = request.workload
-    full, half = (train_flops(request.model_spec, w.seq_len, causal=causal) for causal in (False, True))
+    full, half = (train_flops(model, w.seq_len, causal=causal) for causal in (False, True))
     words = f"TFLOP/s count {w.flop_description}"
     if w.counts_causal_attention:
         return f"{words}; arXiv:2504.14960 counts all of it: x {full / half:.2f} here"
     return f"{words}, as arXiv:2504.14960; Megatron-Bridge counts half: x {half / full:.2f} here"
 
 
-def describe_margin(request: PlanRequest) -> str:
+def describe_margin(reserve_gib: float, memory_gib: float) -> str:
     """Describe the memory that is left free."""
-    q = request
-    if not q.reserve_gib:
-        return f"all {q.device.memory_gib:.1f} GiB of a GPU may be used (--memory-reserve)"
-    share = q.reserve_gib / q.device.memory_gib
-    return f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB of a GPU ({share:.0%}) stay free (--memory-reserve)"
+    if not reserve_gib:
+        return f"all {memory_gib:.1f} GiB of a GPU may be used (--memory-reserve)"
+    share = reserve_gib / memory_gib
+    return f"{reserve_gib:.1f} of {memory_gib:.1f} GiB of a GPU ({share:.0%}) stay free (--memory-reserve)"
 
 
 def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:

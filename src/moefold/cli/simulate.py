@@ -23,11 +23,10 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.train import AUTO, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
-from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
@@ -82,14 +81,14 @@ class ActivationMemory(BlockSizes):
         selector = kind.attention.selector
         if selector is None:
             return BytesByPart()
-        return selector.saved_in_warmup(self, _num_heads(kind), kind.attention.index_source)
+        return selector.saved_in_warmup(self, kind.core.heads, kind.attention.index_source)
 
     def _transient_in_warmup(self, kind: Layer) -> BytesByPart:
         """Return the temporary bytes of a layer of which only the indexer has gradients: of its loss, or experts."""
         experts = kind.ffn.saved(self) + kind.ffn.transient(self)
         experts["residual stream"] += 3 * self.hidden_bytes
         selector = kind.attention.selector
-        loss = selector.warmup_loss_bytes(self, _num_heads(kind)) if selector else 0
+        loss = selector.warmup_loss_bytes(self, kind.core.heads) if selector else 0
         scores = BytesByPart({"core attention": loss, "residual stream": self.hidden_bytes})
         return max(scores, experts, key=BytesByPart.total)
 
@@ -299,9 +298,3 @@ def activation_memory(
         item_bytes=compute_dtype_bytes(cfg.run),
         imbalance=imbalance,
     )
-
-
-def _num_heads(kind: Layer) -> int:
-    """Return the query heads of softmax attention."""
-    assert isinstance(kind.core, SoftmaxCore), "an indexer selects keys of softmax attention"
-    return kind.core.heads

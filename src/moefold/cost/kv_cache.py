@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
+from moefold.config.groups.attention import AttentionCore
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
@@ -64,12 +64,11 @@ class CacheSizes:
         """Bytes of the states of one sample, by pipeline rank."""
         found: Counter[int] = Counter()
         for rank, core in self._cores:
-            if isinstance(core, RecurrentCore):
-                found[rank] += core.state_bytes(self.tp, self.item_bytes)
+            found[rank] += core.state_bytes(self.tp, self.item_bytes)
         return found
 
     @property
-    def _cores(self) -> list[tuple[int, SoftmaxCore | RecurrentCore]]:
+    def _cores(self) -> list[tuple[int, AttentionCore]]:
         """The pipeline rank of each layer, and what it computes without a weight."""
         ranks = self.plan.rank_of_layers(self.model.num_layers)
         return [(ranks[number], layer.core) for number, layer in enumerate(self.model.decoder_layers)]

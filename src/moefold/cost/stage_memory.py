@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from moefold.config.schema import Config
+from moefold.config.train import AUTO
 from moefold.cost.activation_memory import activation_memory
-from moefold.cost.recompute_parts import AUTO
 from moefold.cost.unit_memory import Unit, UnitMemory
 from moefold.topology.schedules import schedule_slots
 

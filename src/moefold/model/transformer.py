@@ -83,7 +83,7 @@ class Block(nn.Module):
 
     `model.residual` says where the norms are; norms that it leaves out are None.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
+    `parallelize` replaces `norms_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
     """
 
@@ -110,7 +110,7 @@ class Block(nn.Module):
         if shares_selections(model) and layer.attention.selector is not None:
             self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = layer.residual.multiplier
-        self.norm_checkpoint: OutputCheckpoint = no_checkpoint
+        self.norms_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope, TokenColumns], LayerOutput] | None = None
         self.is_frozen = settings.train.trains_indexers_only(model)
         """Whether only the indexer has gradients: the rest of the layer is computed without a graph."""
@@ -205,7 +205,9 @@ class Block(nn.Module):
 
     def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
         """Return a context with the input of attention or of the feed-forward network."""
-        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, *norm.local_parameters(x))
+        if norm is None:
+            return nullcontext((x,))
+        return self.norms_checkpoint(norm.normalize, x, *norm.local_parameters(x))
 
     def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Add an output to the residual stream."""

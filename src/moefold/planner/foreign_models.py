@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.config.find import find_part
-from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.load import config_from_dict
@@ -39,9 +39,9 @@ class Mamba(AttentionPart):
         yield ParamSpec("w_in", (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("w_out", (hidden, self._inner), "attention", tp_dim=1)
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the FLOPs of the states; see base class."""
-        return RecurrentCore(state_flops=46 * self._inner * 128)
+        return AttentionCore(state_flops=46 * self._inner * 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class NoMixer(AttentionPart):
         """Yield nothing; see base class."""
         yield from ()
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return a core without states; see base class."""
-        return RecurrentCore()
+        return AttentionCore()
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return nothing, and take back the input of the block; see base class."""

@@ -13,11 +13,10 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import PAGE_POSITIONS, cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
-from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.snapshot_memory import snapshot_bytes

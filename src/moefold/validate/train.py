@@ -9,7 +9,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.groups.lr_schedule import DecayPart, LrSchedulePart
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig, has_dense_layers
@@ -33,14 +33,12 @@ def validate_learning_rate(
 ) -> Iterator[str]:
     """Check that min_lr is at most lr."""
     schedule = chosen_in(train, LrSchedulePart)
-    if isinstance(schedule, DecayPart) and schedule.min_lr > train.lr:
+    min_lr = getattr(schedule, "min_lr", None)
+    if min_lr is not None and min_lr > train.lr:
         settings = method_settings(train, data, align, lora, rl)
         is_default = train.lr == default_learning_rate(settings)
         default = f", the default of {describe_method(settings)}" if is_default else ""
-        yield (
-            f"{schedule.key}.min_lr={schedule.min_lr} must be at most train.lr={train.lr}{default}; "
-            f"choose 0.0 to {train.lr}"
-        )
+        yield (f"{schedule.key}.min_lr={min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}")
 
 
 def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:

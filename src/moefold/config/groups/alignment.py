@@ -71,23 +71,49 @@ class AlignmentPart(Part):
     """Whether rewards or preferences choose the data or the loss."""
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
+    selects_rows: ClassVar[bool] = False
+    """Whether it chooses or weighs conversations (`select`)."""
+
+    @property
+    def preference(self) -> "PreferencePart | None":
+        """Loss of pairs of completions; None: it has none."""
+        return None
+
+    @property
+    def reward_column(self) -> str:
+        """Column with the reward of a row; empty: it reads none."""
+        return ""
+
+    @property
+    def prompt_template(self) -> str:
+        """Text with the reward that replaces the last message before the answer; empty: it stays."""
+        return ""
+
+    def select(self, rewards: Any, members: Any) -> Any:
+        """Return the conversations that are trained on, with their weights, `data.sft.ScaledMembers`.
+
+        Args:
+            rewards: the rewards of all conversations, `data.rewards.Rewards`.
+            members: numbers of the conversations that may be taken.
+        """
+        raise AssertionError("selects_rows")
 
     def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield data of another kind or from several sources with weights, and MTP layers, which have no loss."""
         kind = data.kind
-        if kind == "preference" and not isinstance(self, PreferencePart):
-            losses = (find_part(self.group, kind) for kind in built_in_kinds(self.group))
-            way_out = f"choose {', '.join(loss().kind for loss in losses if issubclass(loss, PreferencePart))}"
+        if kind == "preference" and not self.preference:
+            losses = (find_part(self.group, kind)() for kind in built_in_kinds(self.group))
+            way_out = f"choose {', '.join(loss.kind for loss in losses if loss.preference)}"
             rule = f"needs a loss for pairs, and {self.key}={self.kind!r} is none"
             yield Problem(f"data.kind={_quoted(kind)}", None, rule, way_out)
         if self.data_kind and kind != self.data_kind:
-            what = " with a reward in each row" if not isinstance(self, PreferencePart) else ""
+            what = " with a reward in each row" if not self.preference else ""
             rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
             yield Problem(self.key, self.kind, rule, "set it")
         if self.data_kind and data.weights:
             rule = "reads its rows as one data set"
             yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
-        if isinstance(self, PreferencePart) and model.mtp_layers:
+        if self.preference and model.mtp_layers:
             rule = "has no loss for the MTP layers, as they would learn the rejected completions too, and "
             yield Problem(self.key, self.kind, f"{rule}model.mtp_layers={model.mtp_layers}", "set it to 0")
 
@@ -101,6 +127,11 @@ class RewardPart(AlignmentPart):
     reward: Annotated[str, Bound("must name a column", bool)] = "reward"
     """Column with the reward of a row."""
 
+    @property
+    def reward_column(self) -> str:
+        """The setting."""
+        return self.reward
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPromptPart(RewardPart):
@@ -112,6 +143,11 @@ class RewardPromptPart(RewardPart):
     """Reward that prompts ask for after training: generate --chat, serve, rollout and lm_eval write it into the prompt
     by the template; their option --want takes another one."""
 
+    @property
+    def prompt_template(self) -> str:
+        """The setting."""
+        return self.template
+
     def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and what is wrong with the template."""
         yield from super().check(model, data)
@@ -122,13 +158,10 @@ class RewardPromptPart(RewardPart):
 class RewardSelectionPart(RewardPart):
     """Conversations that are dropped or weighed by their rewards."""
 
-    def select(self, rewards: Any, members: Any) -> Any:
-        """Return the conversations that are trained on, with their weights, `data.sft.ScaledMembers`.
+    selects_rows: ClassVar[bool] = True
 
-        Args:
-            rewards: the rewards of all conversations, `data.rewards.Rewards`.
-            members: numbers of the conversations that may be taken.
-        """
+    def select(self, rewards: Any, members: Any) -> Any:
+        """Return the chosen conversations; see base class."""
         raise NotImplementedError
 
 
@@ -144,6 +177,11 @@ class PreferencePart(AlignmentPart):
     """Whether a row is one completion with a label; its second sequence is the completion of another prompt."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
     """Metrics that it records, as means over pairs."""
+
+    @property
+    def preference(self) -> "PreferencePart":
+        """The part itself."""
+        return self
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return the loss of each pair, [B, K / 2], and record the metrics."""

@@ -56,8 +56,15 @@ class FeedForwardPart(Part):
     """Feed-forward network of a layer."""
 
     group: ClassVar[str] = "ffn"
+    recompute_parts: ClassVar[frozenset[str]] = frozenset()
+    """Parts of `train.recompute` that it may have."""
     is_routed: ClassVar[bool] = False
     """Whether a router sends each token to some experts."""
+
+    @property
+    def routed(self) -> "RoutedPart | None":
+        """The part, if it `is_routed`."""
+        return None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the module, by their names in it and in its order.
@@ -74,11 +81,6 @@ class FeedForwardPart(Part):
     def formula(self) -> FeedForwardFormula | None:
         """Return the network in float64; None: it has no formula."""
         return None
-
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """Parts of `train.recompute` that it has."""
-        return frozenset()
 
     @property
     def tp_unit(self) -> tuple[str, int]:
@@ -171,6 +173,11 @@ class RoutedPart(FeedForwardPart):
     output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
 
     @property
+    def routed(self) -> "RoutedPart":
+        """The part itself."""
+        return self
+
+    @property
     def shared_width(self) -> int:
         """Inner width of the shared expert; 0: there is none."""
         return self.shared.intermediate_size if self.shared else 0
@@ -203,14 +210,14 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
     """Yield the parameters of `SwiGLU`."""
     yield ParamSpec("w_gate", (ffn, hidden), part, tp_dim=0)
     yield ParamSpec("w_up", (ffn, hidden), part, tp_dim=0)
-    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1)
+    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1, drawn="output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Networks(Table):
     """Feed-forward networks of the layers."""
 
-    dense: Annotated[DensePart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
+    dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = by_default("ffn", "swiglu")
     """Network of layers 'dense' of model.layers."""
-    moe: Annotated[RoutedPart, KindOf("ffn", ("moe",))] = by_default("ffn", "moe")
+    moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = by_default("ffn", "moe")
     """Network of layers 'moe' of model.layers: a mixture of experts."""

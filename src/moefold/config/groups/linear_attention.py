@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.problem import Problem
@@ -154,9 +154,9 @@ class DeltaRulePart(LinearAttentionPart):
         """Return it with short convolutions; see base class."""
         return replace(super().shrink(to), conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the states; each is read twice, written once, and decays."""
-        return RecurrentCore(
+        return AttentionCore(
             state_size=self.state_size,
             transition_size=self.transition_size,
             state_flops=8 * self.state_size,
@@ -171,7 +171,8 @@ class DeltaRulePart(LinearAttentionPart):
         for name, width in widths.items():
             yield ParamSpec(f"w{name}", (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1, drawn="output")
         for name, width in widths.items():
-            yield ParamSpec(f"conv_{name}", (width, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)
+            shape = width, self.conv_kernel
+            yield ParamSpec(f"conv_{name}", shape, "attention", tp_dim=0, never_as_matrix=True, drawn="convolution")
+        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True, drawn="decay_rate")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
-from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.groups.context import ContextPart
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
 from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
@@ -165,11 +165,7 @@ class DocumentLoads:
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that exchange rows."""
-        if not isinstance(self.strategy, PlannedPart):
-            return 1
-        if self.strategy.placement == "balanced":
-            return peers.cp * peers.dp
-        return peers.cp if self.strategy.hosts == "home" else self.strategy.pool or peers.cp * peers.dp
+        return self.strategy.plan.exchange_ranks(peers.cp, peers.dp) if self.strategy.is_planned else 1
 
     def _waiting(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that wait for each other in a layer, those that exchange rows included."""
@@ -177,10 +173,9 @@ class DocumentLoads:
 
     def _depends_on_nodes(self, key: RoundKey) -> bool:
         """Return whether the nodes of the ranks change the plan of a round or the rows that leave a node."""
-        if not isinstance(self.strategy, PlannedPart) or key.ranks_per_node >= key.cp * key.dp:
+        if not self.strategy.is_planned or key.ranks_per_node >= key.cp * key.dp:
             return False
-        stays_in_sample = self.strategy.hosts == "home" and self.strategy.placement != "balanced"
-        return not stays_in_sample or key.ranks_per_node % key.cp != 0
+        return self.strategy.plan.shares_work or key.ranks_per_node % key.cp != 0
 
     def _even_load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """Return a lower bound of `load`: the busiest rank has at least the mean of the rounds that `_busiest` uses."""
@@ -288,17 +283,12 @@ def plan_of(
     lengths = np.fromiter(chain.from_iterable(samples), np.int64)
     bounds_N = np.concatenate(([0], np.cumsum(lengths)))
     assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
-    planned = strategy if isinstance(strategy, PlannedPart) else PlannedPart()
-    placement: Placement = place(planned.placement, shape, bounds_N, planned.block)
-    if not planned.balances_hosts:
+    plan = strategy.plan
+    placement: Placement = place(plan.placement, shape, bounds_N, plan.block)
+    if not plan.balances_hosts:
         return plan_attention(placement, window=window)
     return plan_attention(
-        placement,
-        window=window,
-        tolerance=planned.tolerance,
-        block=planned.block,
-        pool=planned.pool,
-        nodes=nodes,
+        placement, window=window, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes
     )
 
 

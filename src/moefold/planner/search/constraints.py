@@ -37,7 +37,7 @@ from moefold.validate.parallel import (
     validate_schedule,
     validate_sequence_length,
 )
-from moefold.validate.planned_attention import validate_attention_pool
+from moefold.validate.placement import validate_attention_pool
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
 from moefold.validate.sites import validate_site_shards

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import SHARE, Most, at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     QueryKeyNorm,
     SoftmaxAttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     Temperature,
     gate_bytes,
@@ -71,7 +71,7 @@ class GqaPart(SoftmaxAttentionPart):
         """See base class."""
         return self.sinks
 
-    def with_heads(self, hidden: int) -> "GqaPart":
+    def with_heads(self, hidden: int) -> Self:
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
@@ -178,7 +178,7 @@ class GqaPart(SoftmaxAttentionPart):
         yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
         yield ParamSpec("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
         yield ParamSpec("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
-        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1, drawn="output")
         if self.qkv_bias:
             yield ParamSpec("bq", (query,), "attention", tp_dim=0)
             yield ParamSpec("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
@@ -186,7 +186,7 @@ class GqaPart(SoftmaxAttentionPart):
         if self.output_bias:
             yield ParamSpec("bo", (hidden,), "attention")
         if self.sinks:
-            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0)
+            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0, drawn="normal")
         if self.gate:
             yield from self.gate.params(self.num_heads, self.head_dim, hidden)
         if self.qk_norm:
@@ -194,9 +194,9 @@ class GqaPart(SoftmaxAttentionPart):
         if self.indexer:
             yield from prefixed("indexer", self.indexer.params(hidden, hidden))
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads, and the indexer's key if there is one."""
-        return SoftmaxCore(
+        return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             key_width=self.head_dim,

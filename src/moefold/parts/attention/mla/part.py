@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 from moefold.config.chosen import chosen_in
 from moefold.config.field import Most, at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     SoftmaxAttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     gate_bytes,
     norm_param,
@@ -37,6 +37,7 @@ class MlaPart(SoftmaxAttentionPart):
 
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
+    own_recompute_parts: ClassVar[tuple[str, ...]] = ("mla_up",)
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
     """Width of the query latent; 0: queries are projected from the hidden state directly."""
     kv_lora_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 64
@@ -113,7 +114,7 @@ class MlaPart(SoftmaxAttentionPart):
             yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
         yield ParamSpec("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
         yield ParamSpec("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
-        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1, drawn="output")
         if self.gate:
             yield from self.gate.params(heads, self.v_head_dim, hidden)
         if query_rank:
@@ -122,13 +123,13 @@ class MlaPart(SoftmaxAttentionPart):
         if self.indexer:
             yield from prefixed("indexer", self.indexer.params(query_rank or hidden, hidden))
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads; with an indexer those in the space of the latents, where all share one key.
 
         The up projection of the keys and values is then multiplied with each query instead of each key: as many FLOPs.
         """
         if self.indexer:
-            return SoftmaxCore(
+            return AttentionCore(
                 heads=self.num_heads,
                 kv_heads=1,
                 key_width=self.key_width,
@@ -140,7 +141,7 @@ class MlaPart(SoftmaxAttentionPart):
                 index_width=self.indexer.key_width,
                 index_flops=self.indexer.flops,
             )
-        return SoftmaxCore(
+        return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_heads,
             key_width=self.head_dim,
@@ -157,7 +158,7 @@ class MlaPart(SoftmaxAttentionPart):
     @property
     def recompute_parts(self) -> frozenset[str]:
         """The core, and the heads from the latents, where no indexer selects keys."""
-        return frozenset() if self.indexer else frozenset({"core_attention", "mla_up"})
+        return frozenset() if self.indexer else frozenset({"core_attention", *self.own_recompute_parts})
 
     @property
     def index_source(self) -> int:
@@ -198,7 +199,7 @@ class MlaPart(SoftmaxAttentionPart):
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
         p = sizes.parallel
         context = chosen_in(p, ContextPart)
-        attends_in_blocks = context.shares_work or (p.cp > 1 and not context.shards_heads)
+        attends_in_blocks = context.plan.shares_work or (p.cp > 1 and not context.shards_heads)
         has_windows = any(layer.window for layer in sizes.model.decoder_layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.attention import AttentionFrame, AttentionPart, LinearFormula, RecurrentCore
+from moefold.config.groups.attention import AttentionCore, AttentionFrame, AttentionPart, LinearFormula
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
@@ -35,16 +35,17 @@ class ShortConvolutionPart(AttentionPart):
         """Yield the parameters of `ShortConvolution`; see base class."""
         for name in ("wb", "wc", "wv"):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
-        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+        shape = hidden, self.conv_kernel
+        yield ParamSpec("conv", shape, "attention", tp_dim=0, never_as_matrix=True, drawn="convolution")
+        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1, drawn="output")
         if self.bias:
             for name in ("bb", "bc", "bv", "conv_bias"):
                 yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
             yield ParamSpec("bo", (hidden,), "attention")
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the last tokens; the convolution counts as a matrix."""
-        return RecurrentCore(conv_width=hidden, conv_kernel=self.conv_kernel)
+        return AttentionCore(conv_width=hidden, conv_kernel=self.conv_kernel)
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moefold.config.groups.attention import prefixed
 from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardFrame, RoutedPart, swiglu_params
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class MoePart(RoutedPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
+
+    recompute_parts: ClassVar[frozenset[str]] = frozenset({"moe", "expert_activation", "shared_experts"})
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow experts."""
@@ -47,7 +49,7 @@ class MoePart(RoutedPart):
             yield ParamSpec("router.bias", (self.num_choices,), "router")
         yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
         yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
-        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
+        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1, drawn="output")
         if self.bias:
             yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
             yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
@@ -124,11 +126,6 @@ class MoePart(RoutedPart):
     def saved_if_recomputed(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the indices of the permutation; see base class."""
         return sizes.experts.permute_indices()
-
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """The whole network, the activation of the experts, and the shared expert if there is one."""
-        return frozenset({"moe", "expert_activation"} | ({"shared_experts"} if self.shared_width else set()))
 
     def build(self, frame: FeedForwardFrame, number: int) -> "MoELayer":
         """Return the module; see base class."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moefold.config.groups.ffn import DensePart, FeedForwardFormula, FeedForwardFrame, swiglu_params
 from moefold.config.param_spec import ParamSpec
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class SwiGluPart(DensePart):
     """Multiply an up projection by the SiLU of a gate projection, and project back."""
 
+    recompute_parts: ClassVar[frozenset[str]] = frozenset({"dense_mlp"})
+
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with a narrow inner width on each rank."""
         return replace(self, intermediate_size=to.shard_width * to.tp)
@@ -30,11 +32,6 @@ class SwiGluPart(DensePart):
     def tp_unit(self) -> tuple[str, int]:
         """The inner width; see base class."""
         return "model.ffn.dense.intermediate_size", self.intermediate_size
-
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """The whole network."""
-        return frozenset({"dense_mlp"})
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of gate, up and their product; see base class."""
