@@ -293,7 +293,7 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         resolve_recipe_paths(tree, path.parent)
         name_files(tree, path.parent)
     recipe = deepcopy(tree)
-    messages = apply_overrides(tree, overrides)
+    messages = apply_overrides(tree, overrides, Path() if path is None else path.parent)
     name_files(tree)
     messages += shorten_lr_schedule(tree, recipe, overrides)
     explicit_keys = frozenset(_names_of_keys(tree))

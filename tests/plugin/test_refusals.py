@@ -13,7 +13,7 @@ from moefold.config.outside import MissingPartError
 from moefold.config.reference import keys_text
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import choices_of
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 
@@ -238,7 +238,8 @@ def test_a_broken_file_is_refused(file, code, name, message):
 def test_a_rule_that_fails_is_refused_by_its_distribution(install):
     install(GOOD + "    def check(self, recipe): yield recipe.nothing")
     with pytest.raises(
-        ConfigError, match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\), line 15: Attribute"
+        RunError,
+        match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\): Attribute.*half_plugin.py:15",
     ):
         check_config(load_config(None, ["train.lr_schedule=half"]))
 

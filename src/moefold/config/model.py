@@ -28,7 +28,7 @@ class ModelConfig(Section):
     arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense (model.ffn.dense)."""
     hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 256
     """Width of the residual stream, H."""
-    attention: Annotated[Any, KindOf("attention", ("gqa", "mla"))] = "gqa"
+    attention: Annotated[Any, KindOf("attention", ("gqa", "mla"), "is_recurrent", False)] = "gqa"
     """Softmax attention. gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values
     of all heads come from one latent (DeepSeek-V2)."""
     vocab_size: Annotated[int, at_least(1), Most(2**31), Judged.SIZE] = 256
@@ -43,9 +43,9 @@ class ModelConfig(Section):
     attention_chunk_size: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer 'chunk': a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
-    linear_attention: Annotated[Any, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"))] = (
-        "gated_deltanet"
-    )
+    linear_attention: Annotated[
+        Any, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"), "is_recurrent")
+    ] = "gated_deltanet"
     """Layers 'linear': delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of

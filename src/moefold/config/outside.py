@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from inspect import getattr_static, isfunction
+from inspect import Parameter, getattr_static, isfunction, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
 
     Args:
         kind: FILE.py:CLASS.
-        folder: where a relative path starts, unless it exists from the current folder alone.
+        folder: where a relative path starts.
 
     Returns:
         The kind with the name of the file alone, and the origin.
@@ -75,9 +75,9 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
     path, name = found
     if reason := non_unicode_reason(kind) or ("has a NUL character" if "\0" in kind else ""):
         raise ConfigError(f"part {kind!r} {reason}")
-    file = next((one for one in (folder / path, path) if one.is_file()), None)
-    if file is None:
-        raise ConfigError(f"part {kind!r}: file {str(path)!r} does not exist; name a Python file")
+    file = folder / path
+    if not file.is_file():
+        raise ConfigError(f"part {kind!r}: {str(file.absolute())!r} does not exist; name a Python file")
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -237,9 +237,27 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
     )
     if missing:
         yield f"lacks the method{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+    yield from _method_faults(part, base)
     own = sorted(_RESERVED & {field.name for field in fields(part)})
     if own:
         yield f"has a field {own[0]}, a word that recipes and parts use themselves"
+
+
+def _method_faults(part: type[Any], base: type[Any]) -> Iterator[str]:
+    """Yield the methods of a part that cannot be called as its group calls them; `check` takes what it names."""
+    for name in dir(base):
+        asked, found = getattr_static(base, name), getattr_static(part, name)
+        if name.startswith("_") or name == "check" or found is asked or not isfunction(asked):
+            continue
+        if not isfunction(found):
+            yield f"has {name} as {type(found).__name__}, which must be a method"
+            continue
+        wanted = signature(asked).parameters.values()
+        by_name = {one.name: None for one in wanted if one.kind is Parameter.KEYWORD_ONLY}
+        try:
+            signature(found).bind(*(one.name for one in wanted if one.name not in by_name), **by_name)
+        except TypeError as error:
+            yield f"has {name}{signature(found)}, which must take ({', '.join(map(str, wanted))}): {error}"
 
 
 def _is_left_open(method: Any) -> bool:
@@ -259,7 +277,7 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
     points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
     root = part.__module__.partition(".")[0]
     for point in points:
-        if point.module.partition(".")[0] == root and load_entry_point(point, part.key) is part:
+        if point.module.partition(".")[0] == root and load_entry_point(point, getattr(part, "key", part.group)) is part:
             return point.name, origin_of_entry(point)
     return f"{part.__module__}:{part.__qualname__}", Origin()
 

@@ -6,20 +6,15 @@ settings, and its methods answer everything else that is asked of it. `config/gr
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
 from moefold.config.find import built_in_kinds, find_part, is_built_in, kind_of, kinds
 from moefold.config.outside import origin_of, rebuild
+from moefold.config.part_faults import describe_class, guard_methods
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import ConfigError, RunError
-
-COMMUNICATION = ("moefold.comm.", "torch.distributed.")
-"""Modules in which an error is of a collective, which other ranks may have left."""
 
 
 class KindOf(NamedTuple):
@@ -28,6 +23,10 @@ class KindOf(NamedTuple):
     group: str
     words: tuple[str, ...] = ()
     """Built-in kinds that the key may name; empty: all."""
+    fact: str = ""
+    """Class variable that all kinds of the key have alike, those from outside too; empty: any kind of the type."""
+    value: bool = True
+    """Value of that variable."""
 
 
 class UnusedKeys(NamedTuple):
@@ -64,6 +63,11 @@ class Part:
     """Fields that the place of a layer sets, and no recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads around the formula, and not the formula."""
+
+    def __init_subclass__(cls) -> None:
+        """Name the failures of a class from outside; see `part_faults`."""
+        if not cls.__module__.startswith("moefold."):
+            guard_methods(cls)
 
     @property
     def kind(self) -> str:
@@ -117,46 +121,7 @@ class Part:
 
 def describe_part(part: Part) -> str:
     """Return the key and kind of a part, and of one from outside its distribution or file."""
-    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
-    return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
-
-
-@contextmanager
-def names_failure(part: Part, method: str) -> Iterator[None]:
-    """Refuse a part from outside by its name where a method of it fails.
-
-    Raises:
-        ConfigError: it fails.
-    """
-    try:
-        yield
-    except Exception as error:
-        refuse_failure(part, f"{method}()", error)
-        raise
-
-
-def refuse_failure(part: Part, where: str, error: Exception) -> None:
-    """Refuse a part from outside by its name for an error in it; return if the error has another cause.
-
-    These are errors of moefold's own, memory that is full, and another rank that a collective waits for in vain.
-
-    Args:
-        part: any part.
-        where: the method, as it follows "fails in".
-        error: its error.
-
-    Raises:
-        ConfigError: the part fails.
-    """
-    frames = list(walk_tb(error.__traceback__))
-    names = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
-    is_explained = isinstance(error, ConfigError | RunError | MemoryError) or "out of memory" in str(error)
-    if is_built_in(type(part)) or is_explained or is_lost:
-        return
-    own = [f", line {line}" for (_, line), name in zip(frames, names, strict=True) if name == type(part).__module__]
-    place = own[-1] if own else ""
-    raise ConfigError(f"{describe_part(part)} fails in {where}{place}: {type(error).__name__}: {error}") from error
+    return describe_class(type(part))
 
 
 def keys_of(section: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ pydantic validates the values, strictly and with the bounds in the annotations; 
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,6 @@ from moefold.config.find import (
     kinds,
     kinds_in_words,
     missing_experiment,
-    unknown_kind,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.outside import (
@@ -47,7 +46,9 @@ from moefold.config.suggestions import (
     owners_of,
     part_keys,
     part_marks,
+    slot_fault,
     tables,
+    wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
 
@@ -70,6 +71,28 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
     Raises:
         ConfigError: a file is missing or broken.
     """
+    for keys, key, kind in _named_files(tree):
+        name, origin = import_file(kind, folder)
+        keys[key] = {**(keys[key] if isinstance(keys[key], dict) else {}), "kind": name, SOURCE: origin.as_dict()}
+
+
+def place_files(tree: Mapping[str, Any], folder: Path) -> None:
+    """Write the files of parts that a user names with their folder, in place.
+
+    Args:
+        tree: sections of a recipe, unchecked.
+        folder: where relative paths start.
+    """
+    for keys, key, kind in _named_files(tree):
+        placed = str(folder.absolute() / kind)
+        keys[key] = {**keys[key], "kind": placed} if isinstance(keys[key], dict) else placed
+
+
+def _named_files(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield each key with a part of a file that is not imported: the table that has it, its name there, and the kind.
+
+    Overrides follow the recipe, whose files are imported before.
+    """
     for name in part_keys():
         *owners, key = name.split(".")
         keys: Any = tree
@@ -77,13 +100,9 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
             keys = keys.get(owner) if isinstance(keys, dict) else None
         value = keys.get(key) if isinstance(keys, dict) else None
         kind = value.get("kind") if isinstance(value, dict) else value
-        if not isinstance(keys, dict) or not isinstance(kind, str) or split_file_kind(kind) is None:
-            continue
-        if isinstance(value, dict) and SOURCE in value:
-            # Named before: overrides follow the recipe.
-            continue
-        kind, origin = import_file(kind, folder)
-        keys[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
+        is_imported = isinstance(value, dict) and SOURCE in value
+        if isinstance(kind, str) and split_file_kind(kind) is not None and not is_imported:
+            yield keys, key, kind
 
 
 def is_table_value(name: str, value: Any) -> bool:
@@ -133,7 +152,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         kind = table["kind"]
         is_own = isinstance(kind, str) and SOURCE not in table and split_file_kind(kind) is None
         if is_own and kind not in kinds(mark.group, mark.words):
-            raise ConfigError(unknown_kind(name, mark.group, kind, mark.words))
+            raise ConfigError(wrong_kind(name, kind))
         return build_part(name, table)
     assert isinstance(value, dict)
     if is_oversized(value):
@@ -310,6 +329,7 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
         except MissingPartError as error:
             raise MissingPartError(f"{name} {error}") from None
         check_class(part, base, f"{name}={kind!r} of {origin}")
+        _check_slot(name, kind, part, origin)
         return part, origin
     if kind not in entry_points_of(group):
         if recorded.distribution:
@@ -327,7 +347,14 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"{name}.kind={kind!r} must be one of {kinds_in_words(group)}, or FILE.py:CLASS{hint}")
     part = find_part(group, kind)
-    return part, origin_of(part)[1]
+    origin = origin_of(part)[1]
+    _check_slot(name, kind, part, origin)
+    return part, origin
+
+
+def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
+    if fault := slot_fault(name, part):
+        raise ConfigError(f"{name}={kind!r} of {origin} {fault}")
 
 
 def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) -> None:

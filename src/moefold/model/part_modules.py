@@ -11,7 +11,7 @@ from moefold.config.groups.block import NormPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, describe_part, names_failure
+from moefold.config.part import Part, describe_part
 from moefold.errors import ConfigError
 from moefold.model.attention import TokenMixer
 from moefold.model.norm import Norm
@@ -21,18 +21,17 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
     """Return the attention of a layer.
 
     Raises:
-        ConfigError: the part is from outside, and fails or has other parameters than its module.
+        ConfigError: the part is from outside, and has other parameters than its module.
     """
     part = layer.attention
-    with names_failure(part, "build"):
-        module: TokenMixer = part.build(
-            AttentionFrame(
-                hidden_size=layer.hidden_size,
-                norm_eps=model.norm.eps,
-                zero_centered_norms=model.norm.zero_centered,
-                score_factor=model.rope.scaling.score_factor,
-            )
+    module: TokenMixer = part.build(
+        AttentionFrame(
+            hidden_size=layer.hidden_size,
+            norm_eps=model.norm.eps,
+            zero_centered_norms=model.norm.zero_centered,
+            score_factor=model.rope.scaling.score_factor,
         )
+    )
     _check_parameters(part, module, partial(part.params, layer.hidden_size))
     return module
 
@@ -43,8 +42,7 @@ def build_norm(part: NormPart, width: int) -> Norm:
     Raises:
         ConfigError: see `build_attention`.
     """
-    with names_failure(part, "build"):
-        module: Norm = part.build(width)
+    module: Norm = part.build(width)
     _check_parameters(part, module, partial(part.params, "", width))
     return module
 
@@ -52,8 +50,7 @@ def build_norm(part: NormPart, width: int) -> Norm:
 def _check_parameters(part: Part, module: nn.Module, params: Callable[[], Iterable[ParamSpec]]) -> None:
     if is_built_in(type(part)):
         return
-    with names_failure(part, "params"):
-        specs = list(params())
+    specs = list(params())
     for spec in specs:
         if len(spec.initial) not in (0, 1, spec.shape[0]):
             raise ConfigError(

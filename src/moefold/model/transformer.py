@@ -10,7 +10,6 @@ from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.loss import LossPart
 from moefold.config.model import ModelConfig
-from moefold.config.part import refuse_failure
 from moefold.config.schema import Config
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, TokenMixer
@@ -61,8 +60,6 @@ class Block(nn.Module):
         self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
         self.ffn: nn.Module = layer.ffn.build(cfg, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
-        self._attention_part = layer.attention
-        self._number = number
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope.interleaved
         self.shared_selection: int | None = None
@@ -156,11 +153,7 @@ class Block(nn.Module):
         """Add attention to the residual stream."""
         shared = () if selection is None else (selection,)
         with self._normalized(self.attention_norm, x) as (normed,):
-            try:
-                y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
-            except Exception as error:
-                refuse_failure(self._attention_part, f"forward() of layer {self._number}", error)
-                raise
+            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
             return self._add(x, y, self.attention_output_norm)
 
     def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:

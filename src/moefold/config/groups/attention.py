@@ -365,7 +365,7 @@ class SoftmaxAttentionPart(AttentionPart):
     gate: OutputGate | None = None
     """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
     projection (arXiv:2505.06708)."""
-    indexer: Annotated[IndexerPart | None, KindOf("indexer", ("lightning",))] = None
+    indexer: Annotated[IndexerPart | None, KindOf("indexer", ("lightning",), "is_shared", False)] = None
     """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556); none: to all."""
 
     def with_heads(self, hidden: int) -> "SoftmaxAttentionPart":

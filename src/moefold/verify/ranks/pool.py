@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moefold.config.part_faults import failure_of_part
 from moefold.errors import ConfigError, RunError
 from moefold.host.processes import block_signals, signal_on_parent_death
 from moefold.launch.local_job import claim_folder, remove_stale_folders
@@ -233,7 +234,8 @@ def _worker_main(
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
-        result = (False, (traceback.format_exc(), error if type(error) in (ConfigError, RunError) else None))
+        named = failure_of_part(error) or error
+        result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
     # Plain pickle: torch's reducers would share memory with this process, which ends here.
     with suppress(BrokenPipeError):
         # The parent may have been interrupted.
