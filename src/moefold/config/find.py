@@ -189,6 +189,12 @@ def kind_of(part: type[Any]) -> str:
     return stem.removeprefix("_").replace("__", "-")
 
 
+def describe_class(part: Any) -> str:
+    """Return the key and kind of a class of parts, and of one from outside its distribution or file."""
+    origin = "" if is_built_in(part) else f" ({origin_of(part)[1]})"
+    return f"{getattr(part, 'key', part.group)}={kind_of(part)!r}{origin}"
+
+
 def is_built_in(part: type[Any]) -> bool:
     """Return whether the class of a part is one of the package."""
     return part.__module__.startswith(f"{PARTS}.")

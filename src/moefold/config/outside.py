@@ -232,9 +232,8 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
         return
     if not params.frozen or not params.eq:
         yield "is not frozen and compared by its fields: write @dataclass(frozen=True, kw_only=True)"
-    missing = sorted(
-        name for name in dir(part) if not name.startswith("__") and _is_left_open(getattr_static(part, name))
-    )
+    names = ("__call__", *(name for name in dir(part) if not name.startswith("__")))
+    missing = sorted(name for name in names if _is_left_open(getattr_static(part, name, None)))
     if missing:
         yield f"lacks the method{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
     yield from _method_faults(part, base)
@@ -246,7 +245,8 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
 def _method_faults(part: type[Any], base: type[Any]) -> Iterator[str]:
     """Yield the methods of a part that cannot be called as its group calls them; `check` takes what it names."""
     for name in dir(base):
-        asked, found = getattr_static(base, name), getattr_static(part, name)
+        asked = getattr_static(base, name)
+        found = getattr_static(part, name)
         if name.startswith("_") or name == "check" or found is asked or not isfunction(asked):
             continue
         if not isfunction(found):

@@ -5,16 +5,18 @@ formula in the same folder. The name of the file is the kind that a recipe write
 settings, and its methods answer everything else that is asked of it. `config/groups/` has the base class of each group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-from moefold.config.find import built_in_kinds, find_part, is_built_in, kind_of, kinds
+from moefold.config.find import built_in_kinds, describe_class, find_part, is_built_in, kind_of, kinds
 from moefold.config.outside import origin_of, rebuild
-from moefold.config.part_faults import describe_class, guard_methods
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import RunError
+
+Built = TypeVar("Built")
 
 
 class KindOf(NamedTuple):
@@ -67,6 +69,8 @@ class Part:
     def __init_subclass__(cls) -> None:
         """Name the failures of a class from outside; see `part_faults`."""
         if not cls.__module__.startswith("moefold."):
+            from moefold.config.part_faults import guard_methods
+
             guard_methods(cls)
 
     @property
@@ -122,6 +126,24 @@ class Part:
 def describe_part(part: Part) -> str:
     """Return the key and kind of a part, and of one from outside its distribution or file."""
     return describe_class(type(part))
+
+
+def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
+    """Return what a part has built.
+
+    Raises:
+        RunError: it is of another class.
+    """
+    owner: Any = kind
+    if not isinstance(value, owner):
+        raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
+    found: Built = value
+    return found
+
+
+def lacks(part: Part, method: str) -> RunError:
+    """Return the error of a part that lacks a method, which its group asks of some of its parts alone."""
+    return RunError(f"{describe_part(part)} lacks the method {method}")
 
 
 def keys_of(section: Any) -> dict[str, Any]:

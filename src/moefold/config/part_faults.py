@@ -4,6 +4,7 @@
 optimizers, runs unguarded: the errors of its code are named where they end a process (`failure_of_part`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property, wraps
 from inspect import isfunction
@@ -12,20 +13,14 @@ from numbers import Integral, Real
 from sys import modules
 from traceback import walk_tb
 from types import CodeType, NoneType, UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get_origin, get_type_hints
 
-from moefold.config.find import all_groups, is_built_in, kind_of
+from moefold.config.find import all_groups, describe_class, is_built_in
 from moefold.config.outside import origin_of
 from moefold.errors import ConfigError, NoFormulaError, RunError
 
 COMMUNICATION = ("moefold.comm.", "torch.distributed.")
 """Modules in which an error is of a collective, which other ranks may have left."""
-
-
-def describe_class(part: Any) -> str:
-    """Return the key and kind of a class of parts, and of one from outside its distribution or file."""
-    origin = "" if is_built_in(part) else f" ({origin_of(part)[1]})"
-    return f"{getattr(part, 'key', part.group)}={kind_of(part)!r}{origin}"
 
 
 def guard_methods(part: Any) -> None:
@@ -75,8 +70,10 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
                 raise failure from error
             raise
         if not _fits(value, hint):
-            wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            text = f"returns {value!r:.60} from {name}(), which must be {wanted}"
+            plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            rules = ["must be finite"] * (plain is float) + [mark.rule for mark in bounds]
+            wanted = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
+            text = f"returns {value!r:.60} from {name}(), which must be {' and '.join([wanted, *rules])}"
             raise RunError(f"{describe_class(_class_of(part, args))} {text}; {_way_out(part, function.__code__)}")
         return iter(value) if is_iterator else value
 
@@ -160,8 +157,9 @@ def _is_of_package(module: str) -> bool:
 def _returns(asked: Any, has_torch: bool) -> Any:
     """Return the type of what a method or property of a base class returns; Any: it cannot be read."""
     function = getattr(asked, "fget", None) or getattr(asked, "func", None) or getattr(asked, "__func__", asked)
+    names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
     try:
-        hint = get_type_hints(function, localns={"Tensor": modules["torch"].Tensor} if has_torch else {})["return"]
+        hint = get_type_hints(function, localns=names, include_extras=True)["return"]
     except (NameError, TypeError, KeyError):
         return Any
     return Any if hint is Self else hint
@@ -169,23 +167,29 @@ def _returns(asked: Any, has_torch: bool) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value is of a type; numbers are finite."""
-    origin, entries = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    entries: Any = get_args(hint)
+    if origin is Annotated:
+        return _fits(value, entries[0]) and all(mark.is_legal(value) for mark in entries[1:])
     if origin in (Union, UnionType):
         return any(_fits(value, entry) for entry in entries)
     if origin is Literal:
         return value in entries
     if hint in (float, int):
-        return isinstance(value, Real if hint is float else Integral) and type(value) is not bool and isfinite(value)
+        numbers: Any = Real if hint is float else Integral
+        return isinstance(value, numbers) and type(value) is not bool and isfinite(value)
     if origin is Iterator:
         return isinstance(value, tuple) and all(_fits(entry, entries[0]) for entry in value)
-    kind = NoneType if hint is None else origin or hint
-    if not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False):
+    kind: Any = NoneType if hint is None else origin or hint
+    if not isinstance(kind, type) or kind is Any or Protocol in kind.__bases__:
         return True
     if not isinstance(value, kind):
         return False
-    if kind is tuple and entries:
-        rest = entries[-1] is ...
-        return (rest or len(value) == len(entries)) and all(
-            _fits(entry, entries[0] if rest else entries[i]) for i, entry in enumerate(value)
-        )
-    return True
+    if kind is tuple and entries and entries[-1] is ...:
+        return all(_fits(entry, entries[0]) for entry in value)
+    return (
+        kind is not tuple
+        or not entries
+        or len(value) == len(entries)
+        and all(_fits(entry, entries[i]) for i, entry in enumerate(value))
+    )

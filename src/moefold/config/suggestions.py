@@ -155,7 +155,8 @@ def slot_fault(name: str, part: Any) -> str:
 
 
 def _slot_reason(name: str, part: Any) -> str:
-    mark, hint = part_marks()[name], type_of(*name.split(".", 1))
+    mark = part_marks()[name]
+    hint = type_of(*name.split(".", 1))
     if is_built_in(part) and mark.words and kind_of(part) not in mark.words:
         return f"must be one of {kinds_in_words(mark.group, mark.words)}"
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]

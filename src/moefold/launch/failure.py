@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 from moefold.comm.collectives import is_collective_error
-from moefold.config.part_faults import failure_of_part
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.processes import handle_stop_signals
 from moefold.host.rank_env import RankEnv
@@ -89,6 +88,8 @@ class RankErrorHandler:
     def _handle_exception(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._deregister_and_exit(SIGNAL_STATUS + signal.SIGINT)
+        from moefold.config.part_faults import failure_of_part
+
         run_error = _find_run_error(error) or failure_of_part(error)
         if is_collective_error(run_error or error):
             self._exit_after_peer(error)

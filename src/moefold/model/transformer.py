@@ -26,7 +26,7 @@ from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
-from moefold.model.part_modules import build_attention, build_norm
+from moefold.model.part_modules import build_attention, build_ffn, build_norm
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
@@ -58,7 +58,7 @@ class Block(nn.Module):
             self.attention.limit_to_chunks(layer.chunk)
         self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
-        self.ffn: nn.Module = layer.ffn.build(cfg, number)
+        self.ffn = build_ffn(layer, cfg, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope.interleaved

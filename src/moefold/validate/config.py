@@ -8,6 +8,7 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen_parts, read_key
@@ -98,9 +99,10 @@ def _slot_problems(cfg: Config) -> Iterator[str]:
     """Yield the keys whose part has no kind, or one that they do not take, in a recipe that a program has made."""
     for name in part_keys():
         value = read_key(cfg, name)
+        owner: Any = type(value)
         if isinstance(value, str):
             yield wrong_kind(name, value)
-        elif isinstance(value, Part) and (fault := slot_fault(name, type(value))):
+        elif isinstance(value, Part) and (fault := slot_fault(name, owner)):
             yield f"{describe_part(value)} {fault}"
 
 

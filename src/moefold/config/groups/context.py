@@ -1,6 +1,6 @@
 """Context parallelism: how the ranks of cp, each with some tokens of a sample, attend to all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -43,7 +43,7 @@ class ContextPart(Part):
         """Return whether the attention of a sample may be computed by ranks outside of its context-parallel group."""
         return False
 
-    def build(self, cp: Any, window: int, chunk_size: int) -> Any:
+    def build(self, cp: Any, window: int, chunk_size: int) -> Callable[..., Any]:
         """Build the core attention of a rank: a `CoreAttention` (`model/attention.py`) over its share of the tokens.
 
         Args:

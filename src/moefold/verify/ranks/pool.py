@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moefold.config.part_faults import failure_of_part
 from moefold.errors import ConfigError, RunError
 from moefold.host.processes import block_signals, signal_on_parent_death
 from moefold.launch.local_job import claim_folder, remove_stale_folders
@@ -234,6 +233,8 @@ def _worker_main(
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
+        from moefold.config.part_faults import failure_of_part
+
         named = failure_of_part(error) or error
         result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
     # Plain pickle: torch's reducers would share memory with this process, which ends here.
