@@ -183,13 +183,9 @@ def _fits(value: Any, hint: Any) -> bool:
     kind: Any = NoneType if hint is None else origin or hint
     if not isinstance(kind, type) or kind is Any or Protocol in kind.__bases__:
         return True
-    if not isinstance(value, kind):
-        return False
-    if kind is tuple and entries and entries[-1] is ...:
-        return all(_fits(entry, entries[0]) for entry in value)
-    return (
-        kind is not tuple
-        or not entries
-        or len(value) == len(entries)
-        and all(_fits(entry, entries[i]) for i, entry in enumerate(value))
-    )
+    return isinstance(value, kind) and (kind is not tuple or not entries or _all_fit(value, entries))
+
+
+def _all_fit(values: Any, entries: Any) -> bool:
+    hints = entries[:1] * len(values) if entries[-1] is ... else entries
+    return len(values) == len(hints) and all(map(_fits, values, hints))
