@@ -26,7 +26,7 @@ from moefold.config.part_table import (
     NONE,
     build_table,
     is_table_value,
-    place_files,
+    placed,
     settings_of_other_kind,
     shown_value,
 )
@@ -218,13 +218,12 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     is_setting = bool(dot) and f"{section}.{owner}" in tables()
     value = parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
     names = [section, *(key.split(".") if is_setting else [key])]
-    given: Tree = {}
-    put(given, names, value)
-    place_files(given, folder)
-    value = _read(given, names)
-    before = _read(tree, names)
+    before: Any = tree
+    for name in names:
+        before = before.get(name) if isinstance(before, dict) else None
     lost: Tree = {}
     path = f"{section}.{key}"
+    value = placed(value, folder) if path in part_keys() else value
     if path == "model.layers":
         value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
@@ -240,12 +239,6 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
         put(tree, names, value)
     left_out = ", ".join(f"{path}.{name}={_format_value(lost[name])}" for name in lost)
     return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
-
-
-def _read(tree: Any, names: list[str]) -> Any:
-    for name in names:
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
 
 
 def _override_value(section: str, key: str, text: str) -> Any:

@@ -5,7 +5,7 @@ pydantic validates the values, strictly and with the bounds in the annotations; 
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -71,28 +71,6 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
     Raises:
         ConfigError: a file is missing or broken.
     """
-    for keys, key, kind in _named_files(tree):
-        name, origin = import_file(kind, folder)
-        keys[key] = {**(keys[key] if isinstance(keys[key], dict) else {}), "kind": name, SOURCE: origin.as_dict()}
-
-
-def place_files(tree: Mapping[str, Any], folder: Path) -> None:
-    """Write the files of parts that a user names with their folder, in place.
-
-    Args:
-        tree: sections of a recipe, unchecked.
-        folder: where relative paths start.
-    """
-    for keys, key, kind in _named_files(tree):
-        placed = str(folder.absolute() / kind)
-        keys[key] = {**keys[key], "kind": placed} if isinstance(keys[key], dict) else placed
-
-
-def _named_files(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield each key with a part of a file that is not imported: the table that has it, its name there, and the kind.
-
-    Overrides follow the recipe, whose files are imported before.
-    """
     for name in part_keys():
         *owners, key = name.split(".")
         keys: Any = tree
@@ -100,9 +78,21 @@ def _named_files(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str,
             keys = keys.get(owner) if isinstance(keys, dict) else None
         value = keys.get(key) if isinstance(keys, dict) else None
         kind = value.get("kind") if isinstance(value, dict) else value
-        is_imported = isinstance(value, dict) and SOURCE in value
-        if isinstance(kind, str) and split_file_kind(kind) is not None and not is_imported:
-            yield keys, key, kind
+        if not isinstance(keys, dict) or not isinstance(kind, str) or split_file_kind(kind) is None:
+            continue
+        if isinstance(value, dict) and SOURCE in value:
+            # Named before: overrides follow the recipe.
+            continue
+        kind, origin = import_file(kind, folder)
+        keys[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
+
+
+def placed(kind: Any, folder: Path) -> Any:
+    """Return a kind of a file, or a table with one, with the folder where a relative path starts."""
+    if isinstance(kind, dict) and "kind" in kind:
+        return {**kind, "kind": placed(kind["kind"], folder)}
+    is_file = isinstance(kind, str) and split_file_kind(kind) is not None
+    return str(folder.absolute() / kind) if is_file else kind
 
 
 def is_table_value(name: str, value: Any) -> bool:
