@@ -19,6 +19,7 @@ from moefold.cost.hardware import load_device
 from moefold.planner.colours import FAINT, INK, PALETTE
 from moefold.planner.cost_model.layer import LayerCostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec, model_spec_from_config
 from moefold.recipe import load_config
 
@@ -52,9 +53,7 @@ def predict(model: ModelSpec, gpu: str, degrees: dict[str, int], *, coupled: boo
     cp = degrees.get("cp", 1)
     workload = TrainingWorkload(seq_len=TOKENS * cp, global_batch_size=1, is_coupled=coupled)
     cost_model = LayerCostModel(model, load_device(gpu), workload)
-    block = cost_model.feed_forward(
-        model.decoder_layers[-1], 1, cp, 1, degrees["ep"], degrees.get("etp", 1), "alltoall"
-    )
+    block = cost_model.feed_forward(model.layers[-1], ParallelMapping(**degrees))
     part_ms = dict.fromkeys(PARTS, 0.0)
     for item in (*block.forward, *block.backward):
         part_ms[item.part] += 1e3 * item.seconds
@@ -63,7 +62,7 @@ def predict(model: ModelSpec, gpu: str, degrees: dict[str, int], *, coupled: boo
 
 def expert_bars(model: ModelSpec, gpu: str, num_ranks: int) -> Iterator[Bar]:
     """Yield the mappings ETP x EP of `num_ranks` ranks."""
-    num_experts = next(kind.feed_forward.num_experts for kind in model.kinds if kind.feed_forward is not None)
+    num_experts = model.config.experts.num_experts
     etp = 1
     while etp <= num_ranks:
         ep = num_ranks // etp

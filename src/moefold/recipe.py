@@ -293,8 +293,9 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         resolve_recipe_paths(tree, path.parent)
         name_files(tree, path.parent)
     recipe = deepcopy(tree)
-    messages = apply_overrides(tree, overrides)
-    name_files(tree)
+    folder = Path() if path is None else path.parent
+    messages = apply_overrides(tree, overrides, folder)
+    name_files(tree, folder)
     messages += shorten_lr_schedule(tree, recipe, overrides)
     explicit_keys = frozenset(_names_of_keys(tree))
     messages += choose_length(tree, recipe, overrides)

@@ -15,12 +15,10 @@ from moefold.cost.stage_memory import max_in_flight, unit_bytes
 from moefold.cost.stages import (
     MAX_SLOWDOWN_PCT,
     balanced_stages,
-    embedding_cost,
-    fastest_stages,
-    layer_cost,
-    loss_cost,
     plan_stages,
+    split_model,
     stage_cost,
+    unit_costs,
 )
 from moefold.cost.state_memory import StateMemory
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
@@ -44,11 +42,7 @@ def _config(
 @pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
 def test_the_parts_cost_what_the_model_costs(model):
     cfg = _config(model=model)
-    loads = [
-        embedding_cost(cfg.model, cfg.parallel),
-        *(layer_cost(cfg, i) for i in range(6)),
-        loss_cost(cfg.model, cfg.parallel, cfg.train),
-    ]
+    loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
     assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward
     # For MTP the last stage has a copy of the embedding.
     copy = count_parameters(cfg.model).embedding if cfg.model.mtp_layers else 0
@@ -101,11 +95,7 @@ def test_no_other_cut_is_better(name, num_stages):
     """Of all cuts none has a smaller product of operations squared and bytes, within the pace that is allowed."""
     model, train, parallel = ORACLE[name]
     cfg = _config(model=model, train=train, world_size=num_stages, pp=num_stages, **parallel)
-    loads = [
-        embedding_cost(cfg.model, cfg.parallel),
-        *(layer_cost(cfg, i) for i in range(6)),
-        loss_cost(cfg.model, cfg.parallel, cfg.train),
-    ]
+    loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
     sizes = unit_bytes(cfg, num_stages)
 
     def judged(bounds: tuple[int, ...]) -> tuple[int, int]:
@@ -129,17 +119,13 @@ def test_no_other_cut_is_better(name, num_stages):
 def test_no_other_cut_is_faster(ranks, vocab_size):
     """Of all cuts none has a busiest rank, the sum of its stages, with fewer operations."""
     cfg = _config(model={"vocab_size": vocab_size})
-    loads = [
-        embedding_cost(cfg.model, cfg.parallel),
-        *(layer_cost(cfg, i) for i in range(6)),
-        loss_cost(cfg.model, cfg.parallel, cfg.train),
-    ]
+    loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
 
     def pace(bounds: tuple[int, ...]) -> int:
         stages = [sum(x.flops for x in loads[a:b]) for a, b in pairwise(bounds)]
         return max(sum(work for work, r in zip(stages, ranks, strict=True) if r == rank) for rank in set(ranks))
 
-    found = pace(_bounds(fastest_stages(cfg.model, cfg.parallel, cfg.train, cfg.lora, ranks), len(loads)))
+    found = pace(_bounds(split_model(cfg.model, cfg.train, cfg.lora, ranks), len(loads)))
     assert found == min(pace((0, *cut, len(loads))) for cut in combinations(range(1, len(loads)), len(ranks) - 1))
 
 

@@ -86,8 +86,8 @@ def attention_over_mlp(seq_len: int) -> float:
     model = CostModel(
         load_model_spec("llama3-8b"), load_device("a100"), TrainingWorkload(seq_len=seq_len, global_batch_size=1)
     )
-    mixer = model.layer_costs.mixer(0, 1, 1, 1)
-    mlp = model.layer_costs.feed_forward(0, 1, 1, 1, 1, 1, "local")
+    mixer = model.layer_costs.mixer(0, ParallelMapping())
+    mlp = model.layer_costs.feed_forward(0, ParallelMapping())
     return sum(item.seconds for item in mixer.forward) / sum(item.seconds for item in mlp.forward)
 
 

@@ -24,7 +24,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restriction
-from moefold.planner.search.search import MicroBatchChoice, Search, build_mapping
+from moefold.planner.search.search import MicroBatchChoice, Search
 from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
 from moefold.planner.validation import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.validate.config import check_config
@@ -93,8 +93,8 @@ def some_mappings(space: MappingSpace, count: int) -> Iterator[ParallelMapping]:
         numbers = [len(alike) * len(zeros) for *_, alike, zeros in groups]
         ((size, dispatcher, overlap, alike, zeros),) = chance.choices(groups, numbers)
         pipeline, zero = chance.choice(alike), chance.choice(zeros)
-        base = MicroBatchChoice(size, dispatcher, overlap, (pipeline,))
-        m = build_mapping(fold, base, pipeline, zero, chance.choice(space.optimizer_placements))
+        base = MicroBatchChoice(fold, size, dispatcher, overlap)
+        m = base.mapping(pipeline, zero, chance.choice(space.optimizer_placements))
         recompute, offload = chance.choice(space.strategies)
         yield replace(m, recompute=recompute, offload=(*offload, *m.offload))
 

@@ -13,7 +13,7 @@ from moefold.config.outside import MissingPartError
 from moefold.config.reference import keys_text
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import choices_of
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 
@@ -183,6 +183,22 @@ def test_a_file_is_read_relative_to_the_recipe(file, tmp_path, monkeypatch):
     assert pickle.loads(pickle.dumps(cfg)) == copy.deepcopy(cfg) == cfg
 
 
+def test_only_the_folder_of_the_recipe_is_searched(file, tmp_path, monkeypatch):
+    recipe = tmp_path / "other" / "recipe.toml"
+    recipe.parent.mkdir()
+    recipe.write_text("[train]\n")
+    monkeypatch.chdir(file.parent)
+    assert load_config(None, ["train.lr_schedule=parts.py:Half"]).train.lr_schedule.kind == "parts.py:Half"
+    missing = f"{str(recipe.parent / 'parts.py')!r} does not exist; name a Python file"
+    for words in (["train.lr_schedule=parts.py:Half"], ['train.lr_schedule={kind="parts.py:Half", share=0.25}']):
+        assert missing in refusal(*words, path=recipe)
+    recipe.write_text('[train]\nlr_schedule = "parts.py:Half"\n')
+    assert missing in refusal(path=recipe)
+    words = ["train.lr_schedule=../sub/parts.py:Half", "train.lr_schedule.share=0.25"]
+    recipe.write_text("[train]\n")
+    assert load_config(recipe, words).train.lr_schedule.share == 0.25
+
+
 def test_a_file_that_only_a_checkpoint_names_is_not_imported(file):
     file.write_text(f"open({str(file) + '.ran'!r}, 'w')")
     table = {"kind": "parts.py:Thing", "from": {"file": str(file), "sha256": "0" * 64}}
@@ -238,7 +254,8 @@ def test_a_broken_file_is_refused(file, code, name, message):
 def test_a_rule_that_fails_is_refused_by_its_distribution(install):
     install(GOOD + "    def check(self, recipe): yield recipe.nothing")
     with pytest.raises(
-        ConfigError, match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\), line 15: Attribute"
+        RunError,
+        match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\): Attribute.*half_plugin.py:15",
     ):
         check_config(load_config(None, ["train.lr_schedule=half"]))
 

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe (`moefold layout ... | head`); silence the interpreter's flush at exit.
         _discard_stdout()
         return EXIT_BROKEN_PIPE
-    except (MemoryError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:
         if reason := _stdout_failure(error):
             _discard_stdout()
             print_escaped(f"moefold: error: standard output cannot be written: {reason}", file=sys.stderr)
@@ -93,10 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Of a rank that the command has started.
             print_escaped(f"moefold: error: {error.__cause__}", file=sys.stderr)
             return EXIT_USER_ERROR if isinstance(error.__cause__, ConfigError) else EXIT_FAILED
-        # Report out-of-memory errors of any library; every other error is a bug of moefold.
+        # Report errors of parts from outside, and out-of-memory errors of any library; others are bugs of moefold.
+        from moefold.config.part_faults import failure_of_part
         from moefold.launch.exit import oom_message
 
-        if not (text := oom_message(error)):
+        if not (text := failure_of_part(error) or oom_message(error)):
             raise
         print_escaped(f"moefold: error: {text}", file=sys.stderr)
         return EXIT_FAILED

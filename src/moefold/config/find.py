@@ -107,17 +107,17 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
 @cache
 def groups() -> tuple[Any, ...]:
     """Return the base class of each group of which a recipe has one part, in order of the groups' names."""
-    return tuple(base for base in _bases() if "key" in vars(base) and not base.is_of_layers)
+    return tuple(base for base in all_groups() if "key" in vars(base) and not base.is_of_layers)
 
 
 @cache
 def find_group(name: str) -> Any:
     """Return the base class of a group."""
-    return next(base for base in _bases() if base.group == name)
+    return next(base for base in all_groups() if base.group == name)
 
 
 @cache
-def _bases() -> tuple[Any, ...]:
+def all_groups() -> tuple[Any, ...]:
     """Return the base classes of all groups, in order of their names."""
     folder = Path(__file__).parent / "groups"
     modules = [importlib.import_module(f"{GROUPS}.{found.name}") for found in pkgutil.iter_modules([str(folder)])]
@@ -142,8 +142,9 @@ def find_part(group: str, kind: str) -> Any:
     if kind not in entry_points_of(group):
         raise ConfigError(unknown_kind(getattr(base, "key", group), group, kind))
     point = entry_point_of(group, kind)
-    part = load_entry_point(point, base.key)
-    check_class(part, base, f"{base.key}={kind!r} of {origin_of_entry(point)} ({point.value})")
+    key = getattr(base, "key", group)
+    part = load_entry_point(point, key)
+    check_class(part, base, f"{key}={kind!r} of {origin_of_entry(point)} ({point.value})")
     return part
 
 
@@ -186,6 +187,12 @@ def kind_of(part: type[Any]) -> str:
         return origin_of(part)[0]
     stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
     return stem.removeprefix("_").replace("__", "-")
+
+
+def describe_class(part: Any) -> str:
+    """Return the key and kind of a class of parts, and of one from outside its distribution or file."""
+    origin = "" if is_built_in(part) else f" ({origin_of(part)[1]})"
+    return f"{getattr(part, 'key', part.group)}={kind_of(part)!r}{origin}"
 
 
 def is_built_in(part: type[Any]) -> bool:

@@ -14,7 +14,7 @@ from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layer_words import LayerWords
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import make_part, marks_of, names_failure
+from moefold.config.part import make_part, marks_of
 from moefold.errors import ConfigError
 
 LAYER_KEYS = (
@@ -52,11 +52,9 @@ class Layer:
     @cached_property
     def params(self) -> tuple[ParamSpec, ...]:
         """Unsharded parameters, by their names in the layer and in the order of the module."""
-        with names_failure(self.attention, "params"):
-            of_attention = tuple(self.attention.params(self.hidden_size))
         return (
             *self._norm_params("attention_norm", self.residual.norms_input),
-            *prefixed("attention", of_attention),
+            *prefixed("attention", self.attention.params(self.hidden_size)),
             *self._norm_params("attention_output_norm", self.residual.norms_output),
             *self._norm_params("ffn_norm", self.residual.norms_input),
             *prefixed("ffn", self.ffn.params(self.hidden_size)),
@@ -66,8 +64,7 @@ class Layer:
     @cached_property
     def core(self) -> AttentionCore:
         """Core of attention: what it computes without a weight."""
-        with names_failure(self.attention, "core"):
-            return self.attention.core(self.hidden_size)
+        return self.attention.core(self.hidden_size)
 
     def _norm_params(self, name: str, exists: bool) -> Iterator[ParamSpec]:
         return self.norm.params(name, self.hidden_size) if exists else iter(())

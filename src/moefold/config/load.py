@@ -8,20 +8,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
-from moefold.config.find import find_part, kinds_in_words, unknown_kind
+from moefold.config.find import find_part, kinds_in_words
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import MissingPartError
 from moefold.config.part import Part, Table, tables_of
-from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, settings_of_other_kind
+from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, placed, settings_of_other_kind
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (
@@ -36,6 +37,7 @@ from moefold.config.suggestions import (
     paths_with,
     sections,
     tables,
+    wrong_kind,
 )
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
 from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
@@ -48,11 +50,16 @@ MAX_NAME_CHARACTERS = 200
 """Length of the name in an override; no key is nearly as long, and messages repeat it."""
 
 
-def apply_overrides(tree: Tree, overrides: Sequence[str]) -> list[str]:
+def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path()) -> list[str]:
     """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` works as in recipes.
 
     The settings of a part, `section.key.setting=value`, follow all others: its kind may stand before or after them.
     Another kind keeps the settings of the recipe that it has too.
+
+    Args:
+        tree: sections of a recipe.
+        overrides: the overrides.
+        folder: where paths of parts start, the recipe's.
 
     Returns:
         A message on settings that another kind lacks.
@@ -60,7 +67,8 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an override has another form, or names no section or a key of format 1.
     """
-    return [message for override in sorted(overrides, key=_depth) if (message := _apply_override(tree, override))]
+    ordered = sorted(overrides, key=_depth)
+    return [message for override in ordered if (message := _apply_override(tree, override, folder))]
 
 
 def _depth(override: str) -> int:
@@ -166,7 +174,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     return rest, found, problems
 
 
-def _apply_override(tree: Tree, override: str) -> str:
+def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     """Apply one override; return a message on settings that are left out, or an empty text."""
     name, equals, text = override.partition("=")
     if (name.strip(), text.strip()) == ("parallel", AUTO):
@@ -208,6 +216,7 @@ def _apply_override(tree: Tree, override: str) -> str:
         before = before.get(name) if isinstance(before, dict) else None
     lost: Tree = {}
     path = f"{section}.{key}"
+    value = placed(value, folder) if path in part_keys() else value
     if path == "model.layers":
         value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
@@ -296,7 +305,7 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     name = f"{section}.{key}"
     group = part_keys().get(name)
     if group and isinstance(value, str):
-        return unknown_kind(name, group, value, choices_of(section, key))
+        return wrong_kind(name, value)
     expected = f"one of {kinds_in_words(group, choices_of(section, key))}" if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"

@@ -62,7 +62,7 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
 
     Args:
         kind: FILE.py:CLASS.
-        folder: where a relative path starts, unless it exists from the current folder alone.
+        folder: where a relative path starts.
 
     Returns:
         The kind with the name of the file alone, and the origin.
@@ -75,9 +75,9 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
     path, name = found
     if reason := non_unicode_reason(kind) or ("has a NUL character" if "\0" in kind else ""):
         raise ConfigError(f"part {kind!r} {reason}")
-    file = next((one for one in (folder / path, path) if one.is_file()), None)
-    if file is None:
-        raise ConfigError(f"part {kind!r}: file {str(path)!r} does not exist; name a Python file")
+    file = folder / path
+    if not file.is_file():
+        raise ConfigError(f"part {kind!r}: {str(file.absolute())!r} does not exist; name a Python file")
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -232,11 +232,13 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
         return
     if not params.frozen or not params.eq:
         yield "is not frozen and compared by its fields: write @dataclass(frozen=True, kw_only=True)"
-    missing = sorted(
-        name for name in dir(part) if not name.startswith("__") and _is_left_open(getattr_static(part, name))
-    )
+    names = ("__call__", *(name for name in dir(part) if not name.startswith("__")))
+    missing = sorted(name for name in names if _is_left_open(getattr_static(part, name, None)))
     if missing:
         yield f"lacks the method{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+    for name in dir(base):
+        if isfunction(getattr_static(base, name)) and not callable(getattr(part, name)):
+            yield f"has {name}={getattr(part, name)!r}, which must be a method"
     own = sorted(_RESERVED & {field.name for field in fields(part)})
     if own:
         yield f"has a field {own[0]}, a word that recipes and parts use themselves"
@@ -259,7 +261,7 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
     points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
     root = part.__module__.partition(".")[0]
     for point in points:
-        if point.module.partition(".")[0] == root and load_entry_point(point, part.key) is part:
+        if point.module.partition(".")[0] == root and load_entry_point(point, getattr(part, "key", part.group)) is part:
             return point.name, origin_of_entry(point)
     return f"{part.__module__}:{part.__qualname__}", Origin()
 

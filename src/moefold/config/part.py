@@ -5,21 +5,18 @@ formula in the same folder. The name of the file is the kind that a recipe write
 settings, and its methods answer everything else that is asked of it. `config/groups/` has the base class of each group.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from traceback import walk_tb
-from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-from moefold.config.find import built_in_kinds, find_part, is_built_in, kind_of, kinds
+from moefold.config.find import built_in_kinds, describe_class, find_part, is_built_in, kind_of, kinds
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import ConfigError, RunError
+from moefold.errors import RunError
 
-COMMUNICATION = ("moefold.comm.", "torch.distributed.")
-"""Modules in which an error is of a collective, which other ranks may have left."""
+Built = TypeVar("Built")
 
 
 class KindOf(NamedTuple):
@@ -27,12 +24,18 @@ class KindOf(NamedTuple):
 
     group: str
     fact: str = ""
-    """Class attribute of the built-in kinds that the key may name, true, or false after "not "; empty: all kinds."""
+    """Class attribute of the kinds that the key may name, true, or false after "not "; empty: all kinds."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """Built-in kinds that the key may name; empty: all."""
-        return _kinds_with(self.group, self.fact) if self.fact else ()
+        return _kinds_with(self.group, *self.asked) if self.fact else ()
+
+    @property
+    def asked(self) -> tuple[str, bool]:
+        """The class attribute, and its value in the kinds that the key may name."""
+        name = self.fact.removeprefix("not ")
+        return name, name == self.fact
 
 
 class UnusedKeys(NamedTuple):
@@ -69,6 +72,13 @@ class Part:
     """Fields that the place of a layer sets, and no recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads around the formula, and not the formula."""
+
+    def __init_subclass__(cls) -> None:
+        """Name the failures of a class from outside; see `part_faults`."""
+        if not cls.__module__.startswith("moefold."):
+            from moefold.config.part_faults import guard_methods
+
+            guard_methods(cls)
 
     @property
     def kind(self) -> str:
@@ -122,46 +132,25 @@ class Part:
 
 def describe_part(part: Part) -> str:
     """Return the key and kind of a part, and of one from outside its distribution or file."""
-    origin = "" if is_built_in(type(part)) else f" ({origin_of(type(part))[1]})"
-    return f"{getattr(part, 'key', part.group)}={part.kind!r}{origin}"
+    return describe_class(type(part))
 
 
-@contextmanager
-def names_failure(part: Part, method: str) -> Iterator[None]:
-    """Refuse a part from outside by its name where a method of it fails.
+def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
+    """Return what a part has built.
 
     Raises:
-        ConfigError: it fails.
+        RunError: it is of another class.
     """
-    try:
-        yield
-    except Exception as error:
-        refuse_failure(part, f"{method}()", error)
-        raise
+    owner: Any = kind
+    if not isinstance(value, owner):
+        raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
+    found: Built = value
+    return found
 
 
-def refuse_failure(part: Part, where: str, error: Exception) -> None:
-    """Refuse a part from outside by its name for an error in it; return if the error has another cause.
-
-    These are errors of moefold's own, memory that is full, and another rank that a collective waits for in vain.
-
-    Args:
-        part: any part.
-        where: the method, as it follows "fails in".
-        error: its error.
-
-    Raises:
-        ConfigError: the part fails.
-    """
-    frames = list(walk_tb(error.__traceback__))
-    names = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
-    is_explained = isinstance(error, ConfigError | RunError | MemoryError) or "out of memory" in str(error)
-    if is_built_in(type(part)) or is_explained or is_lost:
-        return
-    own = [f", line {line}" for (_, line), name in zip(frames, names, strict=True) if name == type(part).__module__]
-    place = own[-1] if own else ""
-    raise ConfigError(f"{describe_part(part)} fails in {where}{place}: {type(error).__name__}: {error}") from error
+def lacks(part: Part, method: str) -> RunError:
+    """Return the error of a part that lacks a method, which its group asks of some of its parts alone."""
+    return RunError(f"{describe_part(part)} lacks the method {method}")
 
 
 def keys_of(section: Any) -> dict[str, Any]:
@@ -290,10 +279,8 @@ class Table(Section):
 
 
 @cache
-def _kinds_with(group: str, fact: str) -> tuple[str, ...]:
-    name = fact.removeprefix("not ")
-    is_asked = name == fact
-    return tuple(kind for kind in built_in_kinds(group) if getattr(find_part(group, kind), name) is is_asked)
+def _kinds_with(group: str, name: str, value: bool) -> tuple[str, ...]:
+    return tuple(kind for kind in built_in_kinds(group) if getattr(find_part(group, kind), name) is value)
 
 
 @cache

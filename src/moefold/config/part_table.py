@@ -25,7 +25,6 @@ from moefold.config.find import (
     kinds,
     kinds_in_words,
     missing_experiment,
-    unknown_kind,
 )
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.outside import (
@@ -47,7 +46,9 @@ from moefold.config.suggestions import (
     owners_of,
     part_keys,
     part_marks,
+    slot_fault,
     tables,
+    wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
 
@@ -84,6 +85,14 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
             continue
         kind, origin = import_file(kind, folder)
         keys[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
+
+
+def placed(kind: Any, folder: Path) -> Any:
+    """Return a kind of a file, or a table with one, with the folder where a relative path starts."""
+    if isinstance(kind, dict) and "kind" in kind:
+        return {**kind, "kind": placed(kind["kind"], folder)}
+    is_file = isinstance(kind, str) and split_file_kind(kind) is not None
+    return str(folder.absolute() / kind) if is_file else kind
 
 
 def is_table_value(name: str, value: Any) -> bool:
@@ -132,7 +141,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         kind = table["kind"]
         is_own = isinstance(kind, str) and SOURCE not in table and split_file_kind(kind) is None
         if is_own and kind not in kinds(mark.group, mark.words):
-            raise ConfigError(unknown_kind(name, mark.group, kind, mark.words))
+            raise ConfigError(wrong_kind(name, kind))
         return build_part(name, table)
     assert isinstance(value, dict)
     if is_oversized(value):
@@ -313,6 +322,7 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
         except MissingPartError as error:
             raise MissingPartError(f"{name} {error}") from None
         check_class(part, base, f"{name}={kind!r} of {origin}")
+        _check_slot(name, kind, part, origin)
         return part, origin
     if kind not in entry_points_of(group):
         if recorded.distribution:
@@ -330,7 +340,14 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
         hint = f"; did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"{name}.kind={kind!r} must be one of {kinds_in_words(group)}, or FILE.py:CLASS{hint}")
     part = find_part(group, kind)
-    return part, origin_of(part)[1]
+    origin = origin_of(part)[1]
+    _check_slot(name, kind, part, origin)
+    return part, origin
+
+
+def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
+    if fault := slot_fault(name, part):
+        raise ConfigError(f"{name}={kind!r} of {origin} {fault}")
 
 
 def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) -> None:

@@ -13,8 +13,16 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.find import built_in_kinds, find_part, kind_of
-from moefold.config.part import KindOf, Table, default_of_field, settings_of, tables_of
+from moefold.config.find import (
+    built_in_kinds,
+    find_group,
+    find_part,
+    is_built_in,
+    kind_of,
+    kinds_in_words,
+    unknown_kind,
+)
+from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
 from moefold.config.schema import Config
 
 
@@ -121,6 +129,44 @@ def owners_of(mark: KindOf | type[Table]) -> tuple[Any, ...]:
 def part_marks() -> dict[str, KindOf]:
     """Return the mark of each key that chooses a part, by its path."""
     return {path: mark for path, mark in tables().items() if isinstance(mark, KindOf)}
+
+
+def wrong_kind(name: str, kind: str) -> str:
+    """Return the refusal of a kind that a key does not take, with the key that does, or else the nearest kind."""
+    mark = part_marks()[name]
+    if kind in built_in_kinds(mark.group):
+        return f"{name}={kind!r} {slot_fault(name, find_part(mark.group, kind))}"
+    return unknown_kind(name, mark.group, kind, mark.words)
+
+
+@cache
+def slot_fault(name: str, part: Any) -> str:
+    """Return why a key does not take a class of parts of its group, and which one does; empty: it takes it.
+
+    Args:
+        name: recipe key, by its path.
+        part: the class.
+    """
+    reason = _slot_reason(name, part)
+    group = part_marks()[name].group
+    others = [path for path, mark in part_marks().items() if mark.group == group and not _slot_reason(path, part)]
+    where = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
+    return f"{reason}; {where}" if reason else ""
+
+
+def _slot_reason(name: str, part: Any) -> str:
+    mark = part_marks()[name]
+    hint = type_of(*name.split(".", 1))
+    if is_built_in(part) and mark.words and kind_of(part) not in mark.words:
+        return f"must be one of {kinds_in_words(mark.group, mark.words)}"
+    arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
+    missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
+    if missing:
+        return f"is no subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
+    fact, value = mark.asked
+    if fact and getattr(part, fact) is not value:
+        return f"has {fact}={not value}, and this key takes kinds with {fact}={value}"
+    return ""
 
 
 @cache

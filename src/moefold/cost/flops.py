@@ -135,16 +135,19 @@ def _core_flops(layer: Layer, seq_len: int, *, causal: bool) -> float:
 
 def layer_flops(model: ModelConfig, layer: Layer, seq_len: int) -> FlopCount:
     """Count the FLOPs per token of one layer, as `train_flops_per_token` counts the model's."""
-    flops = _gemm_flops(model, layer.params)
+    return _flop_count(_gemm_flops(model, layer.params), _core_flops(layer, seq_len, causal=False))
+
+
+def _flop_count(gemms: Counter[ModelPart], core: float, head: int = 0, mtp: int = 0) -> FlopCount:
     return FlopCount(
-        attention_projections=flops["attention"],
-        attention_core=round(_core_flops(layer, seq_len, causal=False)),
-        dense_mlp=flops["dense_mlp"],
-        router=flops["router"],
-        experts=flops["experts"],
-        shared_experts=flops["shared_experts"],
-        head=0,
-        mtp=0,
+        attention_projections=gemms["attention"],
+        attention_core=round(core),
+        dense_mlp=gemms["dense_mlp"],
+        router=gemms["router"],
+        experts=gemms["experts"],
+        shared_experts=gemms["shared_experts"],
+        head=head,
+        mtp=mtp,
     )
 
 
@@ -165,16 +168,7 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
         gemms = _gemm_flops(model, mtp_layer_weights(model))
         core = _core_flops(model.mtp_layer, seq_len, causal=causal)
         mtp = model.mtp_layers * (sum(gemms.values()) + round(core) + head)
-    return FlopCount(
-        attention_projections=flops["attention"],
-        attention_core=round(sum(core_flops)),
-        dense_mlp=flops["dense_mlp"],
-        router=flops["router"],
-        experts=flops["experts"],
-        shared_experts=flops["shared_experts"],
-        head=head,
-        mtp=mtp,
-    )
+    return _flop_count(flops, sum(core_flops), head, mtp)
 
 
 def step_flops_per_token(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.topology.pipeline_layout import StageParts
 
@@ -93,10 +94,14 @@ class MemoryColumns:
         return [*range(self.num_kinds), self.state_column("mtp")]
 
 
+def columns_of(kinds: Sequence[Layer]) -> MemoryColumns:
+    """Return the columns of a model with these distinct kinds of layers."""
+    return MemoryColumns(len(kinds), tuple(i for i, kind in enumerate(kinds) if kind.ffn.is_routed))
+
+
 def recipe_columns(model: ModelConfig) -> MemoryColumns:
     """Return the columns of a recipe, whose kinds of layers are `ModelConfig.distinct_kinds`."""
-    kinds = model.distinct_kinds
-    return MemoryColumns(len(kinds), tuple(i for i, kind in enumerate(kinds) if kind.ffn.is_routed))
+    return columns_of(model.distinct_kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +125,15 @@ class ModelChunk:
 
 def recipe_chunk(model: ModelConfig, parts: StageParts) -> ModelChunk:
     """Return the layers of a stage, with `ModelConfig.distinct_kinds` as kinds."""
-    distinct = model.distinct_kinds
-    kinds = tuple(distinct.index(model.block_kinds[i]) for i in parts.layers)
-    counts = [kinds.count(kind) for kind in range(len(distinct))]
-    if parts.num_mtp_layers:
-        counts[distinct.index(model.mtp_layer.kind)] += parts.num_mtp_layers
-    return ModelChunk(tuple(counts), parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
+    return chunk_of([model.distinct_kinds.index(kind) for kind in model.all_block_kinds], parts)
+
+
+def chunk_of(layers: Sequence[int], parts: StageParts) -> ModelChunk:
+    """Return the layers of a stage, given the kind of every layer of the model, MTP layers last."""
+    kinds = tuple(layers[i] for i in parts.layers)
+    own = (*kinds, *layers[len(layers) - parts.num_mtp_layers :])
+    counts = tuple(own.count(kind) for kind in range(max(layers) + 1))
+    return ModelChunk(counts, parts.has_embedding, parts.has_loss, kinds, parts.num_mtp_layers)
 
 
 def state_counts(chunks: Sequence[ModelChunk], stages: Sequence[int], columns: MemoryColumns) -> Counts:

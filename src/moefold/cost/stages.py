@@ -1,11 +1,10 @@
 """Pipeline stages of a recipe: resolve `parallel.pipeline_layout`; "auto" balances FLOPs and memory. Torch-free."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -85,54 +84,37 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     from moefold.cost.stage_memory import unit_bytes
 
     ranks = stage_ranks(cfg.parallel)
-    return _split_model(cfg.model, cfg.parallel, cfg.train, cfg.lora, ranks, unit_bytes(cfg, len(ranks)))
+    return split_model(cfg.model, cfg.train, cfg.lora, ranks, unit_bytes(cfg, len(ranks)))
 
 
-def fastest_stages(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig, ranks: tuple[int, ...]
-) -> tuple[StageParts, ...]:
-    """Return the partition whose busiest rank has the fewest FLOPs.
-
-    For the planner, which compares mappings before the micro-batches in flight are known, and counts memory itself.
-
-    Args:
-        model: the model.
-        parallel: its shards do not count.
-        train: samples and loss.
-        lora: adapters.
-        ranks: the pipeline rank of each stage, in model order.
-    """
-    return _split_model(model, parallel, train, lora, ranks)
-
-
-def _split_model(
+def split_model(
     model: ModelConfig,
-    parallel: ParallelConfig,
     train: TrainConfig,
     lora: LoraConfig,
     ranks: tuple[int, ...],
     sizes: Sequence[Sequence[int]] = (),
 ) -> tuple[StageParts, ...]:
-    """Return the stages of `split_units`, which may begin at some units alone: the units between them are one."""
+    """Return the stages of `split_units`, which may begin at some units alone: the units between them are one.
+
+    Args:
+        model: the model.
+        train: samples and loss.
+        lora: adapters.
+        ranks: the pipeline rank of each stage, in model order.
+        sizes: bytes of the units on each stage. The planner gives none: it compares mappings before the micro-batches
+            in flight are known, and counts memory itself, so the busiest rank has the fewest FLOPs.
+    """
     starts = [0, *(number + 1 for number in stage_starts(model)), model.num_layers + 2]
 
     def merge(values: Sequence[int]) -> list[float]:
         return [float(sum(values[first:stop])) for first, stop in pairwise(starts)]
 
-    flops = [cost.flops for cost in _unit_costs(model, parallel, train, lora)]
+    flops = [cost.flops for cost in unit_costs(model, ParallelConfig(), train, lora)]
     # numpy: a recipe without "auto" stages is checked without it.
     from moefold.cost.split_units import split_units
 
     bounds = split_units(merge(flops), ranks, [merge(size) for size in sizes], MAX_SLOWDOWN_PCT)
     return stages_between(model, [starts[bound] for bound in bounds])
-
-
-def _unit_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
-    return [
-        embedding_cost(model, parallel),
-        *_layer_costs(model, parallel, train, lora),
-        loss_cost(model, parallel, train),
-    ]
 
 
 def stages_between(model: ModelConfig, bounds: Sequence[int]) -> tuple[StageParts, ...]:
@@ -151,57 +133,35 @@ def stages_between(model: ModelConfig, bounds: Sequence[int]) -> tuple[StagePart
 
 def stage_cost(cfg: Config, parts: StageParts) -> StageCost:
     """Return the cost of a stage."""
-    cost = StageCost(0, 0)
-    if parts.has_embedding:
-        cost += embedding_cost(cfg.model, cfg.parallel)
-    for i in parts.layers:
-        cost += layer_cost(cfg, i)
-    if not parts.has_loss:
-        return cost
-    is_shared = parts.has_embedding and cfg.model.last_stage_needs_embedding
-    return (
-        cost
-        + loss_cost(cfg.model, cfg.parallel, cfg.train)
-        + StageCost(0, -embedding_cost(cfg.model, cfg.parallel).num_parameters if is_shared else 0)
-    )
+    embedding, *layers, loss = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
+    own = [embedding] * parts.has_embedding + layers[parts.layers.start : parts.layers.stop] + [loss] * parts.has_loss
+    is_shared = parts.has_embedding and parts.has_loss and cfg.model.last_stage_needs_embedding
+    return sum(own, StageCost(0, -embedding.num_parameters if is_shared else 0))
 
 
-def embedding_cost(model: ModelConfig, parallel: ParallelConfig) -> StageCost:
-    """Return the cost of the embedding: no FLOPs, as it is a look-up."""
-    return StageCost(0, _num_local(parallel, (embedding_weight(model),)))
+def unit_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
+    """Return the costs of the embedding, of each layer, and of the loss with the MTP layers.
 
-
-def _num_local(parallel: ParallelConfig, weights: Iterable[ParamSpec]) -> int:
-    """Return the number of elements of weights that a rank of tensor and expert parallelism has."""
-    return sum(weight.shard(parallel.tp, parallel.ep, parallel.etp).numel for weight in weights)
-
-
-def _layer_costs(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig) -> list[StageCost]:
-    """Return the cost of every layer, in order; equal layers are counted once."""
-    loads = {layer: _kind_cost(model, parallel, train, lora, layer) for layer in set(model.decoder_layers)}
-    return [loads[layer] for layer in model.decoder_layers]
-
-
-def layer_cost(cfg: Config, number: int) -> StageCost:
-    """Return the cost of one layer."""
-    return _kind_cost(cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.model.decoder_layers[number])
-
-
-def _kind_cost(
-    model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, lora: LoraConfig, layer: Layer
-) -> StageCost:
-    """Return the cost of a layer."""
-    flops = layer_flops(model, layer, train.seq_len)
-    weights = (*layer.params, *layer_adapters(layer.kind, lora))
-    return StageCost(flops.forward, _num_local(parallel, weights))
-
-
-def loss_cost(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> StageCost:
-    """Return the cost of the output head and the MTP layers, each of which uses the head once more.
-
-    With tied embeddings and for MTP layers, the last stage has a copy of the embedding.
+    The embedding is a look-up without FLOPs. Each MTP layer uses the output head once more. With tied embeddings and
+    for MTP layers, the last stage has a copy of the embedding.
     """
+
+    def num_local(*weights: ParamSpec) -> int:
+        return sum(weight.shard(parallel.tp, parallel.ep, parallel.etp).numel for weight in weights)
+
+    kinds = {
+        layer: StageCost(
+            layer_flops(model, layer, train.seq_len).forward,
+            num_local(*layer.params, *layer_adapters(layer.kind, lora)),
+        )
+        for layer in set(model.decoder_layers)
+    }
     flops = train_flops_per_token(model, train.seq_len)
-    embedding = (embedding_weight(model),) if model.last_stage_needs_embedding else ()
-    weights = (*head_weights(model), *embedding, *mtp_layer_weights(model) * model.mtp_layers)
-    return StageCost(flops.head + flops.mtp, _num_local(parallel, weights))
+    embedding = embedding_weight(model)
+    copies = (embedding,) if model.last_stage_needs_embedding else ()
+    loss = num_local(*head_weights(model), *copies, *mtp_layer_weights(model) * model.mtp_layers)
+    return [
+        StageCost(0, num_local(embedding)),
+        *(kinds[layer] for layer in model.decoder_layers),
+        StageCost(flops.head + flops.mtp, loss),
+    ]

@@ -1,18 +1,19 @@
 """Modules of the parts of a layer: a part from outside must list the parameters that its module has."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.config.find import is_built_in
 from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.block import NormPart
+from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import Part, describe_part, names_failure
-from moefold.errors import ConfigError
+from moefold.config.part import built, describe_part
+from moefold.errors import ConfigError, RunError
 from moefold.model.attention import TokenMixer
 from moefold.model.norm import Norm
 
@@ -21,19 +22,27 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
     """Return the attention of a layer.
 
     Raises:
-        ConfigError: the part is from outside, and fails or has other parameters than its module.
+        ConfigError: the part is from outside, and its module is of another class or has other parameters than it lists.
     """
-    part = layer.attention
-    with names_failure(part, "build"):
-        module: TokenMixer = part.build(
-            AttentionFrame(
-                hidden_size=layer.hidden_size,
-                norm_eps=model.norm.eps,
-                zero_centered_norms=model.norm.zero_centered,
-                score_factor=model.rope.scaling.score_factor,
-            )
-        )
-    _check_parameters(part, module, partial(part.params, layer.hidden_size))
+    frame = AttentionFrame(
+        hidden_size=layer.hidden_size,
+        norm_eps=model.norm.eps,
+        zero_centered_norms=model.norm.zero_centered,
+        score_factor=model.rope.scaling.score_factor,
+    )
+    module: TokenMixer = built(layer.attention, layer.attention.build(frame), TokenMixer)
+    _check_module(layer.attention, module, layer.hidden_size)
+    return module
+
+
+def build_ffn(layer: Layer, frame: FeedForwardFrame, number: int) -> nn.Module:
+    """Return the feed-forward network of a layer, given its number.
+
+    Raises:
+        ConfigError: see `build_attention`.
+    """
+    module = built(layer.ffn, layer.ffn.build(frame, number), nn.Module)
+    _check_module(layer.ffn, module, layer.hidden_size)
     return module
 
 
@@ -43,17 +52,22 @@ def build_norm(part: NormPart, width: int) -> Norm:
     Raises:
         ConfigError: see `build_attention`.
     """
-    with names_failure(part, "build"):
-        module: Norm = part.build(width)
-    _check_parameters(part, module, partial(part.params, "", width))
+    module: Any = built(part, part.build(width), nn.Module)
+    _check_module(part, module, "", width)
     return module
 
 
-def _check_parameters(part: Part, module: nn.Module, params: Callable[[], Iterable[ParamSpec]]) -> None:
+def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
+    """Check the parameters of the module of a part from outside, and the shape of each output.
+
+    Args:
+        part: the part.
+        module: what it has built.
+        widths: arguments of its `params`.
+    """
     if is_built_in(type(part)):
         return
-    with names_failure(part, "params"):
-        specs = list(params())
+    specs = list(part.params(*widths))
     for spec in specs:
         if len(spec.initial) not in (0, 1, spec.shape[0]):
             raise ConfigError(
@@ -66,6 +80,20 @@ def _check_parameters(part: Part, module: nn.Module, params: Callable[[], Iterab
         raise ConfigError(
             f"{describe_part(part)} lists other parameters than {type(module).__qualname__} has: {faults}"
         )
+    module.register_forward_hook(partial(_check_output, describe_part(part)))
+
+
+def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    """Check the shape of what the module of a part returns; the routed part of a shortcut follows it.
+
+    Raises:
+        RunError: it is another one.
+    """
+    found = output[0] if isinstance(output, tuple) else output
+    if getattr(found, "shape", None) != inputs[0].shape:
+        what = f"the shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"the type {type(found).__name__}"
+        where = f"{name} returns {what} from {type(module).__qualname__}.forward()"
+        raise RunError(f"{where}, which must have the shape of its input, {tuple(inputs[0].shape)}")
 
 
 def _differences(listed: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> Iterator[str]:

@@ -13,7 +13,6 @@ from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.groups.loss import LossPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.part import refuse_failure
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
@@ -31,7 +30,7 @@ from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
-from moefold.model.part_modules import build_attention, build_norm
+from moefold.model.part_modules import build_attention, build_ffn, build_norm
 from moefold.model.rope import build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
@@ -99,10 +98,8 @@ class Block(nn.Module):
             self.attention.limit_to_chunks(layer.chunk)
         self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
-        self.ffn: nn.Module = layer.ffn.build(settings.ffn, number)
+        self.ffn = build_ffn(layer, settings.ffn, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
-        self._attention_part = layer.attention
-        self._number = number
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope.interleaved
         self.shared_selection: int | None = None
@@ -196,11 +193,7 @@ class Block(nn.Module):
         """Add attention to the residual stream."""
         shared = () if selection is None else (selection,)
         with self._normalized(self.attention_norm, x) as (normed,):
-            try:
-                y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
-            except Exception as error:
-                refuse_failure(self._attention_part, f"forward() of layer {self._number}", error)
-                raise
+            y = self.attention(normed, rope if self.has_rope else rope.no_rope, documents, *shared)
             return self._add(x, y, self.attention_output_norm)
 
     def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:

@@ -13,7 +13,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import describe_part, names_failure
+from moefold.config.part import built, describe_part
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
@@ -60,13 +60,12 @@ def build_optimizer(
 
     Raises:
         ConfigError: there is not enough memory or disk space for the moments; or the optimizer is from outside, and
-            fails or has other states than it lists.
+            has other states than it lists.
     """
     part = chosen_in(train, OptimizerPart)
     weights = training_weights(model, lora)
     run = OptimizerRun(weights, stage, train.lr, run_config.seed, state_store)
-    with names_failure(part, "build"):
-        optimizer: torch.optim.Optimizer = part.build(parameters, run)
+    optimizer = built(part, part.build(parameters, run), torch.optim.Optimizer)
     if not is_built_in(type(part)):
         for name, parameter in parameters.items():
             _check_states(part, weights[name], optimizer.state.get(parameter, {}))

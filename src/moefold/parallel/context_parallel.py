@@ -16,7 +16,6 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import names_failure
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.causal_blocks import zigzag
 from moefold.model.indexer import LightningIndexer
@@ -87,8 +86,7 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
     """
     if cp.size == 1:
         return CausalAttention(window, chunk_size)
-    with names_failure(context, "build"):
-        attention: CoreAttention = context.build(cp, window, chunk_size)
+    attention: CoreAttention = context.build(cp, window, chunk_size)
     return attention
 
 

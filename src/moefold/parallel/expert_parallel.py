@@ -12,7 +12,7 @@ from moefold.comm.groups import MoEGroups, ParallelGroups
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part, names_failure
+from moefold.config.part import built, make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
@@ -68,9 +68,7 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
     """
     if groups.experts.size == 1:
         return LocalDispatcher(sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)
-    with names_failure(part, "build"):
-        dispatcher: Dispatcher[Any] = part.build(groups, sizes)
-    return dispatcher
+    return built(part, part.build(groups, sizes), Dispatcher)
 
 
 def apply_expert_parallel(

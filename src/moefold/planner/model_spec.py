@@ -38,11 +38,16 @@ class ModelSpec:
         """The distinct layers, MTP (multi-token prediction) layers included; RoPE alone makes no difference."""
         return tuple(dict.fromkeys(map(_without_rope, self.config.all_layers)))
 
-    @cached_property
+    @property
     def layers(self) -> tuple[int, ...]:
         """The kind of each layer in order, an index into `kinds`."""
+        return self.all_layers[: self.config.num_layers]
+
+    @cached_property
+    def all_layers(self) -> tuple[int, ...]:
+        """`layers`, then the kinds of the MTP layers."""
         numbers = {kind: i for i, kind in enumerate(self.kinds)}
-        return tuple(numbers[_without_rope(layer)] for layer in self.config.decoder_layers)
+        return tuple(numbers[_without_rope(layer)] for layer in self.config.all_layers)
 
     @property
     def hidden_size(self) -> int:
@@ -63,18 +68,6 @@ class ModelSpec:
     def has_experts(self) -> bool:
         """True if any layer has experts."""
         return any(kind.ffn.is_routed for kind in self.kinds)
-
-    @cached_property
-    def mtp_layer_kind(self) -> int:
-        """Kind of the MTP layers, if there are any."""
-        return self.kinds.index(_without_rope(self.config.mtp_layer))
-
-    def count_kinds(self, layers: range) -> tuple[int, ...]:
-        """Return the number of layers of each kind in a range of layers."""
-        found = [0] * len(self.kinds)
-        for i in layers:
-            found[self.layers[i]] += 1
-        return tuple(found)
 
 
 @lru_cache(maxsize=64)

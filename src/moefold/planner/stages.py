@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.schema import Config
-from moefold.cost.memory_columns import ModelChunk
-from moefold.cost.stages import fastest_stages, stages_between
+from moefold.cost.memory_columns import ModelChunk, chunk_of
+from moefold.cost.stages import split_model, stages_between
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.model_spec import ModelSpec
 from moefold.topology.pipeline_layout import StageParts, parse_layout
 from moefold.topology.schedules import schedule_named
@@ -29,13 +29,11 @@ class RecipeStageSplitter:
         self._cfg = cfg
         self._model_spec = model_spec
         self._as_megatron = as_megatron
-        self._cache: dict[tuple[int, ...], tuple[ModelChunk, ...]] = {}
 
+    @memoised(all_arguments)
     def __call__(self, ranks: tuple[int, ...]) -> tuple[ModelChunk, ...]:
         """Return the chunks of stages on the given ranks."""
-        if ranks not in self._cache:
-            self._cache[ranks] = tuple(build_chunk(self._model_spec, parts) for parts in self.parts(ranks))
-        return self._cache[ranks]
+        return tuple(chunk_of(self._model_spec.all_layers, parts) for parts in self.parts(ranks))
 
     def parts(self, ranks: tuple[int, ...]) -> tuple[StageParts, ...]:
         """Return the chunks as `StageParts`; balancing uses the weights of the whole model, not of a shard."""
@@ -46,7 +44,7 @@ class RecipeStageSplitter:
         bounds = self._even_bounds(len(ranks)) if self._as_megatron and not cfg.model.mtp_layers else []
         if bounds:
             return stages_between(cfg.model, bounds)
-        return fastest_stages(cfg.model, ParallelConfig(), cfg.train, cfg.lora, ranks)
+        return split_model(cfg.model, cfg.train, cfg.lora, ranks)
 
     def _even_bounds(self, stages: int) -> list[int]:
         """Return the bounds of even stages in the list of units: the embedding, the layers, the loss; empty: none."""
@@ -54,20 +52,6 @@ class RecipeStageSplitter:
         if layers % stages == 0:
             return [0, *(1 + i * layers // stages for i in range(1, stages)), layers + 2]
         return [i * (layers + 2) // stages for i in range(stages + 1)] if (layers + 2) % stages == 0 else []
-
-
-def build_chunk(model_spec: ModelSpec, parts: StageParts) -> ModelChunk:
-    """Build the chunk of a stage."""
-    counts = list(model_spec.count_kinds(parts.layers))
-    if parts.num_mtp_layers:
-        counts[model_spec.mtp_layer_kind] += parts.num_mtp_layers
-    return ModelChunk(
-        tuple(counts),
-        parts.has_embedding,
-        parts.has_loss,
-        tuple(model_spec.layers[i] for i in parts.layers),
-        parts.num_mtp_layers,
-    )
 
 
 def placed_ranks(schedule: str | Part, pp: int, vpp: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from moefold.config.find import built_in_kinds, find_part, is_built_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part, describe_part, names_failure
+from moefold.config.part import Part, describe_part
 from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
@@ -59,8 +59,7 @@ def schedule_rows(
         ConfigError: the schedule file cannot be read or is wrong, or a schedule of another package has wrong rows.
     """
     part = schedule_named(schedule if pp > 1 else DEFAULT_SCHEDULE)
-    with names_failure(part, "rows"):
-        rows = part.rows(pp, virtual_stages, num_micro_batches, overlap=overlap)
+    rows = part.rows(pp, virtual_stages, num_micro_batches, overlap=overlap)
     if not is_built_in(type(part)) and (fault := _fault_of(part, rows, pp, virtual_stages, num_micro_batches)):
         raise ConfigError(f"{describe_part(part)}{fault}")
     return rows

@@ -7,14 +7,16 @@ settings without effect in `unused.py`, and the memory of a step in `memory_need
 """
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen_parts, read_key
-from moefold.config.find import kinds, unknown_kind
 from moefold.config.model import ModelConfig
+from moefold.config.part import Part, describe_part
 from moefold.config.rule import ask, part_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, part_keys
+from moefold.config.suggestions import part_keys, slot_fault, wrong_kind
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
@@ -66,12 +68,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         ConfigError: one line for each violation. Rules between keys run only if every key is in its range and the
             degrees fold.
     """
-    words = {name: choices_of(*name.split(".")) for name in part_keys() if name.count(".") == 1}
-    raise_all(
-        unknown_kind(name, group, kind, words[name])
-        for name, group in part_keys().items()
-        if name in words and isinstance(kind := read_key(cfg, name), str) and kind not in kinds(group, words[name])
-    )
+    raise_all(_slot_problems(cfg))
     raise_all(range_problems(cfg))
     raise_all(validate_layer_words(cfg.model))
     p = cfg.parallel
@@ -96,6 +93,17 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         raise_all(validate_memory(cfg))
         check_rollout_mapping(cfg)
     return layout
+
+
+def _slot_problems(cfg: Config) -> Iterator[str]:
+    """Yield the keys whose part has no kind, or one that they do not take, in a recipe that a program has made."""
+    for name in part_keys():
+        value = read_key(cfg, name)
+        owner: Any = type(value)
+        if isinstance(value, str):
+            yield wrong_kind(name, value)
+        elif isinstance(value, Part) and (fault := slot_fault(name, owner)):
+            yield f"{describe_part(value)} {fault}"
 
 
 def check_rollout_mapping(cfg: Config) -> None:

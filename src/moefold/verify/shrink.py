@@ -17,7 +17,6 @@ from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import names_failure
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
@@ -191,8 +190,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     for part in chosen_parts(small):
         # Parts of the experts are made small with them.
         if not part.key.startswith("model.ffn."):
-            with names_failure(part, "shrink"):
-                small = with_part(small, part.shrink(to))
+            small = with_part(small, part.shrink(to))
     small = replace(small, lora=_shrink_adapters(cfg.lora, small.model))
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.ffn.moe.top_k
@@ -275,12 +273,9 @@ def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequenc
 
 def _small_parts(model: ModelConfig, to: SmallSizes) -> ModelConfig:
     """Return a model whose layers of all kinds have small sizes, whether it has such layers or not."""
-    attention = model.softmax_attention
-    with names_failure(attention, "shrink"):
-        attention = attention.shrink(to)
     return replace(
         model,
-        attention=attention,
+        attention=model.softmax_attention.shrink(to),
         linear_attention=model.linear_attention.shrink(to),
         ffn=replace(model.ffn, dense=model.ffn.dense.shrink(to), moe=model.ffn.moe.shrink(to)),
         sliding_window=min(model.sliding_window, to.span),

@@ -210,7 +210,7 @@ def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_t
     device = load_device("h100")
     for seq_len in (4096, 65536):
         costs = LayerCostModel(model_spec_from_config(model), device, replace(WORK, seq_len=seq_len))
-        block = costs.mixer(0, tp=2, cp=4, mbs=3)
+        block = costs.mixer(0, ParallelMapping(tp=2, cp=4, mbs=3))
         (forward,) = (item.seconds for item in block.forward if item.part == "cp_comm")
         (backward,) = (item.seconds for item in block.backward if item.part == "cp_comm")
         group = RankGroup(4, 2)
@@ -218,7 +218,11 @@ def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_t
         expected = sum(all_gather_s(device, group, num_bytes) for num_bytes in sent)
         assert forward == pytest.approx(expected)
         assert backward == pytest.approx(2 * expected)
-        (alone,) = (item.seconds for item in costs.mixer(0, tp=2, cp=1, mbs=3).forward if item.part == "cp_comm")
+        (alone,) = (
+            item.seconds
+            for item in costs.mixer(0, ParallelMapping(tp=2, cp=1, mbs=3)).forward
+            if item.part == "cp_comm"
+        )
         assert alone == 0
 
 
@@ -237,7 +241,7 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
         model = model_of({"hidden_size": 512, "attention": "mla", "attention.qk_rope_head_dim": 64, **sizes})
         spec = model_spec_from_config(model)
         assert spec.kinds[0].core.key_value_width == 512 + 64
-        block = LayerCostModel(spec, device, WORK).mixer(0, tp=1, cp=4, mbs=1)
+        block = LayerCostModel(spec, device, WORK).mixer(0, ParallelMapping(tp=1, cp=4, mbs=1))
         (forward,) = (item.seconds for item in block.forward if item.part == "cp_comm")
         return forward
 
@@ -247,8 +251,10 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
 def test_the_backward_pass_of_linear_attention_recomputes_its_core():
     """A layer of kind L recomputes its core in any case, which `core_attention` therefore does not: Megatron's does."""
     model = load_model_spec("qwen3-next-80b-a3b")
-    ours = LayerCostModel(model, load_device("h100"), WORK).mixer(model.layers[0], 1, 1, 1)
-    theirs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True)).mixer(model.layers[0], 1, 1, 1)
+    ours = LayerCostModel(model, load_device("h100"), WORK).mixer(model.layers[0], ParallelMapping())
+    theirs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True)).mixer(
+        model.layers[0], ParallelMapping()
+    )
     core = dict(theirs.recompute)["core_attention"]
     assert core > 0 == dict(ours.recompute)["core_attention"]
     assert ours.backward_cost.compute_s == pytest.approx(theirs.backward_cost.compute_s + core)
@@ -259,7 +265,9 @@ def test_context_parallelism_scans_the_segments_of_linear_attention_twice():
     """The first scan has the columns of the values and the columns of the transition: here twice as many."""
     model = load_model_spec("qwen3-next-80b-a3b")
     costs = LayerCostModel(model, load_device("h100"), replace(WORK, is_megatron=True))
-    alone, shared = (dict(costs.mixer(model.layers[0], 1, cp, cp).recompute)["core_attention"] for cp in (1, 2))
+    alone, shared = (
+        dict(costs.mixer(model.layers[0], ParallelMapping(cp=cp, mbs=cp)).recompute)["core_attention"] for cp in (1, 2)
+    )
     assert shared == pytest.approx((1 + 2 * SCAN_SHARE) * alone)
 
 
@@ -285,7 +293,7 @@ def test_a_layer_never_takes_less_than_its_host_or_its_device():
     mapping = ParallelMapping(dp=8, ep=8)
     layer = cost_model.layer_time(0, mapping)
     mixer = cost_model.mixer_time(0, mapping)
-    ffn = cost_model.layer_costs.feed_forward(0, 1, 1, 1, 8, 1, mapping.dispatcher)
+    ffn = cost_model.layer_costs.feed_forward(0, mapping)
     host_s = (mixer.forward_kernels + ffn.forward_kernels) * cost_model.device.host_launch_s
     device_s = sum(work.seconds for work in (*mixer.forward, *ffn.forward))
     wait_s = cost_model.device.sync_s

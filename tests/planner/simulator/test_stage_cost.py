@@ -49,7 +49,7 @@ def test_stages_take_as_long_as_they_are_priced(pricer, schedule, vpp, recompute
     assert len(works) == 8 * vpp
     chunks = pricer.split(placed_ranks(schedule, 8, vpp))
     layer = pricer.layer_time(0, mapping)
-    head = pricer.head_and_loss_s(2, 1, 1)
+    head = pricer.head_and_loss_s(mapping)
     for work, chunk in zip(works, chunks, strict=True):
         (count,) = chunk.kind_counts
         forward, backward, inputs, weights = (sum(piece.seconds for piece in work.segments(kind)) for kind in "FBIW")

@@ -1,6 +1,6 @@
 """Context parallelism: how the ranks of cp, each with some tokens of a sample, attend to all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -85,7 +85,7 @@ class ContextPart(Part):
         """Yield the part with each setting that a search for samples of documents tries, whatever a recipe chooses."""
         yield from ()
 
-    def build(self, cp: Any, window: int, chunk_size: int) -> Any:
+    def build(self, cp: Any, window: int, chunk_size: int) -> Callable[..., Any]:
         """Build the core attention of a rank: a `CoreAttention` (`model/attention.py`) over its share of the tokens.
 
         Args:

@@ -16,7 +16,7 @@ class LrSchedulePart(Part):
     group: ClassVar[str] = "lr_schedule"
     key: ClassVar[str] = "train.lr_schedule"
 
-    def rate(self, peak: float, first: int, step: int, steps: int) -> float:
+    def rate(self, peak: float, first: int, step: int, steps: int) -> Annotated[float, at_least(0)]:
         """Return the learning rate of a step after the warm-up.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import Part, UnusedKeys
+from moefold.config.part import Part, UnusedKeys, lacks
 
 
 class StateSpec(NamedTuple):
@@ -87,7 +87,7 @@ class OptimizerPart(Part):
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
         """Return the work of the update of one full matrix that is gathered; an expert is a matrix of its own."""
-        raise AssertionError("gathers")
+        raise lacks(self, "matrix_work")
 
     def build(self, parameters: Mapping[str, Any], run: Any) -> Any:
         """Return the optimizer, a `torch.optim.Optimizer`, with all states; may be collective over the stage.
@@ -113,7 +113,7 @@ class OptimizerPart(Part):
             ranks; `project(losses, step)`, which returns the gradient with its `value`, and `rounded` for the update;
             then `update(rounded)`, or `restore()`, which leaves the weights as they were before the step.
         """
-        raise AssertionError("needs_gradients")
+        raise lacks(self, "passes")
 
     def formula(self) -> Callable[..., Any] | None:
         """Return the update written a second time, for the oracle; None: it has no formula.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from moefold.config.part import Part
+from moefold.config.part import Part, lacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class SiteMethodPart(Part):
             An object with `parameters`, in which the site's own experts replace all, and the methods `take_gradients`
             and `drop_gradients`, before and after the optimizer's step.
         """
-        raise AssertionError("owns_experts")
+        raise lacks(self, "own_parameters")
 
     def least_every(self, cost: Any, precision: str) -> int | None:
         """Return the least `sites.every` that `moefold plan` chooses, with an overlap that is equal to it.

@@ -20,7 +20,8 @@ from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
-from moefold.planner.mapping import ParallelMapping
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.topology.schedules import schedule_named
 
@@ -61,7 +62,6 @@ class GatheredMatrixCost:
         master = replace(workload, precision="bf16", dtype=MASTER_DTYPES[workload.dtype])
         self._gemm = GemmCost(device, master)
         self._value_bytes = master.value_bytes
-        self._matrix_s_cache: dict[tuple[int, int], float] = {}
 
     def rank_cost(self, mapping: ParallelMapping, counts: tuple[int, ...], has_loss: bool) -> GatheredRankCost:
         """Return the cost of a rank whose stages have `counts` layers of each kind."""
@@ -94,15 +94,13 @@ class GatheredMatrixCost:
             seconds += all_to_all_s(self._device, group, numel * self._value_bytes / ranks)
         return GatheredRankCost(num_local, local_bytes, owned_bytes / ranks, seconds)
 
+    @memoised(all_arguments)
     def _matrix_s(self, rows: int, columns: int) -> float:
         """Return the seconds of the GEMMs and the kernel launches of one matrix."""
-        key = rows, columns
-        if key not in self._matrix_s_cache:
-            work = self._optimizer.matrix_work(rows, columns)
-            launches = len(work.gemms) * work.rounds + work.num_other_kernels
-            gemms_s = sum(self._gemm.matmul_s(*sizes) for sizes in work.gemms)
-            self._matrix_s_cache[key] = work.rounds * gemms_s + launches * self._device.kernel_gap_s
-        return self._matrix_s_cache[key]
+        work = self._optimizer.matrix_work(rows, columns)
+        launches = len(work.gemms) * work.rounds + work.num_other_kernels
+        gemms_s = sum(self._gemm.matmul_s(*sizes) for sizes in work.gemms)
+        return work.rounds * gemms_s + launches * self._device.kernel_gap_s
 
     def _matrices(self, weights: Sequence[ParamSpec]) -> list[ParamSpec]:
         return [weight for weight in weights if self._optimizer.gathers(weight)]
@@ -206,31 +204,18 @@ class DataParallelCostModel:
             self._gathered_cost = GatheredMatrixCost(model_spec, device, workload)
         self._update_bytes = _mean(others, optimizer.traffic)
         self._moment_bytes = _mean(others, lambda weight: _moment_bytes(optimizer.states(weight)))
-        self._costs: dict[tuple[float, ...], DataParallelCost] = {}
-        self._max_parameters: dict[tuple[int, ...], tuple[float, float]] = {}
 
+    def _cost_key(self, m: ParallelMapping) -> tuple[object, ...]:
+        groups = m.dp * m.cp, m.tp, m.edp, m.etp * m.ep
+        # The owners of gathered matrices depend on all stages, other updates on the fullest rank alone.
+        stages = (m.ep, m.pp, m.vpp, _placement(m)) if self._gathered_cost else ()
+        return (*self.max_parameters(m), *groups, m.zero, OFFLOADED_OPTIMIZER in m.offload, *stages)
+
+    @memoised(_cost_key)
     def cost(self, mapping: ParallelMapping) -> DataParallelCost:
         """Return the seconds of the data-parallel collectives and of the optimizer update."""
-        dense, experts = self.max_parameters(mapping)
-        is_offloaded = "optimizer" in mapping.offload
-        key: tuple[float, ...] = (
-            dense,
-            experts,
-            mapping.dp * mapping.cp,
-            mapping.tp,
-            mapping.edp,
-            mapping.etp * mapping.ep,
-            mapping.zero,
-            is_offloaded,
-        )
-        if self._gathered_cost:
-            key = (*key, mapping.ep, mapping.pp, mapping.vpp, schedule_named(mapping.schedule).placement == "v")
-        if key not in self._costs:
-            self._costs[key] = self._price(mapping, dense, experts)
-        return self._costs[key]
-
-    def _price(self, mapping: ParallelMapping, dense: float, experts: float) -> DataParallelCost:
         device = self.device
+        dense, experts = self.max_parameters(mapping)
         dense_group = RankGroup(mapping.dp * mapping.cp, mapping.tp)
         expert_group = RankGroup(mapping.edp, mapping.etp * mapping.ep)
         value = self.workload.value_bytes
@@ -246,9 +231,9 @@ class DataParallelCostModel:
             gradients = all_reduce_s(device, dense_group, dense * dtype_factor * GRADIENT_BYTES)
             gradients += all_reduce_s(device, expert_group, experts * dtype_factor * GRADIENT_BYTES)
         optimizer = self._update_s(mapping, owned, dtype_factor)
-        if "optimizer" in mapping.offload and self.workload.is_megatron:
+        if OFFLOADED_OPTIMIZER in mapping.offload and self.workload.is_megatron:
             optimizer += owned * MEGATRON_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s
-        elif "optimizer" in mapping.offload:
+        elif OFFLOADED_OPTIMIZER in mapping.offload:
             # In each direction, concurrently (docs/memory.md).
             optimizer = max(optimizer, owned * self._moment_bytes / device.host_bytes_per_s)
         copies = [0.0, 0.0]
@@ -270,20 +255,9 @@ class DataParallelCostModel:
             found = max(found, share.seconds + passes(dtype_factor * moved))
         return found
 
+    @memoised(lambda self, m: (m.tp, m.ep * m.etp, m.pp, m.vpp, _placement(m)))
     def max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the parameters of the fullest rank: outside the experts, and of the experts."""
-        key = (
-            mapping.tp,
-            mapping.ep * mapping.etp,
-            mapping.pp,
-            mapping.vpp,
-            schedule_named(mapping.schedule).placement == "v",
-        )
-        if key not in self._max_parameters:
-            self._max_parameters[key] = self._count_max_parameters(mapping)
-        return self._max_parameters[key]
-
-    def _count_max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
         sizes = [layer_parameters(layer) for layer in self.model_spec.kinds]
         ends = self.model_spec.vocab_size * self.model_spec.hidden_size
         fullest = (0.0, 0.0)
@@ -326,6 +300,10 @@ class DataParallelCostModel:
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards
+
+
+def _placement(mapping: ParallelMapping) -> str:
+    return schedule_named(mapping.schedule).placement
 
 
 def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec], float]) -> float:

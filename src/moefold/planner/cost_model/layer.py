@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from moefold.config.groups.attention import AttentionCore
-from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
+from moefold.config.groups.dispatcher import SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
 from moefold.cost.flops import keys_per_token
@@ -25,6 +25,8 @@ from moefold.planner.cost_model.collective import (
 )
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
+from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memoised import memoised
 from moefold.planner.model_spec import ModelSpec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}
@@ -219,23 +221,18 @@ class LayerCostModel:
         self.device = device
         self.workload = workload
         self.gemm = GemmCost(device, workload)
-        self._mixers: dict[tuple[int, ...], BlockTime] = {}
-        self._feed_forwards: dict[tuple[int | float | str, ...], BlockTime] = {}
 
-    def mixer(self, kind: int, tp: int, cp: int, mbs: int, peers: AttentionPeers | None = None) -> BlockTime:
+    @memoised(lambda self, kind, m, peers=None: (kind, m.tp, m.cp, m.mbs, peers))
+    def mixer(self, kind: int, mapping: ParallelMapping, peers: AttentionPeers | None = None) -> BlockTime:
         """Return the time of the token mixer (attention or a recurrence) of one layer kind.
 
         With documents (`TrainingWorkload.attention`), `peers` are the ranks that wait for each other; None gives the
         mean work to each rank.
         """
-        key = (kind, tp, cp, mbs, *(peers or ()))
-        if key not in self._mixers:
-            layer = self.model_spec.kinds[kind]
-            found = BlockTime()
-            if projections_of(layer).output_width:
-                found = _MixerCost(self, layer, (tp, cp, mbs), self._attention_load(layer, peers)).block_time()
-            self._mixers[key] = found
-        return self._mixers[key]
+        layer = self.model_spec.kinds[kind]
+        if not projections_of(layer).output_width:
+            return BlockTime()
+        return _MixerCost(self, layer, mapping, self._attention_load(layer, peers)).block_time()
 
     def _attention_load(self, layer: Layer, peers: AttentionPeers | None) -> AttentionLoad | None:
         """Return the attention work where samples hold documents; None: a sample is one document."""
@@ -244,55 +241,48 @@ class LayerCostModel:
             return None
         return loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
 
-    def feed_forward(
-        self, kind: int, tp: int, cp: int, mbs: int, ep: int, etp: int, dispatcher: DispatcherPart
-    ) -> BlockTime:
+    def _feed_forward_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
+        # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
+        cp = m.cp if self.workload.is_coupled else 1
+        experts = (m.ep, m.etp, m.dispatcher) if self.model_spec.kinds[kind].ffn.is_routed else ()
+        return (kind, m.tp, m.mbs / m.cp, cp, *experts)
+
+    @memoised(_feed_forward_key)
+    def feed_forward(self, kind: int, mapping: ParallelMapping) -> BlockTime:
         """Return the time of the dense MLP or the MoE block of one layer kind."""
         part = self.model_spec.kinds[kind].ffn
-        if not part.is_routed and not part.tp_unit[1]:
-            return BlockTime()
-        # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
-        inputs = (tp, cp, mbs) if self.workload.is_coupled else (tp, mbs / cp)
-        key = (kind, *inputs, ep, etp, dispatcher) if part.is_routed else (kind, *inputs)
-        if key not in self._feed_forwards:
-            if part.routed:
-                price = _MoECost(self, part.routed, (tp, cp, mbs), (ep, etp, dispatcher))
-                self._feed_forwards[key] = price.block_time()
-            else:
-                self._feed_forwards[key] = _dense_block(self, part.tp_unit[1], tp, cp, mbs)
-        return self._feed_forwards[key]
+        if part.routed:
+            return _MoECost(self, part.routed, mapping).block_time()
+        return _dense_block(self, part.tp_unit[1], mapping) if part.tp_unit[1] else BlockTime()
 
     def kernel_counts(self, block: str) -> tuple[float, float]:
         """Return the launches of a block, forward and backward: of a Megatron-like layer, or traced in moefold's."""
         return (KERNEL_COUNTS if self.workload.is_megatron else TRACED_KERNEL_COUNTS)[block]
 
-    def tokens(self, cp: int, mbs: int) -> float:
+    def tokens(self, mapping: ParallelMapping) -> float:
         """Return the tokens of a micro-batch on the ranks of one tp group."""
-        return mbs * self.workload.seq_len / cp
+        return mapping.mbs * self.workload.seq_len / mapping.cp
 
-    def tp_gather(self, tp: int, tokens: float) -> CostItem:
+    def tp_gather(self, mapping: ParallelMapping) -> CostItem:
         """Return the time of an all-gather, or a reduce-scatter, of hidden states over tp."""
-        num_bytes = tokens * self.model_spec.hidden_size * self.gemm.value_bytes
-        return CostItem("tp_comm", all_gather_s(self.device, RankGroup(tp, 1), num_bytes))
+        num_bytes = self.tokens(mapping) * self.model_spec.hidden_size * self.gemm.value_bytes
+        return CostItem("tp_comm", all_gather_s(self.device, RankGroup(mapping.tp, 1), num_bytes))
 
 
 class _MixerCost:
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(
-        self,
-        layer_costs: LayerCostModel,
-        layer: Layer,
-        mapping: tuple[int, int, int],
-        load: AttentionLoad | None,
+        self, layer_costs: LayerCostModel, layer: Layer, mapping: ParallelMapping, load: AttentionLoad | None
     ) -> None:
         self.layer_costs = layer_costs
         self.layer = layer
         self.mixer = projections_of(layer)
         self.load = load
-        self.tp, self.cp, self.mbs = mapping
-        self.tokens = layer_costs.tokens(self.cp, self.mbs)
+        self.tp, self.cp, self.mbs = mapping.tp, mapping.cp, mapping.mbs
+        self.tokens = layer_costs.tokens(mapping)
         self.hidden = layer_costs.model_spec.hidden_size
+        self.gather = layer_costs.tp_gather(mapping)
 
     def block_time(self) -> BlockTime:
         costs = self.layer_costs
@@ -301,7 +291,7 @@ class _MixerCost:
         tokens = self.tokens
         tp = self.tp
         gemm = costs.gemm
-        gather = costs.tp_gather(tp, tokens)
+        gather = self.gather
         project, project_back, weights = self._projections_s()
         heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * gemm.value_bytes
         stream_bytes = tokens / tp * hidden * gemm.value_bytes
@@ -494,12 +484,13 @@ def attention_core_s(device: Device, dtype: str, flops: float, length: float, he
     return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
 
 
-def _dense_block(layer_costs: LayerCostModel, width: int, tp: int, cp: int, mbs: int) -> BlockTime:
+def _dense_block(layer_costs: LayerCostModel, width: int, mapping: ParallelMapping) -> BlockTime:
     """Return the time of a dense MLP with its norm and residual."""
     gemm = layer_costs.gemm
     hidden = layer_costs.model_spec.hidden_size
-    tokens = layer_costs.tokens(cp, mbs)
-    gather = layer_costs.tp_gather(tp, tokens)
+    tp = mapping.tp
+    tokens = layer_costs.tokens(mapping)
+    gather = layer_costs.tp_gather(mapping)
     forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, 3)
     passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
     forward = (CostItem("dense_mlp", passes), gather, CostItem("dense_mlp", forward_s), gather)
@@ -542,21 +533,15 @@ def swiglu_mlp_s(
 class _MoECost:
     """Cost of a MoE block: norm, router, permutation, dispatch, experts, combine, and the shared expert."""
 
-    def __init__(
-        self,
-        layer_costs: LayerCostModel,
-        part: RoutedPart,
-        attention_sizes: tuple[int, int, int],
-        expert_sizes: tuple[int, int, DispatcherPart],
-    ) -> None:
+    def __init__(self, layer_costs: LayerCostModel, part: RoutedPart, mapping: ParallelMapping) -> None:
         self.layer_costs = layer_costs
+        self.mapping = mapping
         self.part = part
         self.num_matrices = matrices_of_expert(part)
         self.top_k = part.mean_active
         """Experts of a token that compute, on average."""
-        self.tp, self.cp, self.mbs = attention_sizes
-        self.ep, self.etp, self.dispatcher = expert_sizes
-        self.tokens = layer_costs.tokens(self.cp, self.mbs)
+        self.tp, self.ep, self.etp = mapping.tp, mapping.ep, mapping.etp
+        self.tokens = layer_costs.tokens(mapping)
         self.local_tokens = self.tokens / self.tp
         self.expert_hidden_size = part.token_size(layer_costs.model_spec.hidden_size)
         factor = layer_costs.workload.capacity_factor
@@ -692,13 +677,13 @@ class _MoECost:
     @property
     def _permutes_unfused(self) -> bool:
         """Return whether separate kernels permute; DeepEP, HybridEP and moefold have fused ones."""
-        return self.layer_costs.workload.is_megatron and not self.dispatcher.kernel_package
+        return self.layer_costs.workload.is_megatron and not self.mapping.dispatcher.kernel_package
 
     def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, ...]:
         """Return the dispatch collectives of one direction, of rows of `value_bytes` a number."""
         row_bytes = self.expert_hidden_size * value_bytes
         sent = SentTokens(self.local_tokens, self.routed_tokens, routed_tokens, row_bytes, self.ep, self.etp)
-        return tuple(map(self._transfer, self.dispatcher.traffic(sent)))
+        return tuple(map(self._transfer, self.mapping.dispatcher.traffic(sent)))
 
     def _transfer(self, transfer: Transfer) -> CostItem:
         """Return the time of a collective; ranks of ep wait for the busiest of them."""
@@ -718,14 +703,14 @@ class _MoECost:
     @property
     def ep_stride(self) -> int:
         """Distance of ep neighbours: etp if folded; if coupled, the ranks of tp and cp lie between them."""
-        return self.tp * self.cp if self.layer_costs.workload.is_coupled else self.etp
+        return self.tp * self.mapping.cp if self.layer_costs.workload.is_coupled else self.etp
 
     def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:
         gemm = self.layer_costs.gemm
         hidden = self.layer_costs.model_spec.hidden_size
         width = max(1, self.part.shared_width // self.tp)
         forward_s, backward_s, weights = swiglu_mlp_s(gemm, self.tokens, hidden, width, self.num_matrices)
-        gather = self.layer_costs.tp_gather(self.tp, self.tokens)
+        gather = self.layer_costs.tp_gather(self.mapping)
         part = "shared_experts"
         return (
             [gather, CostItem(part, forward_s), gather],

@@ -18,7 +18,7 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
-from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.memory_columns import ModelChunk, columns_of
 from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
@@ -27,10 +27,10 @@ from moefold.planner.cost_model.data_parallel import DataParallelCostModel, Rank
 from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import (
     ActivationMemoryTable,
     MemoryStrategies,
-    build_columns,
     memory_strategy,
     minimal_config,
 )
@@ -164,18 +164,13 @@ class CostModel:
         cfg = minimal_config(model_spec, workload)
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
         self.activation_memory = activation_memory or ActivationMemoryTable(
-            model_spec, workload, cfg, build_columns(model_spec)
+            model_spec, workload, cfg, columns_of(model_spec.kinds)
         )
         self.layer_costs = LayerCostModel(model_spec, device, workload)
         self.data_parallel = DataParallelCostModel(
             model_spec, device, workload, self.layer_costs.gemm, self.rank_contents
         )
-        self._layer_times: dict[tuple[object, ...], LayerTime] = {}
         self._kind_counts = [model_spec.layers.count(kind) for kind in range(len(model_spec.kinds))]
-        self._contents: dict[tuple[int, tuple[PipelineVariant, ...]], tuple[Seconds, Seconds]] = {}
-        self._head_and_loss: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._plain_layers: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._rank_contents: dict[tuple[int, int, str], tuple[RankContent, ...]] = {}
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -201,7 +196,7 @@ class CostModel:
         }
         data_parallel = self.data_parallel.cost(mapping)
         posted = 2 * n * mapping.vpp * CHUNK_S if mapping.pp > 1 else 0.0
-        seconds["head"] += n * has_loss * sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
+        seconds["head"] += n * has_loss * sum(self.head_and_loss_s(mapping))
         seconds["launch"] += posted
         seconds["pp_comm"] += float(passes.sends_s[0, 0]) - posted
         busy = float(passes.forward_s[0, 0]), float(passes.backward_s[0, 0])
@@ -232,7 +227,7 @@ class CostModel:
             layers = np.array([(layer.forward_s, layer.backward_s) for layer in times])
         wgrad_s = [sum(block.wgrad_s for block in self.blocks(kind, mapping)) for kind in kinds]
         contents, shares = self._rank_contents_of(mapping.pp, pipelines)
-        head = self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+        head = self.head_and_loss_s(mapping)
         # Of each content, [pipelines, contents, strategies].
         forward, backward = (contents[:, :, :-1] @ layers[:, way] + contents[:, :, -1:] * head[way] for way in range(2))
         busiest = (forward + backward).argmax(axis=1, keepdims=True)
@@ -269,7 +264,7 @@ class CostModel:
 
         A number without strategies, where nothing is recomputed or offloaded; else [strategies].
         """
-        total: Any = sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
+        total: Any = sum(self.head_and_loss_s(mapping))
         for kind, count in enumerate(self._kind_counts):
             if strategies is None:
                 total += count * sum(self.plain_layer_s(kind, mapping))
@@ -278,6 +273,7 @@ class CostModel:
                 total = total + count * (layer.forward_s + layer.backward_s)
         return total
 
+    @memoised(all_arguments)
     def _rank_contents_of(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> tuple[Seconds, Seconds]:
         """Return what lies on the ranks of some pipelines; ranks with equal layers are merged.
 
@@ -285,22 +281,25 @@ class CostModel:
             Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1].
             The share of the ranks that have them, [pipelines, 1, contents].
         """
-        key = (pp, pipelines)
-        if key not in self._contents:
-            found = [
-                Counter((*layers, has_loss) for layers, _, has_loss in self.rank_contents(pp, p.vpp, p.schedule))
-                for p in pipelines
-            ]
-            # Padding: contents that no rank has.
-            most = max(map(len, found))
-            counts = np.zeros((len(found), most, len(self._kind_counts) + 1))
-            shares = np.zeros((len(found), 1, most))
-            for i, contents in enumerate(found):
-                counts[i, : len(contents)] = list(contents)
-                shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
-            self._contents[key] = counts, shares
-        return self._contents[key]
+        found = [
+            Counter((*layers, has_loss) for layers, _, has_loss in self.rank_contents(pp, p.vpp, p.schedule))
+            for p in pipelines
+        ]
+        # Padding: contents that no rank has.
+        most = max(map(len, found))
+        counts = np.zeros((len(found), most, len(self._kind_counts) + 1))
+        shares = np.zeros((len(found), 1, most))
+        for i, contents in enumerate(found):
+            counts[i, : len(contents)] = list(contents)
+            shares[i, 0, : len(contents)] = [number / pp for number in contents.values()]
+        return counts, shares
 
+    def _layer_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
+        """Return what the time of a layer depends on; without experts, not on their degrees."""
+        experts = (m.ep, m.etp, m.dispatcher, m.overlap) if self.model_spec.kinds[kind].ffn.is_routed else ()
+        return (kind, m.tp, m.cp, m.mbs, self.attention_peers(m), *experts)
+
+    @memoised(lambda self, kind, m, strategies=None: (*self._layer_key(kind, m), strategies or memory_strategy(m)))
     def layer_time(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies | None = None) -> LayerTime:
         """Compute the time of one layer for a micro-batch, with launches and exposed communication.
 
@@ -309,39 +308,7 @@ class CostModel:
             mapping: the mapping.
             strategies: memory strategies; None: the mapping's own.
         """
-        m = mapping
-        if strategies is None:
-            strategies = MemoryStrategies((memory_strategy(m),))
-        key = (kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher, m.overlap, self.attention_peers(m), strategies)
-        if key not in self._layer_times:
-            self._layer_times[key] = self._compute_layer_time(kind, m, strategies)
-        return self._layer_times[key]
-
-    def blocks(self, kind: int, mapping: ParallelMapping) -> tuple[BlockTime, BlockTime]:
-        """Return the times of the token mixer and of the feed-forward network of one layer kind."""
-        m = mapping
-        ffn = self.layer_costs.feed_forward(kind, m.tp, m.cp, m.mbs, m.ep, m.etp, m.dispatcher)
-        return self.mixer_time(kind, m), ffn
-
-    def mixer_time(self, kind: int, mapping: ParallelMapping) -> BlockTime:
-        """Return the time of the token mixer of one layer kind."""
-        m = mapping
-        return self.layer_costs.mixer(kind, m.tp, m.cp, m.mbs, self.attention_peers(m))
-
-    def attention_peers(self, mapping: ParallelMapping) -> AttentionPeers | None:
-        """Return the ranks that wait for each other's attention; None if samples hold no documents."""
-        w = self.workload
-        if w.attention is None:
-            return None
-        return attention_peers(
-            mapping,
-            w.global_batch_size,
-            is_coupled=w.is_coupled,
-            has_experts=self.model_spec.has_experts,
-            gpus_per_node=self.device.links[0].gpus,
-        )
-
-    def _compute_layer_time(self, kind: int, mapping: ParallelMapping, strategies: MemoryStrategies) -> LayerTime:
+        strategies = strategies or MemoryStrategies((memory_strategy(mapping),))
         mixer, feed_forward = self.blocks(kind, mapping)
         forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
         backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
@@ -365,6 +332,27 @@ class CostModel:
             parts=seconds,
         )
 
+    def blocks(self, kind: int, mapping: ParallelMapping) -> tuple[BlockTime, BlockTime]:
+        """Return the times of the token mixer and of the feed-forward network of one layer kind."""
+        return self.mixer_time(kind, mapping), self.layer_costs.feed_forward(kind, mapping)
+
+    def mixer_time(self, kind: int, mapping: ParallelMapping) -> BlockTime:
+        """Return the time of the token mixer of one layer kind."""
+        return self.layer_costs.mixer(kind, mapping, self.attention_peers(mapping))
+
+    def attention_peers(self, mapping: ParallelMapping) -> AttentionPeers | None:
+        """Return the ranks that wait for each other's attention; None if samples hold no documents."""
+        w = self.workload
+        if w.attention is None:
+            return None
+        return attention_peers(
+            mapping,
+            w.global_batch_size,
+            is_coupled=w.is_coupled,
+            has_experts=self.model_spec.has_experts,
+            gpus_per_node=self.device.links[0].gpus,
+        )
+
     @cached_property
     def lower_bounds(self) -> "CostModel":
         """A cost model whose attention of documents is a lower bound that needs no plan of a round; else this one."""
@@ -382,8 +370,8 @@ class CostModel:
         w = self.workload
         factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
         rate = self.layer_costs.gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
-        tokens = self.layer_costs.tokens(mapping.cp, mapping.mbs) / mapping.tp
-        total = sum(self.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs))
+        tokens = self.layer_costs.tokens(mapping) / mapping.tp
+        total = sum(self.head_and_loss_s(mapping))
         for kind, count in enumerate(self._kind_counts):
             mixer = self.lower_bounds.mixer_time(kind, mapping)
             seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
@@ -391,17 +379,9 @@ class CostModel:
             total += count * (seconds + flops * tokens / rate)
         return total
 
+    @memoised(_layer_key)
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
-        # A layer without experts does not depend on their degrees, so all of a search's folds share one entry.
-        key = (kind, mapping.tp, mapping.cp, mapping.mbs, self.attention_peers(mapping))
-        if self.model_spec.kinds[kind].ffn.is_routed:
-            return self._compute_plain_layer_s(kind, mapping)
-        if key not in self._plain_layers:
-            self._plain_layers[key] = self._compute_plain_layer_s(kind, mapping)
-        return self._plain_layers[key]
-
-    def _compute_plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         mixer, feed_forward = self.blocks(kind, mapping)
         forward_s = sum(self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping))
         backward_s = sum(self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping))
@@ -468,37 +448,33 @@ class CostModel:
         ]
         return waits[0] + syncs, waits[1] + again_moe * syncs
 
-    def head_and_loss_s(self, tp: int, cp: int, mbs: int) -> tuple[float, float]:
+    @memoised(lambda self, m: (m.tp, m.cp, m.mbs))
+    def head_and_loss_s(self, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of output head and loss of one micro-batch, forward and backward, on the last stage."""
-        key = (tp, cp, mbs)
-        if key not in self._head_and_loss:
-            shape = self.model_spec
-            gemm = self.layer_costs.gemm
-            tokens = self.layer_costs.tokens(cp, mbs)
-            _, width = shard_rows(shape.vocab_size, tp, 0)
-            gather = self.layer_costs.tp_gather(tp, tokens).seconds
-            logits = gemm.memory_bound_s(tokens * width * 4)
-            forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
-            backward_s = gemm.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
-            backward_s += gemm.wgrad_s(tokens, width, shape.hidden_size)
-            repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
-            self._head_and_loss[key] = (repeats * forward_s, repeats * backward_s)
-        return self._head_and_loss[key]
+        shape = self.model_spec
+        gemm = self.layer_costs.gemm
+        tokens = self.layer_costs.tokens(mapping)
+        _, width = shard_rows(shape.vocab_size, mapping.tp, 0)
+        gather = self.layer_costs.tp_gather(mapping).seconds
+        logits = gemm.memory_bound_s(tokens * width * 4)
+        forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
+        backward_s = gemm.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
+        backward_s += gemm.wgrad_s(tokens, width, shape.hidden_size)
+        repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
+        return repeats * forward_s, repeats * backward_s
 
+    @memoised(lambda self, pp, vpp, schedule: (pp, vpp, schedule_named(schedule).placement))
     def rank_contents(self, pp: int, vpp: int, schedule: str | Part) -> tuple[RankContent, ...]:
         """Return the layers of each kind on each pipeline rank, and whether the rank has the embedding and the loss."""
-        key = (pp, vpp, schedule_named(schedule).placement)
-        if key not in self._rank_contents:
-            chunks = self.split(placed_ranks(schedule, pp, vpp))
-            placed = chunks_of_rank(chunks, schedule, pp, vpp)
-            self._rank_contents[key] = tuple(_rank_content(tuple(chunks[i] for i in stages)) for stages in placed)
-        return self._rank_contents[key]
+        chunks = self.split(placed_ranks(schedule, pp, vpp))
+        placed = chunks_of_rank(chunks, schedule, pp, vpp)
+        return tuple(_rank_content(tuple(chunks[i] for i in stages)) for stages in placed)
 
     def p2p_s(self, mapping: ParallelMapping) -> float:
         """Return the seconds of one send of hidden states to the next stage, or of their gradients back."""
         if mapping.pp == 1:
             return 0.0
-        tokens = self.layer_costs.tokens(mapping.cp, mapping.mbs) / mapping.tp
+        tokens = self.layer_costs.tokens(mapping) / mapping.tp
         num_bytes = tokens * self.model_spec.hidden_size * self.workload.value_bytes
         return p2p_s(self.device, mapping.world_size // mapping.pp, num_bytes)
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,10 @@ from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.recompute_parts import NETWORK_PARTS
-from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memoised import memoised
 from moefold.planner.model_spec import ModelSpec
 
 ACTIVATION_PARTS: tuple[str, ...] = ("activations", "dispatch", "logits", "pipeline")
@@ -99,11 +101,6 @@ class ActivationMemoryTable:
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernel_profile = MEGATRON_KERNELS if workload.is_megatron else CPU_KERNELS if on_cpu else CUDA_KERNELS
-        self._recompute_tables: dict[tuple[Any, ...], _RecomputeTable] = {}
-        self._layer_cache: dict[tuple[Any, ...], tuple[BytesByPart, dict[int, ByteTable]]] = {}
-        self._per_sample_cache: dict[tuple[Any, ...], tuple[ByteTable, ByteTable]] = {}
-        self._head_changes_cache: dict[tuple[Any, ...], list[tuple[int, ByteTable]]] = {}
-        self._may_need_less: dict[tuple[Any, ...], bool] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each activation column under a mapping, [parts, columns]."""
@@ -132,23 +129,20 @@ class ActivationMemoryTable:
         )
         return offloaded
 
+    @memoised(lambda self, m, strategies: (self.cache_key(m), strategies))
     def _per_sample_tables(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> tuple[ByteTable, ByteTable]:
         """Return the totals and the offloaded bytes of one sample without cp: both are linear in the tokens."""
-        key = (self.cache_key(mapping), strategies)
-        if key not in self._per_sample_cache:
-            columns = self.columns
-            bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
-            which = strategies.recompute_set_indices
-            totals = np.array([base.column_totals for base in bases])[which]
-            masks = _offload_mask(tuple(offload for _, offload in strategies))
-            offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
-            first = columns.layer_column("saved")
-            totals[:, first : first + columns.num_kinds] -= offloaded
-            totals[:, columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max(
-                axis=1, initial=0.0
-            )
-            self._per_sample_cache[key] = totals, offloaded
-        return self._per_sample_cache[key]
+        columns = self.columns
+        bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
+        which = strategies.recompute_set_indices
+        totals = np.array([base.column_totals for base in bases])[which]
+        masks = _offload_mask(tuple(offload for _, offload in strategies))
+        offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
+        first = columns.layer_column("saved")
+        totals[:, first : first + columns.num_kinds] -= offloaded
+        in_transit = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max(axis=1, initial=0.0)
+        totals[:, columns.end_column("in_transit")] = in_transit
+        return totals, offloaded
 
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
@@ -165,32 +159,17 @@ class ActivationMemoryTable:
             mapping.overlap,
         )
 
+    @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
         """Return whether the dispatcher of a mapping may need less memory than the default one at some snapshot."""
-        key = (mapping.tp, mapping.ep, mapping.etp, mapping.overlap, mapping.dispatcher)
-        if key not in self._may_need_less:
-            own, default = (
-                _activation_memory(
-                    self.cfg,
-                    replace(mapping, cp=1, mbs=1, dispatcher=part),
-                    (),
-                    self.kernel_profile,
-                    self.workload.max_over_mean(mapping.ep),
-                )
-                for part in (mapping.dispatcher, default_part(DispatcherPart))
-            )
-            sizes = [ExpertMemory.expert_outputs, ExpertMemory.combine_buffer]
-            sizes += [ExpertMemory.dispatch_comm_buffers, ExpertMemory.combine_comm_buffers] if mapping.overlap else []
-            self._may_need_less[key] = any(size(own.experts).total() < size(default.experts).total() for size in sizes)
-        return self._may_need_less[key]
-
-    def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> "_RecomputeTable":
-        key = (*self.cache_key(mapping), recompute)
-        if key not in self._recompute_tables:
-            self._recompute_tables[key] = _RecomputeTable(
-                *self._compute_table(replace(mapping, cp=1, mbs=1), recompute)
-            )
-        return self._recompute_tables[key]
+        one_sample = replace(mapping, cp=1, mbs=1)
+        own, default = (
+            self._formula(replace(one_sample, dispatcher=part)).experts
+            for part in (mapping.dispatcher, default_part(DispatcherPart))
+        )
+        sizes = [ExpertMemory.expert_outputs, ExpertMemory.combine_buffer]
+        sizes += [ExpertMemory.dispatch_comm_buffers, ExpertMemory.combine_comm_buffers] if mapping.overlap else []
+        return any(size(own).total() < size(default).total() for size in sizes)
 
     def _has_fixed_head_sizes(self, mapping: ParallelMapping) -> bool:
         """Return whether the loss of a mapping, or of the one of its table, is computed in chunks or tiles."""
@@ -212,68 +191,71 @@ class ActivationMemoryTable:
             table[:, column] += change if axis == 1 else change.sum()
         return table
 
+    def _head_key(self, m: ParallelMapping) -> tuple[Any, ...]:
+        return (*(self.cache_key(m) if self.model_spec.mtp_layers else (m.tp,)), m.cp, m.mbs)
+
+    @memoised(_head_key)
     def _head_changes(self, mapping: ParallelMapping) -> list[tuple[int, ByteTable]]:
         """Return the head columns with what they have more than in proportion to the tokens, [parts] each."""
-        degrees = self.cache_key(mapping) if self.model_spec.mtp_layers else (mapping.tp,)
-        key = (*degrees, mapping.cp, mapping.mbs)
-        if key not in self._head_changes_cache:
-            self._head_changes_cache[key] = found = []
-            if self._has_fixed_head_sizes(mapping):
-                formula = _activation_memory(
-                    self.cfg, mapping, (), self.kernel_profile, self.workload.max_over_mean(mapping.ep)
-                )
-                plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
-                for name, parts in end_columns(formula).items():
-                    if name in ("head", "mtp", "logits", "delayed_head"):
-                        column = self.columns.end_column(name)
-                        # What is recomputed of the layer of `mtp` changes its size by a multiple of the tokens.
-                        found.append((column, group_parts(parts) - plain[:, column]))
-        return self._head_changes_cache[key]
+        if not self._has_fixed_head_sizes(mapping):
+            return []
+        plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
+        ends = end_columns(self._formula(mapping))
+        columns = {name: self.columns.end_column(name) for name in ("head", "mtp", "logits", "delayed_head")}
+        # What is recomputed of the layer of `mtp` changes its size by a multiple of the tokens.
+        return [(column, group_parts(ends[name]) - plain[:, column]) for name, column in columns.items()]
 
-    def _compute_table(
-        self, mapping: ParallelMapping, recompute: tuple[str, ...]
-    ) -> tuple[dict[int, BytesByPart], ByteTable]:
+    @memoised(lambda self, m, recompute: (*self.cache_key(m), recompute))
+    def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> "_RecomputeTable":
+        """Return the bytes of one sample without cp."""
         columns = self.columns
         table = np.zeros((len(ACTIVATION_PARTS), columns.size))
-        formula = _activation_memory(
-            self.cfg, mapping, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep)
-        )
-        saved: dict[int, BytesByPart] = {}
-        for kind in range(columns.num_kinds):
-            saved[kind], found = self._layer_bytes(formula, self.model_spec.kinds[kind].kind, mapping)
+        formula = self._formula(replace(mapping, cp=1, mbs=1), recompute)
+        label_bytes = np.zeros((columns.num_kinds, len(OFFLOADABLE_LABELS)))
+        for kind, layer in enumerate(self.model_spec.kinds):
+            saved, found = self._layer_bytes(formula, layer.kind, mapping)
+            label_bytes[kind] = [saved.get(label, 0) for label in OFFLOADABLE_LABELS]
             for first, sizes in found.items():
                 table[:, first + kind] = sizes
         for name, parts in end_columns(formula).items():
             table[:, columns.end_column(name)] = group_parts(parts)
-        return saved, table
+        return _RecomputeTable(table, table.sum(axis=0), label_bytes)
 
+    def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
+        """Return the parts of the mapping and of the recomputation that a kind of layers has."""
+        degrees = self.cache_key(m) if layer.ffn.is_routed else (m.tp,)
+        return (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
+
+    @memoised(_layer_key)
     def _layer_bytes(
         self, formula: ActivationMemory, layer: Layer, mapping: ParallelMapping
     ) -> tuple[BytesByPart, dict[int, ByteTable]]:
-        """Return the saved bytes of a kind of layers, and its bytes by first column.
+        """Return the saved bytes of a kind of layers, and its bytes by first column."""
+        found = layer_columns(formula, layer)
+        return found["saved"], {self.columns.layer_column(name): group_parts(parts) for name, parts in found.items()}
 
-        Cached by the parts of the mapping and of the recomputation that this kind has.
-        """
-        degrees = self.cache_key(mapping) if layer.ffn.is_routed else (mapping.tp,)
-        key = (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
-        if key not in self._layer_cache:
-            found = layer_columns(formula, layer)
-            self._layer_cache[key] = (
-                found["saved"],
-                {self.columns.layer_column(name): group_parts(parts) for name, parts in found.items()},
-            )
-        return self._layer_cache[key]
+    def _formula(self, mapping: ParallelMapping, recompute: tuple[str, ...] = ()) -> ActivationMemory:
+        """Return the runtime's formula for a mapping, without pipeline stages."""
+        axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp")}
+        parallel = replace(
+            self.cfg.parallel,
+            **axes,
+            world_size=prod(axes.values()),
+            pp=1,
+            dispatcher=_like_in_memory(mapping.dispatcher),
+        )
+        cfg = replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
+        return activation_memory(cfg, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep))
 
 
-class _RecomputeTable:
+class _RecomputeTable(NamedTuple):
     """Activation bytes with one set of recomputed parts, and nothing offloaded."""
 
-    def __init__(self, saved: dict[int, BytesByPart], table: ByteTable) -> None:
-        self.table = table
-        self.column_totals = table.sum(axis=0)
-        self.label_bytes = np.array(
-            [[saved[kind].get(label, 0) for label in OFFLOADABLE_LABELS] for kind in sorted(saved)], dtype=float
-        )
+    table: ByteTable
+    """[parts, columns]."""
+    column_totals: ByteTable
+    label_bytes: ByteTable
+    """Saved bytes by `OFFLOADABLE_LABELS`, [kinds, labels]."""
 
 
 @lru_cache(maxsize=256)
@@ -287,12 +269,6 @@ def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
         for parts in offloads
     ]
     return np.array(found)
-
-
-def build_columns(model_spec: ModelSpec) -> MemoryColumns:
-    """Build the columns of a model."""
-    routed = (i for i, kind in enumerate(model_spec.kinds) if kind.ffn.is_routed)
-    return MemoryColumns(len(model_spec.kinds), tuple(routed))
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
@@ -321,24 +297,6 @@ def has_own_memory(dispatcher: DispatcherPart) -> bool:
 def _like_in_memory(dispatcher: DispatcherPart) -> DispatcherPart:
     """Return the dispatcher whose activations a dispatcher has: itself, or the default one."""
     return dispatcher if has_own_memory(dispatcher) else default_part(DispatcherPart)
-
-
-@lru_cache(maxsize=4096)
-def _activation_memory(
-    cfg: Config, mapping: ParallelMapping, recompute: tuple[str, ...], kernel_profile: KernelProfile, imbalance: float
-) -> ActivationMemory:
-    parallel = replace(
-        cfg.parallel,
-        world_size=mapping.tp * mapping.cp * mapping.ep * mapping.etp,
-        tp=mapping.tp,
-        cp=mapping.cp,
-        pp=1,
-        ep=mapping.ep,
-        etp=mapping.etp,
-        dispatcher=_like_in_memory(mapping.dispatcher),
-    )
-    train = replace(cfg.train, micro_batch_size=mapping.mbs)
-    return activation_memory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
 
 
 def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:

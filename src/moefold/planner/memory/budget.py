@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
-from moefold.cost.memory_columns import MemoryColumns, ModelChunk
+from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
 from moefold.cost.memory_snapshots import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,
     MemoryStrategies,
-    build_columns,
     minimal_config,
     routed_tokens_per_token,
 )
@@ -101,23 +101,18 @@ class MemoryModel:
         self.workload = workload
         self.device = device
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
-        self.columns = build_columns(model_spec)
+        self.columns = columns_of(model_spec.kinds)
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self.activation_memory = ActivationMemoryTable(
             model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu"
         )
-        self._snapshots: dict[StepSchedule, MemorySnapshots] = {}
-        self._peak_candidates: dict[StepSchedule, MemorySnapshots] = {}
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
-        self._backward_bytes_cache: dict[tuple[int, ...], float] = {}
 
     def workspace(self, mapping: ParallelMapping) -> float:
         """Return the bytes of `OVERHEAD_GIB` and of the temporary buffers of one layer's backward pass."""
-        key = (mapping.tp, mapping.cp, mapping.mbs, mapping.ep, mapping.etp)
-        if key not in self._backward_bytes_cache:
-            self._backward_bytes_cache[key] = self._backward_bytes(mapping)
-        return self._overhead_bytes + (self._backward_bytes_cache[key] if mapping.world_size > 1 else 0.0)
+        return self._overhead_bytes + (self._backward_bytes(mapping) if mapping.world_size > 1 else 0.0)
 
+    @memoised(lambda self, m: (m.tp, m.cp, m.mbs, m.ep, m.etp))
     def _backward_bytes(self, mapping: ParallelMapping) -> float:
         """Return the bytes of the largest FSDP2 module: its full gradients, and the buffers to compute or reduce them.
 
@@ -179,40 +174,25 @@ class MemoryModel:
 
     def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of all memory strategies, whether or not they recompute communication."""
-        return self._find_cached(self._schedule_spec(mapping), self._snapshots, find_snapshots)
+        return self._find(self._shortest_schedule(mapping), find_snapshots)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""
-        return self._find_cached(self._schedule_spec(mapping), self._peak_candidates, find_peak_candidates)
+        return self._find(self._shortest_schedule(mapping), find_peak_candidates)
 
-    def _find_cached(
-        self, schedule_spec: StepSchedule, cache: dict[StepSchedule, MemorySnapshots], find: FindSnapshots
-    ) -> MemorySnapshots:
-        """Return the snapshots of a schedule, cached for all lengths of its steady phase."""
-        if schedule_spec not in cache:
-            shortest = schedule_spec.shortest_equivalent
-            if shortest not in cache:
-                cache[shortest] = find(shortest, *self._stage_chunks(schedule_spec), self.columns)
-            cache[schedule_spec] = cache[shortest]
-        return cache[schedule_spec]
+    @memoised(all_arguments)
+    def _find(self, schedule: StepSchedule, find: FindSnapshots) -> MemorySnapshots:
+        pipeline = schedule.schedule, schedule.pp, schedule.vpp
+        chunks = self.split(placed_ranks(*pipeline))
+        return find(schedule, chunks, chunks_of_rank(chunks, *pipeline), self.columns)
 
-    def _schedule_spec(self, mapping: ParallelMapping) -> StepSchedule:
+    def _shortest_schedule(self, mapping: ParallelMapping) -> StepSchedule:
+        """Return the schedule of a mapping with the fewest micro-batches that have all its snapshots."""
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
-        return StepSchedule(
-            schedule,
-            mapping.pp,
-            mapping.vpp,
-            self._num_micro_batches(mapping),
-            mapping.overlap,
-            not self.workload.is_megatron,
-        )
-
-    def _stage_chunks(self, schedule_spec: StepSchedule) -> tuple[tuple[ModelChunk, ...], tuple[tuple[int, ...], ...]]:
-        chunks = self.split(placed_ranks(schedule_spec.schedule, schedule_spec.pp, schedule_spec.vpp))
-        return chunks, chunks_of_rank(chunks, schedule_spec.schedule, schedule_spec.pp, schedule_spec.vpp)
-
-    def _num_micro_batches(self, mapping: ParallelMapping) -> int:
-        return mapping.num_micro_batches(self.workload.global_batch_size)
+        n = mapping.num_micro_batches(self.workload.global_batch_size)
+        counts_messages = not self.workload.is_megatron
+        whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap, counts_messages)
+        return whole.shortest_equivalent
 
 
 RESERVE_FRACTION = 0.05

@@ -5,7 +5,6 @@ data-parallel ranks that shard them, its experts on ep, etp and edp: each is com
 """
 
 from dataclasses import replace
-from functools import cache
 from heapq import nlargest
 
 import numpy as np
@@ -41,6 +40,7 @@ from moefold.cost.unit_memory import (
 )
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.model_spec import ModelSpec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
@@ -76,13 +76,7 @@ class StateMemoryTable:
         self._units: dict[int, str | int] = {kind: kind for kind in range(columns.num_kinds)}
         """Name of each unit by its column: kinds of layers, embedding and head, and MTP layers."""
         self._units |= {columns.state_column(name): name for name in ends}
-        self._tables: dict[tuple[object, ...], tuple[ByteTable, ByteTable]] = {}
-        self._unit_bytes_cache: dict[tuple[object, ...], StateBytes] = {}
-        self._shard_spec = cache(self._make_shard_spec)
-        self._sharded = cache(self._shard)
         self._weights = {name: unit_weights(cfg.model, cfg.lora, self._unit(name)) for name in self._units.values()}
-        self._rope_bytes = cache(self._count_rope_bytes)
-        self._largest_moments: dict[tuple[object, ...], list[int]] = {}
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each state column, [parts, columns]."""
@@ -118,49 +112,41 @@ class StateMemoryTable:
             sizes[self._columns.state_column("second_embedding")] = sizes[embedding]
         return found + moments_in_transit(sizes, state_counts)
 
+    @memoised(lambda self, name, m: (name, m.tp, m.ep, m.etp, *self._sharding_degrees(m)))
     def _largest_of_unit(self, name: str | int, mapping: ParallelMapping) -> list[int]:
         """Return the largest offloaded moments of one unit."""
-        degrees = self._sharding_degrees(mapping)
-        key = (name, mapping.tp, mapping.ep, mapping.etp, *degrees)
-        if key not in self._largest_moments:
-            shard_spec = self._shard_spec(degrees, accumulates_gradients=False)
-            sizes = offloaded_moment_sizes(shard_spec, self._shards(name, mapping), self.cfg.train.offload_min_kib)
-            self._largest_moments[key] = nlargest(PARAMS_IN_TRANSIT, sizes)
-        return self._largest_moments[key]
+        shard_spec = self._shard_spec(self._sharding_degrees(mapping), False)
+        sizes = offloaded_moment_sizes(shard_spec, self._shards(name, mapping), self.cfg.train.offload_min_kib)
+        return nlargest(PARAMS_IN_TRANSIT, sizes)
 
+    def _table_key(self, m: ParallelMapping, accumulates: bool) -> tuple[object, ...]:
+        degrees = m.tp, m.cp, m.ep, m.etp, *self._sharding_degrees(m)
+        is_offloaded = OFFLOADED_OPTIMIZER in m.offload
+        return (accumulates, *degrees, m.zero, m.world_size == 1, is_offloaded, self._exchange_bytes(m))
+
+    @memoised(_table_key)
     def _table(self, mapping: ParallelMapping, accumulates_gradients: bool) -> tuple[ByteTable, ByteTable]:
         """Return `bytes_by_part` and `total_bytes`."""
         m = mapping
-        caches_weights = self._kernels_cache_weights and caches_quantized_weights(
-            self.cfg.train, 2 if accumulates_gradients else 1, m.zero
-        )
         is_single = m.world_size == 1
-        accumulates_gradients = accumulates_gradients and m.zero < 2 and not is_single
         is_offloaded = OFFLOADED_OPTIMIZER in m.offload
-        exchange_bytes = self._exchange_bytes(m)
-        key = (
-            *(accumulates_gradients, caches_weights, m.tp, m.cp, m.ep, m.etp, *self._sharding_degrees(m), m.zero),
-            *(is_single, is_offloaded, exchange_bytes),
-        )
-        if key not in self._tables:
-            table = state_table(
-                {
-                    column: self._unit_bytes(name, m, accumulates_gradients, is_offloaded)
-                    for column, name in self._units.items()
-                },
-                self._columns,
-                has_second_embedding=self.model_spec.config.last_stage_needs_embedding,
-                prefetched=self._prefetched_bytes(m) if m.zero == 3 and not is_single else None,
-                rope_bytes=self._rope_bytes(m.cp),
-                exchange_bytes=exchange_bytes,
-            )[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
-            if is_offloaded and self.workload.is_megatron:
-                # Megatron-Core updates on the host, and keeps the master weights there.
-                table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
-            for column, name in self._units.items() if caches_weights else ():
+        sums = accumulates_gradients and m.zero < 2 and not is_single
+        table = state_table(
+            {column: self._unit_bytes(name, m, sums, is_offloaded) for column, name in self._units.items()},
+            self._columns,
+            has_second_embedding=self.model_spec.config.last_stage_needs_embedding,
+            prefetched=self._prefetched_bytes(m) if m.zero == 3 and not is_single else None,
+            rope_bytes=self._rope_bytes(m.cp),
+            exchange_bytes=self._exchange_bytes(m),
+        )[[STATE_FIELDS.index(part) for part in STATE_PARTS]]
+        if is_offloaded and self.workload.is_megatron:
+            # Megatron-Core updates on the host, and keeps the master weights there.
+            table[STATE_PARTS.index("weights")] = table[STATE_PARTS.index("optimizer")] = 0
+        num_reads = 2 if accumulates_gradients else 1
+        if self._kernels_cache_weights and caches_quantized_weights(self.cfg.train, num_reads, m.zero):
+            for column, name in self._units.items():
                 table[STATE_PARTS.index("gathered"), column] += quantized_copy_bytes(self._shards(name, m))
-            self._tables[key] = table, table.sum(axis=0)
-        return self._tables[key]
+        return table, table.sum(axis=0)
 
     def _sharding_degrees(self, mapping: ParallelMapping) -> tuple[int, int]:
         """Return the number of ranks that shard the states of dense weights and of experts."""
@@ -171,41 +157,54 @@ class StateMemoryTable:
         return mapping.dp * mapping.cp, mapping.edp
 
     def _prefetched_bytes(self, mapping: ParallelMapping) -> dict[int, int]:
-        shard_spec = self._shard_spec(self._sharding_degrees(mapping), accumulates_gradients=False)
+        shard_spec = self._shard_spec(self._sharding_degrees(mapping), False)
         units = self._units.items()
         return {column: shard_spec.prefetched_bytes(self._shards(name, mapping)) for column, name in units}
 
     def _unit_bytes(
         self, name: str | int, mapping: ParallelMapping, accumulates_gradients: bool, is_offloaded: bool
     ) -> StateBytes:
-        is_single = mapping.world_size == 1
-        degrees = self._sharding_degrees(mapping)
-        shard_spec = self._shard_spec(degrees, accumulates_gradients=accumulates_gradients)
         cfg = self.cfg
         unit = self._unit(name)
-        total = StateBytes(
-            buffers=expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, unit) else 0,
-            gathered=cast_copy_bytes(cfg.run, cfg.model, cfg.lora, [unit]) if is_single else 0,
+        dense, experts = (
+            self._weight_bytes(name, mapping, accumulates_gradients, is_offloaded, is_expert)
+            for is_expert in (False, True)
         )
-        for is_expert, shard_degrees in (
-            (False, (mapping.tp, degrees[0])),
-            (True, (mapping.ep, mapping.etp, degrees[1])),
-        ):
-            key = (name, is_expert, *shard_degrees, accumulates_gradients, is_offloaded, is_single)
-            if key not in self._unit_bytes_cache:
-                weights = [weight for weight in self._shards(name, mapping) if weight.is_expert == is_expert]
-                states = shard_spec.state_bytes(weights)
-                leaving = offloaded_moment_sizes(shard_spec, weights, cfg.train.offload_min_kib) if is_offloaded else ()
-                self._unit_bytes_cache[key] = StateBytes(
-                    weights=states.weights,
-                    gathered=0 if is_single else shard_spec.gathered_bytes(weights),
-                    gradients=max(states.gradients, states.gradient_sums),
-                    optimizer=states.optimizer - sum(leaving),
-                )
-            total += self._unit_bytes_cache[key]
-        return total
+        cast_copies = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, [unit]) if mapping.world_size == 1 else 0
+        return StateBytes(
+            weights=dense.weights + experts.weights,
+            gathered=dense.gathered + experts.gathered + cast_copies,
+            gradients=dense.gradients + experts.gradients,
+            optimizer=dense.optimizer + experts.optimizer,
+            buffers=expert_buffer_bytes(cfg.model, cfg.moe) if has_experts(cfg.model, unit) else 0,
+        )
 
-    def _make_shard_spec(self, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
+    def _weight_key(
+        self, name: str | int, m: ParallelMapping, sums: bool, is_offloaded: bool, is_expert: bool
+    ) -> tuple[object, ...]:
+        shards = (m.ep, m.etp) if is_expert else (m.tp,)
+        degree = self._sharding_degrees(m)[is_expert]
+        return (name, *shards, degree, sums, is_offloaded, is_expert, m.world_size == 1)
+
+    @memoised(_weight_key)
+    def _weight_bytes(
+        self, name: str | int, mapping: ParallelMapping, accumulates: bool, is_offloaded: bool, is_expert: bool
+    ) -> StateBytes:
+        """Return the bytes of the experts of a unit, or of its other weights."""
+        shard_spec = self._shard_spec(self._sharding_degrees(mapping), accumulates)
+        weights = [weight for weight in self._shards(name, mapping) if weight.is_expert == is_expert]
+        states = shard_spec.state_bytes(weights)
+        min_kib = self.cfg.train.offload_min_kib
+        return StateBytes(
+            weights=states.weights,
+            gathered=0 if mapping.world_size == 1 else shard_spec.gathered_bytes(weights),
+            gradients=max(states.gradients, states.gradient_sums),
+            optimizer=states.optimizer
+            - (sum(offloaded_moment_sizes(shard_spec, weights, min_kib)) if is_offloaded else 0),
+        )
+
+    @memoised(all_arguments)
+    def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
         states = self.workload.state_bytes
         if states is None:
             return make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
@@ -219,7 +218,8 @@ class StateMemoryTable:
     def _unit(self, name: str | int) -> Unit:
         return name if isinstance(name, str) else self.model_spec.kinds[name].kind
 
-    def _count_rope_bytes(self, cp: int) -> int:
+    @memoised(all_arguments)
+    def _rope_bytes(self, cp: int) -> int:
         cfg = replace(self.cfg, parallel=replace(self.cfg.parallel, cp=cp))
         return rope_buffer_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)
 
@@ -230,9 +230,7 @@ class StateMemoryTable:
         train = replace(self.cfg.train, micro_batch_size=mapping.mbs)
         return dispatch_buffer_bytes(replace(self.cfg, parallel=replace(self.cfg.parallel, **axes), train=train))
 
+    @memoised(lambda self, name, m: (name, m.tp, m.ep, m.etp))
     def _shards(self, name: str | int, mapping: ParallelMapping) -> tuple[ParamSpec, ...]:
         """Return the weights of a unit, a kind of layers or an end, on a rank of tensor and expert parallelism."""
-        return self._sharded(name, mapping.tp, mapping.ep, mapping.etp)
-
-    def _shard(self, name: str | int, tp: int, ep: int, etp: int) -> tuple[ParamSpec, ...]:
-        return tuple(weight.shard(tp, ep, etp) for weight in self._weights[name])
+        return tuple(weight.shard(mapping.tp, mapping.ep, mapping.etp) for weight in self._weights[name])

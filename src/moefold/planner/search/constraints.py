@@ -9,7 +9,6 @@ arXiv:2504.14960.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import gcd
 from typing import Any, NamedTuple
 
 from moefold.config.bounds import range_problems
@@ -71,12 +70,9 @@ def _model_parallel_size(values: AxisValues) -> int:
     return int(values["tp"] * values["cp"] * values["pp"])
 
 
-def _samples_per_dispatch(values: AxisValues) -> tuple[int, int]:
-    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp), as a reduced fraction."""
-    above = values["mbs"] * values["ep"] * values["etp"]
-    below = values["cp"] * values["tp"]
-    common = gcd(above, below)
-    return above // common, below // common
+def _samples_per_dispatch(values: AxisValues) -> float:
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp): of equal ratios of integers, the same number."""
+    return float(values["mbs"] * values["ep"] * values["etp"] / (values["cp"] * values["tp"]))
 
 
 def _crosses_ranks(values: AxisValues) -> bool:
@@ -84,12 +80,9 @@ def _crosses_ranks(values: AxisValues) -> bool:
     return bool(values["ep"] * values["etp"] > 1)
 
 
-def _samples_per_step(values: AxisValues) -> tuple[int, int]:
-    """Return the samples of one micro-batch on all replicas, mbs/(tp*cp*pp), as a reduced fraction."""
-    above = values["mbs"]
-    below = _model_parallel_size(values)
-    common = gcd(above, below)
-    return above // common, below // common
+def _samples_per_step(values: AxisValues) -> float:
+    """Return the samples of one micro-batch on all replicas, mbs/(tp*cp*pp), likewise."""
+    return float(values["mbs"] / _model_parallel_size(values))
 
 
 DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] = {

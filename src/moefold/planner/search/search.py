@@ -31,9 +31,10 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
+from moefold.planner.memoised import memoised
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
-from moefold.planner.search.constraints import Fold
+from moefold.planner.search.constraints import DEGREES, Fold
 from moefold.planner.search.space import HOST, AttentionView, MappingSpace
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
@@ -92,7 +93,7 @@ class PlannedMapping:
 
 def fold_of(m: ParallelMapping) -> Fold:
     """Return the degrees of a mapping."""
-    return Fold(m.tp, m.cp, m.dp, m.pp, m.ep, m.etp, m.edp)
+    return Fold(*(getattr(m, axis) for axis in DEGREES))
 
 
 def _any_fold(fold: Fold) -> bool:
@@ -111,12 +112,29 @@ class MappingGroup:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """A micro-batch size, a dispatcher and overlap in a fold, with the pipelines that are legal with them."""
+    """A fold with a micro-batch size, a dispatcher and overlap, and the pipelines that are legal with them."""
 
+    fold: Fold
     mbs: int
     dispatcher: DispatcherPart
-    overlap: bool
-    pipelines: tuple[PipelineVariant, ...]
+    overlap: bool = False
+    pipelines: tuple[PipelineVariant, ...] = (PLAIN_PIPELINE,)
+
+    def mapping(
+        self, pipeline: PipelineVariant | None = None, zero: int = 0, optimizer_placement: str = "none"
+    ) -> ParallelMapping:
+        """Build the mapping with one of the pipelines, the first by default, without recomputation."""
+        schedule, vpp = pipeline or self.pipelines[0]
+        return ParallelMapping(
+            **self.fold._asdict(),
+            vpp=vpp,
+            mbs=self.mbs,
+            zero=zero,
+            offload=(OFFLOADED_OPTIMIZER,) if optimizer_placement == HOST else (),
+            dispatcher=self.dispatcher,
+            overlap=self.overlap,
+            schedule=schedule,
+        )
 
 
 class _Node(NamedTuple):
@@ -137,15 +155,17 @@ class _Found:
 
     def __init__(self, group: MappingGroup, limit_s: float = inf) -> None:
         self.group = group
-        self._limit_s = limit_s
+        self.limit_s = limit_s
+        """Seconds that another fold has to beat."""
         self.best: dict[Fold, TimedMapping] = {}
         self.accepts = cache(group.accepts)
 
-    @property
-    def limit_s(self) -> float:
-        """Seconds that another fold has to beat."""
-        seconds = sorted(seconds for seconds, _ in self.best.values())
-        return min((self._limit_s, *seconds[self.group.count - 1 : self.group.count]))
+    def add(self, fold: Fold, timed: TimedMapping) -> None:
+        """Add a mapping of a fold if it is the fold's best."""
+        if timed[0] < self.best.get(fold, (inf,))[0]:
+            self.best[fold] = timed
+            seconds = sorted(seconds for seconds, _ in self.best.values())
+            self.limit_s = min((self.limit_s, *seconds[self.group.count - 1 : self.group.count]))
 
     def mappings(self) -> list[ParallelMapping]:
         """Return the best mappings, best first."""
@@ -170,9 +190,6 @@ class Search:
         self.placements = tuple(product(space.zero_stages, space.optimizer_placements))
         """All pairs of a ZeRO stage and a placement of the moments."""
         self._global_batch_size = cost_model.workload.global_batch_size
-        self._layer_bounds: dict[tuple[object, ...], float] = {}
-        self._persistent: dict[tuple[object, ...], ByteArray] = {}
-        self._peaks: dict[tuple[object, ...], tuple[ByteArray, ByteArray]] = {}
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
         """Return the best `count` plans that fit, each of another fold, best first."""
@@ -280,8 +297,8 @@ class Search:
         found = self._fastest_that_fit(node.fold, *sizes, limits, is_beam=is_beam)
         for one in own:
             timed = found.get(one.group.zero_stages)
-            if timed is not None and timed[0] < one.best.get(node.fold, (inf,))[0]:
-                one.best[node.fold] = timed
+            if timed is not None:
+                one.add(node.fold, timed)
 
     def _view_bound_s(self, view: AttentionView) -> float:
         """Return a lower bound of a step's seconds over all degrees of the experts."""
@@ -312,34 +329,18 @@ class Search:
         """Return a lower bound of a step's seconds with the degrees of a fold and a micro-batch size."""
         return self._passes_on_rank(fold, mbs, pipelines) * self._layers_bound_s(fold, mbs)
 
+    def _layers_key(self, fold: Fold, mbs: int) -> tuple[int, ...]:
+        peers = () if self.cost_model.workload.attention is None else (fold.dp,)
+        return (fold.tp, fold.cp, mbs, fold.ep, fold.etp, *peers)
+
+    @memoised(_layers_key)
     def _layers_bound_s(self, fold: Fold, mbs: int) -> float:
         """Return a lower bound of the seconds of all layers and the head for one micro-batch, over the dispatchers."""
-        peers = () if self.cost_model.workload.attention is None else (fold.dp,)
-        key = (fold.tp, fold.cp, mbs, fold.ep, fold.etp, *peers)
-        if key not in self._layer_bounds:
-            # Overlap only hides communication.
-            totals = (
-                self._layers_s(fold, mbs, dispatcher, True, self.cost_model.lower_bounds)
-                for dispatcher in self._dispatchers(fold, mbs)
-            )
-            self._layer_bounds[key] = min(totals, default=inf)
-        return self._layer_bounds[key]
+        return min((self._least_layers_s(fold, mbs, one) for one in self._dispatchers(fold, mbs)), default=inf)
 
-    def _layers_s(
-        self, fold: Fold, mbs: int, dispatcher: DispatcherPart, overlap: bool, cost_model: CostModel
-    ) -> float:
-        """Return the seconds of all layers and the head for one micro-batch, without recomputation."""
-        m = ParallelMapping(
-            tp=fold.tp,
-            cp=fold.cp,
-            dp=fold.dp,
-            ep=fold.ep,
-            etp=fold.etp,
-            mbs=mbs,
-            dispatcher=dispatcher,
-            overlap=overlap,
-        )
-        return float(cost_model.model_s(m))
+    def _least_layers_s(self, fold: Fold, mbs: int, dispatcher: DispatcherPart) -> float:
+        """Return the bound with one dispatcher; overlap only hides communication."""
+        return float(self.cost_model.lower_bounds.model_s(MicroBatchChoice(fold, mbs, dispatcher, True).mapping()))
 
     def _fitting_bound_s(
         self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
@@ -347,15 +348,15 @@ class Search:
         """Return a lower bound of a step's seconds with some ZeRO stages and the memory strategies that may fit."""
         plain = self._plain_pipelines(fold, pipelines)
         dispatchers = self._dispatchers(fold, size)
-        fastest = min(dispatchers, key=lambda one: self._layers_s(fold, size, one, True, self.cost_model.lower_bounds))
-        choice = MicroBatchChoice(size, fastest, False, _small_pipelines(plain))
-        probe = build_mapping(fold, choice, plain[0])
+        fastest = min(dispatchers, key=lambda one: self._least_layers_s(fold, size, one))
+        choice = MicroBatchChoice(fold, size, fastest, False, _small_pipelines(plain))
+        probe = choice.mapping(plain[0])
         choices = [choice]
         for one in dispatchers:
             other = replace(probe, dispatcher=one)
             if one != fastest and has_own_memory(one) and self.memory_model.activation_memory.may_need_less(other):
                 choices.append(replace(choice, dispatcher=one))
-        may_fit = np.any([self._may_fit(fold, one).any(axis=0) for one in choices], axis=0)
+        may_fit = np.any([self._may_fit(one).any(axis=0) for one in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.placements])
         if not may_fit.any():
             return inf
@@ -371,16 +372,15 @@ class Search:
     ) -> bool:
         """Return whether the states alone of some ZeRO stage fit, with the smallest micro-batches."""
         small = _small_pipelines(self._plain_pipelines(fold, pipelines))
-        choice = MicroBatchChoice(size, self._dispatchers(fold, size)[0], False, small)
-        sizes = self._state_bytes(fold, choice).max(axis=1).min(axis=0).tolist()
+        choice = MicroBatchChoice(fold, size, self._dispatchers(fold, size)[0], False, small)
+        sizes = self._state_bytes(choice).max(axis=1).min(axis=0).tolist()
         return any(held < self._room for held, (zero, _) in zip(sizes, self.placements, strict=True) if zero in zeros)
 
-    def _may_fit(self, fold: Fold, choice: MicroBatchChoice) -> NDArray[np.bool_]:
+    def _may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        probe = build_mapping(fold, choice, choice.pipelines[0])
-        saved = self.memory_model.activation_memory.total_bytes(probe, self.space.strategies)
-        states = self._state_bytes(fold, choice)
-        _, counts = self._peak_counts(fold, choice)
+        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), self.space.strategies)
+        states = self._state_bytes(choice)
+        _, counts = self._peak_counts(choice)
         totals = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
         found: NDArray[np.bool_] = totals <= self._room
         return found
@@ -390,29 +390,25 @@ class Search:
         """Bytes that a mapping may have, with a tolerance for rounding."""
         return self.memory_model.device.memory_bytes + 1
 
-    def _state_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
+    def _state_bytes(self, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
-        counts, _ = self._peak_counts(fold, choice)
-        probe = build_mapping(fold, choice, choice.pipelines[0])
-        found: ByteArray = counts @ self._persistent_bytes(fold, choice).T + self.memory_model.workspace(probe)
+        counts, _ = self._peak_counts(choice)
+        workspace = self.memory_model.workspace(choice.mapping())
+        found: ByteArray = counts @ self._persistent_bytes(choice).T + workspace
         return found
 
-    def _peak_counts(self, fold: Fold, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
+    @memoised(lambda self, choice: (choice.fold.pp, choice.fold.dp * choice.mbs, choice.overlap, choice.pipelines))
+    def _peak_counts(self, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
         """Return the counts of states and activations at three snapshots, [pipelines, snapshots, columns]."""
-        key = (fold.pp, fold.dp * choice.mbs, choice.overlap, choice.pipelines)
-        if key not in self._peaks:
-            peaks = [self.memory_model.peak_candidates(build_mapping(fold, choice, p)) for p in choice.pipelines]
-            self._peaks[key] = np.array([p.states for p in peaks]), np.array([p.activations for p in peaks])
-        return self._peaks[key]
+        peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
+        return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
 
-    def _persistent_bytes(self, fold: Fold, choice: MicroBatchChoice) -> ByteArray:
+    # Of the micro-batch size counts only whether gradients are accumulated.
+    @memoised(lambda self, choice: (choice.fold, self._global_batch_size // (choice.mbs * choice.fold.dp) > 1))
+    def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
-        accumulates = self._global_batch_size // (choice.mbs * fold.dp) > 1
-        key = (fold, accumulates)
-        if key not in self._persistent:
-            mappings = [build_mapping(fold, choice, choice.pipelines[0], *placement) for placement in self.placements]
-            self._persistent[key] = np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])
-        return self._persistent[key]
+        mappings = (choice.mapping(None, *placement) for placement in self.placements)
+        return np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
@@ -424,17 +420,17 @@ class Search:
         dispatchers = self._dispatchers(fold, size)
         for overlap in (False, True):
             fastest = inf
-            times = {one: self._layers_s(fold, size, one, overlap, self.cost_model) for one in dispatchers}
-            for dispatcher, seconds in sorted(times.items(), key=lambda one: one[1]):
-                legal = self._legal_pipelines(fold, size, plain, dispatcher, overlap)
+            choices = [MicroBatchChoice(fold, size, one, overlap) for one in dispatchers]
+            times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
+            for choice, seconds in sorted(times.items(), key=lambda one: one[1]):
+                legal = self._legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
                 if not legal:
                     continue
-                choice = MicroBatchChoice(size, dispatcher, overlap, legal)
                 # Most dispatchers save the same tensors, so of these the fastest is enough.
-                has_own = has_own_memory(dispatcher)
-                m = build_mapping(fold, choice, legal[0])
-                if seconds < fastest or has_own and self.memory_model.activation_memory.may_need_less(m):
-                    yield choice
+                has_own = has_own_memory(choice.dispatcher)
+                may_need_less = self.memory_model.activation_memory.may_need_less
+                if seconds < fastest or has_own and may_need_less(choice.mapping()):
+                    yield replace(choice, pipelines=legal)
                     fastest = fastest if has_own else seconds
 
     def _legal_pipelines(
@@ -476,7 +472,7 @@ class Search:
         queue: list[Candidate] = []
         bounds = dict(limits)
         for choice in self._choices(fold, size, pipelines):
-            for m, seconds in self._candidates(fold, choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
+            for m, seconds in self._candidates(choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
                 if is_beam:
                     # Of a beam only the fastest counts: if it does not fit, all are priced.
@@ -501,26 +497,26 @@ class Search:
         return found
 
     def _candidates(
-        self, fold: Fold, choice: MicroBatchChoice, limits: Mapping[tuple[int, ...], float], max_pipelines: int
+        self, choice: MicroBatchChoice, limits: Mapping[tuple[int, ...], float], max_pipelines: int
     ) -> Iterator[tuple[ParallelMapping, Seconds]]:
         """Yield the mappings of a choice without a strategy, and their seconds with each; inf where it cannot win."""
         limit_s = max(limits.values()) - STEP_OVERHEAD_S
-        plain = self.cost_model.pass_times(build_mapping(fold, choice, choice.pipelines[0]), choice.pipelines).seconds
+        plain = self.cost_model.pass_times(choice.mapping(), choice.pipelines).seconds
         places = [i for i in np.argsort(plain[:, 0], kind="stable").tolist() if plain[i, 0] < limit_s]
         places = [i for k, i in enumerate(places) if k < max_pipelines or choice.pipelines[i] == PLAIN_PIPELINE]
         if not places:
             return
         choice = replace(choice, pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
-        probe = build_mapping(fold, choice, choice.pipelines[0])
-        passes = self.cost_model.pass_times(probe, choice.pipelines, self.space.strategies)
-        may_fit = self._may_fit(fold, choice)
+        passes = self.cost_model.pass_times(choice.mapping(), choice.pipelines, self.space.strategies)
+        may_fit = self._may_fit(choice)
+        run = choice.dispatcher, choice.overlap
         for i, pipeline in enumerate(choice.pipelines):
-            zeros = self.space.legal_zero_stages(fold, choice.mbs, pipeline.schedule, choice.dispatcher, choice.overlap)
+            zeros = self.space.legal_zero_stages(choice.fold, choice.mbs, pipeline.schedule, *run)
             for number, (zero, moments) in enumerate(self.placements):
                 limit_s = max((one for stages, one in limits.items() if zero in stages), default=-inf)
                 may_win = may_fit[i, number] & (passes.seconds[i] + STEP_OVERHEAD_S < limit_s)
                 if zero in zeros and may_win.any():
-                    m = build_mapping(fold, choice, pipeline, zero, moments)
+                    m = choice.mapping(pipeline, zero, moments)
                     yield m, np.where(may_win, self.cost_model.step_s(passes, m, i), inf)
 
     def _with_strategy(self, mapping: ParallelMapping, index: int) -> ParallelMapping:
@@ -539,10 +535,10 @@ class Search:
                 smallest: list[tuple[float, ParallelMapping]] = []
                 for overlap in (False, True):
                     legal = self._legal_pipelines(fold, size, pipelines, dispatcher, overlap)
-                    choice = MicroBatchChoice(size, dispatcher, overlap, legal)
+                    choice = MicroBatchChoice(fold, size, dispatcher, overlap, legal)
                     for pipeline in legal:
                         zero = self.space.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)[-1]
-                        m = build_mapping(fold, choice, pipeline, zero, self.placements[-1][1])
+                        m = choice.mapping(pipeline, zero, self.placements[-1][1])
                         totals = self.memory_model.totals(m, self.space.strategies)
                         smallest.append((float(totals.min()), self._with_strategy(m, int(totals.argmin()))))
                 if smallest:
@@ -554,25 +550,3 @@ def _small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVa
     """Return the pipelines that hold least: none holds less than 1F1B, or than one that ends on the first rank."""
     small = (p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
     return tuple(small) or pipelines
-
-
-def build_mapping(
-    fold: Fold, choice: MicroBatchChoice, pipeline: PipelineVariant, zero: int = 0, optimizer_placement: str = "none"
-) -> ParallelMapping:
-    """Build the mapping of the choices on all levels, without recomputation."""
-    return ParallelMapping(
-        tp=fold.tp,
-        cp=fold.cp,
-        dp=fold.dp,
-        pp=fold.pp,
-        vpp=pipeline.vpp,
-        ep=fold.ep,
-        etp=fold.etp,
-        edp=fold.edp,
-        mbs=choice.mbs,
-        zero=zero,
-        offload=(OFFLOADED_OPTIMIZER,) if optimizer_placement == HOST else (),
-        dispatcher=choice.dispatcher,
-        overlap=choice.overlap,
-        schedule=pipeline.schedule,
-    )

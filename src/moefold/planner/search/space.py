@@ -24,6 +24,7 @@ from moefold.config.suggestions import choices_of
 from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.mapping import PipelineVariant
+from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (
     AXIS_KEYS,
@@ -89,11 +90,6 @@ class MappingSpace:
         self.constraints = constraints
         self._cfg = constraints.base_config
         self.restriction = (restriction or Restriction()).with_parts_of(self._cfg.parallel)
-        self._variants_by_pp: dict[int, dict[str | Part, list[PipelineVariant]]] = {}
-        self._pipelines: dict[tuple[int, ...], tuple[PipelineVariant, ...]] = {}
-        self._dispatchers: dict[tuple[int, ...], tuple[DispatcherPart, ...]] = {}
-        self._overlapping_dispatchers: dict[tuple[int | DispatcherPart, ...], bool] = {}
-        self._overlapped_zero_stages: dict[tuple[int | str | Part, ...], tuple[int, ...]] = {}
 
     @cached_property
     def views(self) -> tuple[AttentionView, ...]:
@@ -170,22 +166,18 @@ class MappingSpace:
             return self.zero_stages
         return self._legal_overlapped_zero_stages(fold, mbs, schedule) if self._may_overlap(fold, dispatcher) else ()
 
+    @memoised(lambda self, fold, dispatcher: (fold.ep, fold.etp, dispatcher))
     def _may_overlap(self, fold: Fold, dispatcher: DispatcherPart) -> bool:
         """Return whether a dispatcher can overlap its all-to-all."""
-        key = (fold.ep, fold.etp, dispatcher)
-        if key not in self._overlapping_dispatchers:
-            values = {"ep": fold.ep, "etp": fold.etp, "dispatcher": dispatcher, "overlap": True}
-            self._overlapping_dispatchers[key] = self.constraints.allows(DISPATCH_OVERLAP_RULES, values)
-        return self._overlapping_dispatchers[key]
+        values = {"ep": fold.ep, "etp": fold.etp, "dispatcher": dispatcher, "overlap": True}
+        return self.constraints.allows(DISPATCH_OVERLAP_RULES, values)
 
+    @memoised(lambda self, fold, mbs, schedule: (fold.ep * fold.etp > 1, fold.dp * mbs, schedule))
     def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str | Part) -> tuple[int, ...]:
-        key = (fold.ep * fold.etp > 1, fold.dp * mbs, schedule)
-        if key not in self._overlapped_zero_stages:
-            values = {**fold.values, "mbs": mbs, "schedule": schedule, "overlap": True}
-            self._overlapped_zero_stages[key] = tuple(
-                zero for zero in self.zero_stages if self.constraints.allows(OVERLAP_RULES, {**values, "zero": zero})
-            )
-        return self._overlapped_zero_stages[key]
+        values = {**fold.values, "mbs": mbs, "schedule": schedule, "overlap": True}
+        return tuple(
+            zero for zero in self.zero_stages if self.constraints.allows(OVERLAP_RULES, {**values, "zero": zero})
+        )
 
     @cached_property
     def _allowed_overlaps(self) -> tuple[bool, ...]:
@@ -209,17 +201,14 @@ class MappingSpace:
         found = [part for part in parts if not part.prefers and (part.is_searched or len(parts) == 1)]
         return {part: parts[part] for part in sorted(found, key=lambda part: part.spreads_experts)}
 
+    @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, fold.tp * fold.cp, mbs))
     def dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers."""
-        key = (fold.ep, fold.etp, fold.tp * fold.cp, mbs)
-        if key not in self._dispatchers:
-            values = {**fold.values, "mbs": mbs, "overlap": False}
-            self._dispatchers[key] = tuple(
-                part
-                for part in self._searched_dispatchers
-                if self.constraints.allows(DISPATCH_RULES, {**values, "dispatcher": part})
-            )
-        return self._dispatchers[key]
+        values = {**fold.values, "mbs": mbs, "overlap": False}
+        allows = self.constraints.allows
+        return tuple(
+            part for part in self._searched_dispatchers if allows(DISPATCH_RULES, {**values, "dispatcher": part})
+        )
 
     def count(self) -> int:
         """Return the number of legal mappings."""
@@ -227,30 +216,20 @@ class MappingSpace:
 
     def count_by_fold(self) -> list[int]:
         """Return the number of legal mappings of each fold."""
-        counts = []
-        known = {}
-        for fold, view in self.folds:
-            # Rules that read several levels read only tp*cp and dp of the attention degrees.
-            key = (fold.ep, fold.etp, fold.dp, fold.tp * fold.cp, tuple(size for size, _ in view.pipelines_by_mbs))
-            if key not in known:
-                known[key] = self._count_of(fold, view) * len(self.optimizer_placements)
-            counts.append(known[key])
-        return counts
+        each = len(self.strategies) * len(self.optimizer_placements)
+        return [each * self._count_runs(fold, view) for fold, view in self.folds]
 
-    def _count_of(self, fold: Fold, view: AttentionView) -> int:
-        plain = len(self.zero_stages) if False in self._allowed_overlaps else 0
+    # Rules that read several levels read only tp*cp and dp of the attention degrees.
+    @memoised(lambda self, f, view: (f.ep, f.etp, f.dp, f.tp * f.cp, *(size for size, _ in view.pipelines_by_mbs)))
+    def _count_runs(self, fold: Fold, view: AttentionView) -> int:
+        """Return the number of mappings of a fold without a memory strategy."""
         total = 0
         for size, pipelines in view.pipelines_by_mbs:
-            dispatchers = self.dispatchers(fold, size)
-            total += len(pipelines) * len(dispatchers) * plain
-            num_overlapping = (
-                sum(self._may_overlap(fold, name) for name in dispatchers) if True in self._allowed_overlaps else 0
-            )
-            for schedule, number in (
-                Counter(pipeline.schedule for pipeline in pipelines).items() if num_overlapping else ()
-            ):
-                total += num_overlapping * number * len(self._legal_overlapped_zero_stages(fold, size, schedule))
-        return total * len(self.strategies)
+            schedules = Counter(pipeline.schedule for pipeline in pipelines).items()
+            for dispatcher, overlap in product(self.dispatchers(fold, size), self._allowed_overlaps):
+                for schedule, number in schedules:
+                    total += number * len(self.legal_zero_stages(fold, size, schedule, dispatcher, overlap))
+        return total
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield every legal mapping as the values of its axes; for small worlds."""
@@ -334,11 +313,8 @@ class MappingSpace:
             tried = {**values, "mbs": size}
             if not self.restriction.allows("mbs", size) or not self.constraints.allows(BATCH_RULES, tried):
                 continue
-            key = (dp, values["pp"], size)
-            if key not in self._pipelines:
-                self._pipelines[key] = tuple(self._legal_pipelines(tried))
-            if self._pipelines[key]:
-                yield size, self._pipelines[key]
+            if pipelines := self._legal_pipelines(tried):
+                yield size, pipelines
 
     def _listed_sizes(self, samples: int) -> list[int]:
         """Return the micro-batch sizes to search, divisors of a replica's samples."""
@@ -347,25 +323,29 @@ class MappingSpace:
             return sizes
         return [size for size in sizes if size & (size - 1) == 0 or size == samples]
 
-    def _legal_pipelines(self, values: dict[str, Any]) -> Iterator[PipelineVariant]:
-        for schedule, pipelines in self._pipeline_variants(values["pp"]).items():
-            if self.constraints.allows(PIPELINE_RULES, {**values, "schedule": schedule}):
-                yield from pipelines
+    @memoised(lambda self, values: (values["tp"] * values["cp"], values["pp"], values["mbs"]))
+    def _legal_pipelines(self, values: dict[str, Any]) -> tuple[PipelineVariant, ...]:
+        allows = self.constraints.allows
+        return tuple(
+            pipeline
+            for schedule, pipelines in self._pipeline_variants(values["pp"]).items()
+            if allows(PIPELINE_RULES, {**values, "schedule": schedule})
+            for pipeline in pipelines
+        )
 
+    @memoised(all_arguments)
     def _pipeline_variants(self, pp: int) -> dict[str | Part, list[PipelineVariant]]:
         """Return the virtual stages of each schedule, whatever the batch."""
-        if pp not in self._variants_by_pp:
-            self._variants_by_pp[pp] = {
-                schedule: [
-                    PipelineVariant(schedule, chunks)
-                    for chunks in self._listed_virtual_stages
-                    if chunks * pp <= self._max_stages
-                    and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
-                ]
-                for schedule in self._schedules()
-                if not schedule_named(schedule).is_for_one_mapping
-            }
-        return self._variants_by_pp[pp]
+        return {
+            schedule: [
+                PipelineVariant(schedule, chunks)
+                for chunks in self._listed_virtual_stages
+                if chunks * pp <= self._max_stages
+                and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
+            ]
+            for schedule in self._schedules()
+            if not schedule_named(schedule).is_for_one_mapping
+        }
 
     @cached_property
     def _listed_virtual_stages(self) -> tuple[int, ...]:

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 
 from moefold.config.part import Part
 from moefold.config.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock
-from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.memory_columns import ModelChunk, chunk_of
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
-from moefold.planner.stages import build_chunk, placed_ranks
+from moefold.planner.stages import placed_ranks
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
 
@@ -301,7 +301,7 @@ def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[Cos
 
 def chunks_of_stages(stage_plan: StagePlan, model_spec: ModelSpec) -> tuple[ModelChunk, ...]:
     """Return the chunks of the stages of a recipe."""
-    return tuple(build_chunk(model_spec, stage.parts) for stage in stage_plan.stages)
+    return tuple(chunk_of(model_spec.all_layers, stage.parts) for stage in stage_plan.stages)
 
 
 def stage_segments(
@@ -313,7 +313,7 @@ def stage_segments(
     """
     plain = replace(mapping, overlap=False)
     layers = [_layer_segments(cost_model, plain, kind) for kind in range(len(cost_model.model_spec.kinds))]
-    head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
+    head = cost_model.head_and_loss_s(mapping)
     if chunks is None:
         chunks = cost_model.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp))
     send_s = cost_model.p2p_s(plain)

@@ -233,7 +233,10 @@ def _worker_main(
         result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
-        result = (False, (traceback.format_exc(), error if type(error) in (ConfigError, RunError) else None))
+        from moefold.config.part_faults import failure_of_part
+
+        named = failure_of_part(error) or error
+        result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
     # Plain pickle: torch's reducers would share memory with this process, which ends here.
     with suppress(BrokenPipeError):
         # The parent may have been interrupted.

@@ -1,0 +1,191 @@
+"""Name the part from outside whose code fails, or whose method returns what it must not.
+
+`guard_methods` does it for the methods that a group asks of its parts. What these return, such as modules and
+optimizers, runs unguarded: the errors of its code are named where they end a process (`failure_of_part`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, cached_property, wraps
+from inspect import isfunction
+from math import isfinite
+from numbers import Integral, Real
+from sys import modules
+from traceback import walk_tb
+from types import CodeType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get_origin, get_type_hints
+
+from moefold.config.find import all_groups, describe_class, is_built_in
+from moefold.config.outside import origin_of
+from moefold.errors import ConfigError, NoFormulaError, RunError
+
+COMMUNICATION = ("moefold.comm.", "torch.distributed.")
+"""Modules in which an error is of a collective, which other ranks may have left."""
+
+
+def guard_methods(part: Any) -> None:
+    """Replace what a class from outside defines of the interface of its group, by the same with its failures named."""
+    ours = [base for base in part.__mro__ if _is_of_package(base.__module__)]
+    for name in {name for base in ours for name in vars(base) if name[0] != "_" or name == "__call__"}:
+        owner = next(base for base in part.__mro__ if name in vars(base))
+        if _is_of_package(owner.__module__):
+            continue
+        asked = next(vars(base)[name] for base in ours if name in vars(base))
+        match vars(owner)[name]:
+            case property() as found:
+                guarded: Any = property(_guarded(part, name, found.fget, asked))
+            case cached_property() as found:
+                guarded = cached_property(_guarded(part, name, found.func, asked))
+                guarded.__set_name__(part, name)
+            case classmethod() | staticmethod() as found:
+                guarded = type(found)(_guarded(part, name, found.__func__, asked))
+            case found if isfunction(found):
+                guarded = _guarded(part, name, found, asked)
+            case _:
+                continue
+        setattr(part, name, guarded)
+
+
+def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., Any]:
+    """Return a function that names the part when it fails, and returns values of the type of the base class alone.
+
+    Args:
+        part: the class that defines it, or inherits it.
+        name: of the method.
+        function: as the class has it.
+        asked: as the base class of the group has it.
+    """
+    hint_with = cache(lambda has_torch: _returns(asked, has_torch))
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hint = hint_with("torch" in modules)
+        is_iterator = get_origin(hint) is Iterator
+        try:
+            value = function(*args, **kwargs)
+            # A generator fails where it is read.
+            value = tuple(value) if is_iterator and isinstance(value, Iterable) else value
+        except Exception as error:
+            if failure := _failure([_class_of(part, args)], f"{name}()", error):
+                raise failure from error
+            raise
+        if not _fits(value, hint):
+            plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            rules = ["must be finite"] * (plain is float) + [mark.rule for mark in bounds]
+            wanted = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
+            text = f"returns {value!r:.60} from {name}(), which must be {' and '.join([wanted, *rules])}"
+            raise RunError(f"{describe_class(_class_of(part, args))} {text}; {_way_out(part, function.__code__)}")
+        return iter(value) if is_iterator else value
+
+    return call
+
+
+def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
+    """Return the class of the object whose method is called: the method may be of a base class of it."""
+    found = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
+    return found if issubclass(found, part) else part
+
+
+def failure_of_part(error: BaseException) -> RunError | None:
+    """Return the error that names the part from outside in whose code an error arose; None: it has another cause.
+
+    A part that a program made is code of the program, whose traceback says more.
+    """
+    parts = [part for group in all_groups() for part in _subclasses(group) if not _is_of_package(part.__module__)]
+    for name in _modules_of(error):
+        shared = {part: _count_shared(part.__module__, name) for part in parts if origin_of(part)[1].as_dict()}
+        if most := max(shared.values(), default=0):
+            return _failure([part for part, count in shared.items() if count == most], "", error)
+    return None
+
+
+def _count_shared(module: str, other: str) -> int:
+    """Return with how many names the paths of two modules begin alike."""
+    pairs = list(zip(module.split("."), other.split("."), strict=False))
+    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))
+
+
+def _subclasses(base: Any) -> Iterator[Any]:
+    for part in base.__subclasses__():
+        yield part
+        yield from _subclasses(part)
+
+
+def _failure(parts: list[Any], where: str, error: BaseException) -> RunError | None:
+    """Return the error that names a part in which an error arose; None for one that has another cause.
+
+    These are errors of moefold's own, memory that is full, and another rank that a collective waits for in vain.
+
+    Args:
+        parts: its class; or several of one package, of which each may have failed.
+        where: the method, as it follows "fails in"; empty: the first function of its package or file that was called.
+        error: the error.
+    """
+    part = parts[0]
+    names = _modules_of(error)
+    is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
+    is_explained = isinstance(error, ConfigError | RunError | NoFormulaError | MemoryError)
+    # torch ends a recomputed function by an error, once it has what it needs.
+    is_control = type(error).__name__ == "_StopRecomputationError" or not isinstance(error, Exception)
+    if is_built_in(part) or is_explained or is_lost or is_control or "out of memory" in str(error):
+        return None
+    root = part.__module__.partition(".")[0]
+    frames = [
+        (frame.f_code, line)
+        for (frame, line), name in zip(walk_tb(error.__traceback__), names, strict=True)
+        if name.partition(".")[0] == root
+    ]
+    where = where or f"{frames[0][0].co_qualname}()"
+    named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
+    what = f"{named} fails in {where}: {type(error).__name__}: {error}"
+    return RunError(f"{what}; {_way_out(part, *frames[-1]) if frames else _way_out(part)}")
+
+
+def _way_out(part: Any, code: CodeType | None = None, line: int = 0) -> str:
+    place = f" {code.co_filename}:{line or code.co_firstlineno}" if code else " it"
+    return f"repair{place}, or choose another kind of {getattr(part, 'key', part.group)}"
+
+
+def _modules_of(error: BaseException) -> list[str]:
+    return [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+
+
+def _is_of_package(module: str) -> bool:
+    return module.startswith("moefold.")
+
+
+def _returns(asked: Any, has_torch: bool) -> Any:
+    """Return the type of what a method or property of a base class returns; Any: it cannot be read."""
+    function = getattr(asked, "fget", None) or getattr(asked, "func", None) or getattr(asked, "__func__", asked)
+    names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
+    try:
+        hint = get_type_hints(function, localns=names, include_extras=True)["return"]
+    except (NameError, TypeError, KeyError):
+        return Any
+    return Any if hint is Self else hint
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type; numbers are finite."""
+    origin = get_origin(hint)
+    entries: Any = get_args(hint)
+    if origin is Annotated:
+        return _fits(value, entries[0]) and all(mark.is_legal(value) for mark in entries[1:])
+    if origin in (Union, UnionType):
+        return any(_fits(value, entry) for entry in entries)
+    if origin is Literal:
+        return value in entries
+    if hint in (float, int):
+        numbers: Any = Real if hint is float else Integral
+        return isinstance(value, numbers) and type(value) is not bool and isfinite(value)
+    if origin is Iterator:
+        return isinstance(value, tuple) and all(_fits(entry, entries[0]) for entry in value)
+    kind: Any = NoneType if hint is None else origin or hint
+    if not isinstance(kind, type) or kind is Any or Protocol in kind.__bases__:
+        return True
+    return isinstance(value, kind) and (kind is not tuple or not entries or _all_fit(value, entries))
+
+
+def _all_fit(values: Any, entries: Any) -> bool:
+    hints = entries[:1] * len(values) if entries[-1] is ... else entries
+    return len(values) == len(hints) and all(map(_fits, values, hints))
