@@ -22,7 +22,7 @@ from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
 from moefold.model.moe.layer import split_zero_experts
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
-from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.build import OptimizerRun
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
@@ -304,7 +304,7 @@ class StepBreakdown:
         yield StepPart("optimizer", update, 1, 0, ADAMW_BYTES_PER_WEIGHT * count)
 
     def _full_model(self) -> Transformer:
-        model = Transformer(self._cfg, range(self._cfg.model.num_layers), is_first=True, is_last=True)
+        model = build_model(self._cfg)
         return model.to(self._device)
 
     def _route(self, x_TH: Tensor) -> Tensor:

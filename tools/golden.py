@@ -143,10 +143,11 @@ def flop_lines(recipe: Recipe) -> Iterator[str]:
 
 def cache_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the bytes of the KV cache and of recurrent states."""
-    from moefold.cost.kv_cache import kv_cache_bytes, recurrent_state_bytes
+    from moefold.cost.kv_cache import cache_sizes
 
-    yield f"latents {kv_cache_bytes(recipe.cfg, 1024, 2)} heads {kv_cache_bytes(recipe.cfg, 1024, 2, 'heads')}"
-    yield f"states {recurrent_state_bytes(recipe.cfg)}"
+    sizes = cache_sizes(recipe.cfg)
+    yield f"latents {sizes.kv_bytes(2048)} heads {sizes.kv_bytes(2048, 'heads')}"
+    yield f"states {sizes.state_bytes}"
 
 
 def memory_lines(recipe: Recipe) -> Iterator[str]:

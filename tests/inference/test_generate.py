@@ -67,7 +67,7 @@ def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> tor
             picked = torch.tensor([size - 1, 2 * size - 1])
             shard = decoder.forward(tokens[:, done : done + size].flatten(), rows, picked)
             dtype = torch.promote_types(model.stage.dtype, torch.float32)
-            logits = torch.zeros(2, model.cfg.model.vocab_size, dtype=dtype)
+            logits = torch.zeros(2, model.stage.config.vocab_size, dtype=dtype)
             found.append(logits if shard is None else model.stage.head.vocab_parallel.gather(shard))
             done += size
     return torch.stack([model.chain.broadcast_from_last_stage(logits) for logits in found])

@@ -100,7 +100,7 @@ def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses
         for rows in passes:
             current.rows = rows
             stage.set_positions(rows.positions_R)
-            x = torch.randn(len(rows.slots_R), 1, stage.cfg.model.hidden_size, generator=generator).to(stage.dtype)
+            x = torch.randn(len(rows.slots_R), 1, stage.config.hidden_size, generator=generator).to(stage.dtype)
             for block in blocks:
                 x = block(x, stage.rope)
                 found.append(x)
@@ -315,7 +315,7 @@ def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatc
 @pytest.mark.parametrize("replaces", [False, True])
 def test_choices_are_recorded_and_replaced_as_in_the_modules(replaces):
     stage = build(recipe({}))
-    num_experts = stage.cfg.model.ffn.moe.num_experts if replaces else 0
+    num_experts = stage.config.ffn.moe.num_experts if replaces else 0
     chosen = []
     found = []
     for fuses in (True, False):

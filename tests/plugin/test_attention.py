@@ -9,8 +9,9 @@ import torch
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import kv_cache_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
+from moefold.inference.engine.engine import model_cache_sizes
 from moefold.model.layer_cache import CacheSize
 from moefold.model.transformer import build_model
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
@@ -101,7 +102,7 @@ def cached_bytes(path: Path, mapping: dict[str, object]) -> tuple[set[str], int,
     with forward_chain(model) as chain, PagedDecoder(chain, size) as decoder:
         decoder.forward(tokens, pass_rows([range(1)] * 2, 3), tokens)
         found = [layer.attention.core_attention for stage in chain.stages for layer in stage.layers.values()]
-        return {type(cache).__name__ for cache in found}, decoder.nbytes, kv_cache_bytes(model.cfg, 24, 1)
+        return {type(cache).__name__ for cache in found}, decoder.nbytes, model_cache_sizes(model).kv_bytes(24)
 
 
 @pytest.mark.parity
@@ -124,5 +125,5 @@ def test_it_shrinks_with_the_recipe():
 
 
 def test_its_cache_has_the_bytes_of_the_built_in_one() -> None:
-    mine, theirs = (kv_cache_bytes(recipe(*keys), 24, 3) for keys in (GATED, BUILT_IN))
+    mine, theirs = (cache_sizes(recipe(*keys)).kv_bytes(3 * 24) for keys in (GATED, BUILT_IN))
     assert mine == theirs > 0

@@ -14,7 +14,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.model.transformer import TORCH_DTYPES, Transformer, module_settings
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.select_ops import apply_kernels, select_kernels
@@ -158,7 +158,7 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
             to hidden states, with weights in the dtype of the run but for float32 routers.
     """
     with torch.device("meta"):
-        model = Transformer(cfg, layers, is_first=is_whole, is_last=is_whole)
+        model = Transformer(cfg.model, module_settings(cfg), layers, is_first=is_whole, is_last=is_whole)
     if not is_whole:
         model.to(TORCH_DTYPES[cfg.run.dtype])
         for layer in model.moe_layers().values():

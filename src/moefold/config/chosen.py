@@ -42,10 +42,10 @@ def with_part(recipe: Config, part: Any) -> Config:
     return found
 
 
-def with_key(recipe: Any, name: str, value: Any) -> Any:
+def with_key(owner: Any, name: str, value: Any) -> Any:
     """Return a recipe, a section, a table or a part with another value of a key, given its path."""
     key, dot, inner = name.partition(".")
-    return replace(recipe, **{key: with_key(getattr(recipe, key), inner, value) if dot else value})
+    return replace(owner, **{key: with_key(getattr(owner, key), inner, value) if dot else value})
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:

@@ -35,7 +35,6 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
-from moefold.topology.rollout_mapping import fetches_experts
 
 MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 """Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
@@ -43,11 +42,10 @@ MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 
 def modules_notice(model: InferenceModel | ParallelModel) -> str:
     """Describe the layers of this rank that decode by their modules on a CPU; "" if a kernel computes all of them."""
-    stages = model.stages if isinstance(model, ParallelModel) else [model.stage]
     if model.groups.device.type != "cpu":
         return ""
     # Blocks of multi-token prediction do not run.
-    blocks = [block for stage in stages for block in stage.layers.values() if type(block) is not MTPBlock]
+    blocks = [block for stage in model.stages for block in stage.layers.values() if type(block) is not MTPBlock]
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
     if not reasons:
         return ""
@@ -209,7 +207,7 @@ class PagedDecoder:
 
     def _record_routing(self, stage: Transformer) -> None:
         """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
-        model = self._chain.stages[0].cfg.model
+        model = self._chain.stages[0].config
         num_slots = self._size.num_pages * self._size.page_positions
         for number, layer in stage.moe_layers().items():
             if number >= model.num_layers:
@@ -229,7 +227,7 @@ class PagedDecoder:
             slots: index of each token in the cache, page * positions of a page + offset.
         """
         if not self._routing:
-            part = self._chain.stages[0].cfg.model.routed
+            part = self._chain.stages[0].config.routed
             top_k, num_choices = (part.top_k, part.num_choices) if part else (0, 0)
             return np.zeros((0, len(slots), top_k), expert_index_dtype(num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
@@ -289,14 +287,17 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
         return None
     if chain.groups.moe.experts.size == 1:
         return None
-    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.stages[0].cfg))
+    stage, layout = chain.stages[0], chain.groups.layout
+    settings = stage.settings
+    sizes = dispatch_sizes(stage.config, settings.train, settings.ffn.moe, layout.cp * layout.tp, stage.dtype.itemsize)
+    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, sizes)
     dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
     return dispatcher
 
 
 def shares_experts_over_samples(chain: ForwardChain) -> bool:
     """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
-    if fetches_experts(chain.stages[0].cfg.rollout):
+    if chain.fetches_experts:
         return False
     groups = chain.groups
     view = groups.layout.attention

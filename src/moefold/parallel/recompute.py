@@ -76,7 +76,7 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
 
 def forward_method(stage: Transformer) -> str:
     """Return the method that runs the stage, its layers and its MoE layers: the resumable one if passes overlap."""
-    return "forward_resumable" if stage.cfg.parallel.overlap_experts else "forward"
+    return "forward_resumable" if stage.settings.overlaps_experts else "forward"
 
 
 def wrap_part(stage: Transformer, part: str, wrapper: Wrapper) -> None:

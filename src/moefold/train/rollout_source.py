@@ -38,7 +38,7 @@ class RolloutModel:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
             self.groups = ParallelGroups.create(layout, groups.device, groups.recorder)
-            self.model = InferenceModel(self.cfg, self.groups)
+            self.model = InferenceModel.build(self.cfg, self.groups)
             self._transfer = WeightTransfer(trained, self.model)
 
     def engine(self, *, records_routing: bool) -> VllmEngine | None:

@@ -64,7 +64,7 @@ class SamplingWorker:
             open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train,
             cfg.train.seq_len,
         )
-        model = InferenceModel(sampled, groups)
+        model = InferenceModel.build(sampled, groups)
         source = WeightSharding.from_config(cfg, for_training=True)
         target = WeightSharding.from_config(sampled, for_training=False)
         self._receiver = WeightReceiver(model, source, target, link)

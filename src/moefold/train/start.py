@@ -489,6 +489,7 @@ def check_rollout_cache(cfg: Config) -> None:
     Raises:
         ConfigError: it does not.
     """
+    from moefold.cost.kv_cache import cache_sizes
     from moefold.inference.engine.capacity import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request
 
@@ -501,7 +502,7 @@ def check_rollout_cache(cfg: Config) -> None:
         if cfg.rl.staleness and cfg.train.eval_every:
             mappings.append(cfg)
         for mapping in mappings:
-            num_pages = cache_pages(mapping, settings)
+            num_pages = cache_pages(cache_sizes(mapping), settings)
             assert num_pages is not None
             check_requests([longest], num_pages)
 

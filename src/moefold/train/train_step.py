@@ -52,7 +52,6 @@ class TrainingStep:
         self._moe_numbers = cfg.model.moe_layer_numbers
         self._parallel = cfg.parallel
         self._train = cfg.train
-        self._freezes_weights = cfg.freezes_weights
         self._memory_every = cfg.metrics.memory_every
         self._replica_check_every = cfg.faults.replica_check_every
         self.model = model
@@ -169,7 +168,7 @@ class TrainingStep:
         if decision.updates:
             set_learning_rate(self.optimizer, rate)
             self.moment_updates += self._update_weights(totals)
-            if not self._freezes_weights:
+            if not self.model.stages[0].freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif self._passes is not None:
             self._passes.restore()

@@ -13,6 +13,7 @@ from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import is_built_in
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.context import ContextPart, takes_selected_keys
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
@@ -21,6 +22,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
+from moefold.config.problem import Problem
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO, TrainConfig
@@ -417,12 +420,21 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
             )
 
 
+def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
+    """Check that the dispatcher supports the settings, where it spreads experts over ranks."""
+    p = cfg.parallel
+    part = chosen_in(p, DispatcherPart)
+    for reason in ask(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
+        yield Problem(part.key, part.kind, f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
+
+
 PARALLEL_RULES = (
     validate_mapping_is_resolved,
     validate_degrees,
     validate_sequence_length,
     validate_batch_size,
     *PIPELINE_RULES,
+    validate_dispatch_kernels,
     *PLACEMENT_RULES,
 )
 

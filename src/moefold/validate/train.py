@@ -50,7 +50,7 @@ def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:
 
 def validate_evaluation(train: TrainConfig, data: DataConfig) -> Iterator[str]:
     """Check that evaluation has held-out text."""
-    if train.eval_every == 0 or has_held_out_data(data):
+    if train.eval_every == 0 or has_validation_split(data) or (data.validation_fraction > 0 and not data.streaming):
         return
     if data.streaming:
         yield (
@@ -231,11 +231,6 @@ def validate_data_source(data: DataConfig) -> Iterator[str]:
 def has_validation_split(data: DataConfig) -> bool:
     """Return whether evaluation uses a split of its own."""
     return data.kind == "huggingface" and bool(data.validation_split)
-
-
-def has_held_out_data(data: DataConfig) -> bool:
-    """Return whether the data has held-out samples."""
-    return has_validation_split(data) or (data.validation_fraction > 0 and not data.streaming)
 
 
 DATA_RULES = (validate_data_weights, validate_data_source)

@@ -176,7 +176,11 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
         for name in given:
             if is_within(name, key):
                 reasons.setdefault(name, reason)
-    raise_all(_describe_unused(cfg, name, *reason) for name, reason in reasons.items())
+    raise_all(
+        f"{name}={shown_value(read_key(cfg, name))} has no effect: {reason}; {remedy}, or leave "
+        f"{name.partition('.')[2]} out"
+        for name, (reason, remedy) in reasons.items()
+    )
 
 
 def is_within(name: str, key: str) -> bool:
@@ -239,8 +243,3 @@ def _default_at(cfg: Config, name: str) -> Any:
     owner, _, setting = name.rpartition(".")
     part: Any = type(read_key(cfg, owner))
     return default_of_field(part, setting) if owner.count(".") else default_of(owner, setting)
-
-
-def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:
-    text = shown_value(read_key(cfg, name))
-    return f"{name}={text} has no effect: {reason}; {remedy}, or leave {name.partition('.')[2]} out"

@@ -14,6 +14,9 @@ from moefold.config.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moefold.config.data import DataConfig
+    from moefold.config.model import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairScores:
@@ -95,9 +98,9 @@ class AlignmentPart(Part):
         """
         raise AssertionError("selects_rows")
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield that the data are of another kind, or from several sources with weights."""
-        kind = recipe.data.kind
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
+        """Yield data of another kind or from several sources with weights, and MTP layers, which have no loss."""
+        kind = data.kind
         if kind == "preference" and not self.preference:
             losses = (find_part(self.group, kind)() for kind in built_in_kinds(self.group))
             way_out = f"choose {', '.join(loss.kind for loss in losses if loss.preference)}"
@@ -107,9 +110,12 @@ class AlignmentPart(Part):
             what = " with a reward in each row" if not self.preference else ""
             rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
             yield Problem(self.key, self.kind, rule, "set it")
-        if self.data_kind and recipe.data.weights:
+        if self.data_kind and data.weights:
             rule = "reads its rows as one data set"
             yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
+        if self.preference and model.mtp_layers:
+            rule = "has no loss for the MTP layers, as they would learn the rejected completions too, and "
+            yield Problem(self.key, self.kind, f"{rule}model.mtp_layers={model.mtp_layers}", "set it to 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +148,9 @@ class RewardPromptPart(RewardPart):
         """The setting."""
         return self.template
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and what is wrong with the template."""
-        yield from super().check(recipe)
+        yield from super().check(model, data)
         yield from template_problems(self.template)
 
 
@@ -184,18 +190,6 @@ class PreferencePart(AlignmentPart):
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the loss of other data."""
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
-
-    def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""
-        yield from super().check(recipe)
-        if recipe.model.mtp_layers:
-            yield Problem(
-                self.key,
-                self.kind,
-                "has no loss for the MTP layers, as they would learn the rejected completions too, and "
-                f"model.mtp_layers={recipe.model.mtp_layers}",
-                "set it to 0",
-            )
 
     def formula(self) -> PreferenceFormula | None:
         """Return the loss of one pair; None: it has no formula."""

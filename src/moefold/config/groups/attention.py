@@ -410,7 +410,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
 def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
     """Return the bytes of the sigmoid of the output gate, and of its product with the heads."""
-    heads = part.num_heads // sizes.cfg.parallel.tp
+    heads = part.num_heads // sizes.parallel.tp
     return int(sizes.gathered_bytes(heads * (part.gate_size + part.value_width))) if part.gate else 0
 
 

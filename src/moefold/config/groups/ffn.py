@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from moefold.config.field import SAME_TENSORS, Judged, Most, ReadIf, at_least
 from moefold.config.groups.block import ActivationPart
@@ -11,6 +11,9 @@ from moefold.config.groups.router import RouterScorePart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import KindOf, Part, Table, by_default
+
+if TYPE_CHECKING:
+    from moefold.config.moe import MoEConfig
 
 
 class ChosenExperts(Protocol):
@@ -36,6 +39,19 @@ dispatched tokens -> output, and output of routed experts or None; both are adde
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeedForwardFrame:
+    """Settings that the networks of all layers take from outside of their parts."""
+
+    hidden_size: int
+    moe: "MoEConfig"
+    micro_batches: int
+    """Micro-batches of a step, of all ranks."""
+    rank_micro_batches: int
+    """Micro-batches per data-parallel rank and step."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class FeedForwardPart(Part):
     """Feed-forward network of a layer."""
 
@@ -58,13 +74,8 @@ class FeedForwardPart(Part):
         """
         raise NotImplementedError
 
-    def build(self, recipe: Any, number: int) -> Any:
-        """Return the module, with the parameters of `params`.
-
-        Args:
-            recipe: a `Config`.
-            number: number of the layer.
-        """
+    def build(self, frame: FeedForwardFrame, number: int) -> Any:
+        """Return the module of layer `number`, with the parameters of `params`."""
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:

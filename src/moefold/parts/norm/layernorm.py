@@ -18,7 +18,7 @@ class LayerNormPart(NormPart):
 
     saved_numbers: ClassVar[int] = 2
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self) -> Iterator[Problem]:
         """Yield weights around zero."""
         if self.zero_centered:
             yield Problem(

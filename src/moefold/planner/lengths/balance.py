@@ -51,13 +51,13 @@ class RoundLoads:
     """Visible (query, key) pairs that each rank computes, [rounds, ranks]."""
     kernel_rows: float
     """Query rows of a task, on average over the pairs."""
-    exchanged: Mapping[str, Floats]
+    exchanged: Mapping[str, Floats] = field(default_factory=dict)
     """Rows that each rank sends or receives, the larger number, [rounds, ranks]: of keys and values ("keys"), of
     queries ("queries"), and the part of both that leaves a node ("remote_keys", "remote_queries"); empty for other than
     planned attention."""
-    moved_queries: float
+    moved_queries: float = 0.0
     """Rows of queries that are sent to another rank, as a share of all."""
-    received_keys: float
+    received_keys: float = 0.0
     """Rows of keys and values that are sent to another rank, for each token."""
 
     @cached_property
@@ -294,20 +294,15 @@ def plan_of(
 
 def _head_loads(rounds: Sequence[Sequence[SampleLengths]], shape: RoundShape, window: int) -> RoundLoads:
     """Return the loads of Ulysses attention: each cp rank computes a part of the heads of whole samples."""
-    per_dp = np.empty((len(rounds), shape.dp))
-    pairs_rows = 0.0
-    for j, samples in enumerate(rounds):
-        for d in range(shape.dp):
-            lengths = np.concatenate(
-                [np.array(s) for s in samples[d * shape.micro_batch_size : (d + 1) * shape.micro_batch_size]]
-            )
+    found = []
+    for samples in rounds:
+        for first in range(0, shape.num_samples, shape.micro_batch_size):
+            own = samples[first : first + shape.micro_batch_size]
+            lengths = np.fromiter(chain.from_iterable(own), np.int64)
             pairs = pairs_before(lengths, window)
-            per_dp[j, d] = pairs.sum()
-            pairs_rows += float((pairs * lengths.astype(float)).sum())
+            found.append((float(pairs.sum()), float((pairs * lengths.astype(float)).sum())))
+    per_dp, pairs_rows = np.array(found).T
     return RoundLoads(
-        pairs=np.repeat(per_dp / shape.cp, shape.cp, axis=1),
-        kernel_rows=pairs_rows / float(per_dp.sum()),
-        exchanged={},
-        moved_queries=0.0,
-        received_keys=0.0,
+        pairs=np.repeat(per_dp.reshape(len(rounds), shape.dp) / shape.cp, shape.cp, axis=1),
+        kernel_rows=float(sum(pairs_rows) / per_dp.sum()),
     )

@@ -20,7 +20,7 @@ from moefold.cost.activation_columns import (
     layer_columns,
     recomputes_comm,
 )
-from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.recompute_parts import NETWORK_PARTS
@@ -338,7 +338,7 @@ def _activation_memory(
         dispatcher=_like_in_memory(mapping.dispatcher),
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
-    return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
+    return activation_memory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
 
 
 def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:

@@ -65,7 +65,7 @@ class Gated(AttentionPart):
 
     def saved(self, sizes: BlockSizes) -> Counter[str]:
         """Return the bytes of queries, keys, values, the sigmoid and the scaled output, and of the core."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         heads = self.num_heads // tp
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(5 * heads * self.head_dim)

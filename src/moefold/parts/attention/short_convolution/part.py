@@ -49,8 +49,8 @@ class ShortConvolutionPart(AttentionPart):
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""
-        tp = sizes.cfg.parallel.tp
-        width = sizes.cfg.model.hidden_size // tp
+        tp = sizes.parallel.tp
+        width = sizes.model.hidden_size // tp
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(3 * width)
         saved["core attention"] += sizes.gathered_bytes(width)
@@ -58,12 +58,12 @@ class ShortConvolutionPart(AttentionPart):
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
-        hidden = sizes.cfg.model.hidden_size
-        return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.cfg.parallel.tp))
+        hidden = sizes.model.hidden_size
+        return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.parallel.tp))
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
-        width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
+        width = sizes.model.hidden_size // sizes.parallel.tp
         factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
         numbers = round(sizes.gathered_tokens * factor * width)
         transient = BytesByPart({"core attention": numbers * sizes.high_precision_bytes})

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from moefold.config.groups.ffn import DensePart, FeedForwardFormula, swiglu_params
+from moefold.config.groups.ffn import DensePart, FeedForwardFormula, FeedForwardFrame, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
     from moefold.cost.block_sizes import BlockSizes
     from moefold.model.mlp import SwiGLU
 
@@ -38,7 +37,7 @@ class SwiGluPart(DensePart):
         """Return the bytes of gate, up and their product; see base class."""
         if "dense_mlp" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True)
-        saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="dense MLP")
+        saved = sizes.norm_with_output(saves_output=sizes.parallel.tp == 1, part="dense MLP")
         saved["dense MLP"] += sizes.swiglu(self.intermediate_size)
         return saved
 
@@ -46,11 +45,11 @@ class SwiGluPart(DensePart):
         """Return the bytes of the projections; see base class."""
         return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.intermediate_size)})
 
-    def build(self, recipe: "Config", number: int) -> "SwiGLU":
+    def build(self, frame: FeedForwardFrame, number: int) -> "SwiGLU":
         """Return the module; see base class."""
         from moefold.model.mlp import SwiGLU
 
-        return SwiGLU(recipe.model.hidden_size, self.intermediate_size)
+        return SwiGLU(frame.hidden_size, self.intermediate_size)
 
     def formula(self) -> FeedForwardFormula:
         """Return SwiGLU; see base class."""
