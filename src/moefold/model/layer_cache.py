@@ -110,7 +110,7 @@ class CacheSize:
 
 
 class LayerCache:
-    """What a layer keeps of earlier tokens while a model generates; what it computes with them is between both."""
+    """Cache of a layer: what it keeps of earlier tokens while a model generates, in a form of its own."""
 
     @property
     def nbytes(self) -> int:
