@@ -8,20 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
-from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, StateShapes
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
-from moefold.model.recurrent_cache import RecurrentStates, StateShapes
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import ChunkedLinearAttention, InitialState, recurrent_linear_attention
 from moefold.ops.rope import NoRope, Rope
+
+if TYPE_CHECKING:
+    from moefold.model.recurrent_cache import RecurrentStates
 
 
 class SequenceSegments(ABC):
@@ -91,6 +93,8 @@ class LinearAttention(TokenMixer):
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
         """Return the states of each row's sample; see base class."""
+        from moefold.model.recurrent_cache import RecurrentStates
+
         return {"state_cache": RecurrentStates(current_pass)}
 
     @abstractmethod
@@ -192,7 +196,7 @@ class LinearAttention(TokenMixer):
         out, _ = self.compute(parts, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
         return _join_segments(out, count)
 
-    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: RecurrentStates) -> Tensor:
+    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: "RecurrentStates") -> Tensor:
         """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
         rows = [x.squeeze(1) for x in projected]
         shapes = self.state_shapes(weights)

@@ -190,7 +190,7 @@ class PagedLatents(PagedCache):
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
         super().__init__(current_pass, num_pages, page_positions)
         self._latents = self._pages[0]
-        self._window = window
+        self._limits = KeyLimits(window)
 
     def add(self, new_SBR: Tensor) -> None:
         """Cache the vectors of this pass, [R, 1, latent + rotated]."""
@@ -213,8 +213,7 @@ class PagedLatents(PagedCache):
         pages = self._latents.tensor
         assert pages is not None
         # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
-        limits = KeyLimits(self._window)
-        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, limits, None, scale)
+        out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._limits, None, scale)
         return out[..., :rank].unsqueeze(1)
 
 

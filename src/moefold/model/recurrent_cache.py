@@ -1,41 +1,12 @@
 """Cached states of linear attention: for each sample of a rank, its recurrent state and the last tokens before it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.model.layer_cache import CurrentPass, LayerCache
-
-
-@dataclass(frozen=True)
-class CachedStates:
-    """Samples of one pass that continue from cached states, with equally many tokens each."""
-
-    rows_R: Tensor
-    """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
-    slots_n: Tensor
-    """Slots of the samples in the cache, int64 [n]."""
-    previous_KnC: Tensor
-    """Tokens before the tokens of the pass, [K-1, n, C]."""
-    state: Tensor
-    """[n, A, D, Dv]."""
-    num_previous_n: Tensor
-    """Earlier tokens of each sample, int64 [n]."""
-
-
-@dataclass(frozen=True)
-class StateShapes:
-    """Shapes of what is cached for one sample."""
-
-    num_previous: int
-    """Tokens before the next one that the convolutions read, K-1."""
-    width: int
-    """Channels of the convolutions, C; 0: none."""
-    state: tuple[int, int, int]
-    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""
+from moefold.model.layer_cache import CachedStates, CurrentPass, LayerCache, StateShapes
 
 
 class _Slots(NamedTuple):
