@@ -82,8 +82,8 @@ class Part:
         """Return the kind, as a message names it."""
         return self.kind
 
-    def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
-        """Yield what this part does not go with in a recipe. Bounds of one setting stand on its field.
+    def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem | str]:
+        """Yield what this part does not go with in a recipe, a message each. Bounds of one setting stand on its field.
 
         Args:
             args: the sections that the parameters of a part's own method name, such as `model` and `train`; `recipe` is
