@@ -106,7 +106,9 @@ def trace_layer(
         block: Any = stage.layers["0"]
         if chosen(cfg, WirePart).rounds:
             dispatcher = chosen(cfg, DispatcherPart)
-            block.ffn.dispatcher = expert_parallel.build_dispatcher(dispatcher, groups.moe, dispatch_sizes(cfg))
+            p = cfg.parallel
+            sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, stage.dtype.itemsize)
+            block.ffn.dispatcher = expert_parallel.build_dispatcher(dispatcher, groups.moe, sizes)
         # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
         apply_kernels(stage, kernels)
         stage.train()

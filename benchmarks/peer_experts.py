@@ -85,7 +85,7 @@ def _requests(rank: int, count: int, sigma: float) -> list[Request]:
 
 def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
     groups = ParallelGroups.create(check_config(cfg, is_training=False), torch.device("cpu"))
-    model = InferenceModel(cfg, groups)
+    model = InferenceModel.build(cfg, groups)
     with torch.no_grad(), model.writing_weights():
         init_weights(model.stage, cfg.model, cfg.run.seed)
     requests = _requests(groups.rank, args.requests, args.sigma)

@@ -46,8 +46,8 @@ def _measure(
     """Return the times of each way, the time of the plan, the bytes of this rank, and the model's parameters."""
     source = parallelize(train, ParallelGroups.create(check_config(train), torch.device("cpu")))
     groups = ParallelGroups.create(check_config(sample, is_training=False), torch.device("cpu"))
-    target = InferenceModel(sample, groups)
-    loaded = InferenceModel(sample, groups)
+    target = InferenceModel.build(sample, groups)
+    loaded = InferenceModel.build(sample, groups)
     started_s = time.perf_counter()
     transfer = WeightTransfer(source, target, max_scratch_bytes=scratch_bytes)
     plan_s = time.perf_counter() - started_s

@@ -14,7 +14,6 @@ from moefold.bench.shape import BenchPart
 from moefold.bench.step_bench import StepReport
 from moefold.bench.timing import CLOCKS, Clock, PeakRates, synchronized
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -23,7 +22,7 @@ from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
 from moefold.model.moe.layer import split_zero_experts
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
-from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.build import OptimizerRun
 from moefold.parallel.gradients import clip_gradients, local_norm_sq
@@ -166,7 +165,7 @@ class StepBreakdown:
         flops = TRAIN_TO_FORWARD * (count.attention_projections + count.attention_core) / layers
         rotation = self._model.rope
         core = model.decoder_layers[0].core
-        heads = (core.heads + core.kv_heads) * core.key_value_width if isinstance(core, SoftmaxCore) else 0
+        heads = (core.heads + core.kv_heads) * core.key_value_width
         # Input, output and both gradients; heads in forward and backward, and their gradients.
         moved_bytes = self._tokens * (4 * model.hidden_size + 3 * heads) * self._element_bytes + self._weight_bytes(
             block.attention
@@ -305,7 +304,7 @@ class StepBreakdown:
         yield StepPart("optimizer", update, 1, 0, ADAMW_BYTES_PER_WEIGHT * count)
 
     def _full_model(self) -> Transformer:
-        model = Transformer(self._cfg, range(self._cfg.model.num_layers), is_first=True, is_last=True)
+        model = build_model(self._cfg)
         return model.to(self._device)
 
     def _route(self, x_TH: Tensor) -> Tensor:

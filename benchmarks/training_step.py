@@ -26,5 +26,5 @@ def build_training_step(cfg: Config, groups: ParallelGroups) -> TrainingStep:
     for module in sharded.stages:
         draw_weights(module, cfg.run, cfg.model)
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
-    model = ParallelModel(sharded.stages, sharded.stage_plan, runner, groups, sharded.positions)
+    model = ParallelModel(**vars(sharded), runner=runner)
     return TrainingStep(model, cfg)

@@ -113,7 +113,7 @@ def parameter_lines(recipe: Recipe) -> Iterator[str]:
 
     yield from flat(asdict(count_parameters(recipe.cfg.model)))
     for name, weight in model_weights(recipe.cfg.model).items():
-        yield f"{name} {' '.join(line for line in flat(asdict(weight)) if not line.startswith('name '))}"
+        yield f"{name} {' '.join(line for line in flat(asdict(weight)) if not line.startswith(('name ', 'drawn ')))}"
 
 
 def shard_lines(recipe: Recipe) -> Iterator[str]:
@@ -143,16 +143,18 @@ def flop_lines(recipe: Recipe) -> Iterator[str]:
 
 def cache_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the bytes of the KV cache and of recurrent states."""
-    from moefold.cost.kv_cache import kv_cache_bytes, recurrent_state_bytes
+    from moefold.cost.kv_cache import cache_sizes
 
-    yield f"latents {kv_cache_bytes(recipe.cfg, 1024, 2)} heads {kv_cache_bytes(recipe.cfg, 1024, 2, 'heads')}"
-    yield f"states {recurrent_state_bytes(recipe.cfg)}"
+    sizes = cache_sizes(recipe.cfg)
+    yield f"latents {sizes.kv_bytes(2048)} heads {sizes.kv_bytes(2048, 'heads')}"
+    yield f"states {sizes.state_bytes}"
 
 
 def memory_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the memory of each pipeline rank by part, on both devices, as the recipe says and recomputed."""
+    from moefold.config.train import AUTO
     from moefold.cost.peak_memory import compute_rank_memory
-    from moefold.cost.recompute_parts import AUTO, RECOMPUTE_PARTS
+    from moefold.cost.recompute_parts import RECOMPUTE_PARTS
     from moefold.cost.saved_tensors import KERNEL_PROFILES
 
     own = () if AUTO in recipe.cfg.train.recompute else recipe.cfg.train.recompute

@@ -69,6 +69,10 @@ KIND_WORDS = _set(
 """Values of those keys that mean nothing else."""
 MLA_ROOMS = ("config/model.py", "config/layers.py")
 """Where the kind may be written out, besides the readers of Hugging Face families."""
+PART_CLASSES = ("parts/", "config/groups/")
+"""Where parts and their base classes are."""
+PART_LOADERS = _set("config/find.py config/part.py config/chosen.py config/part_table.py")
+"""Where parts of any group differ from other values, and are checked to be of their group."""
 PRODUCT = _set("planner verify convert inference rl board bench cli api lm_eval __main__")
 """Folders and modules that use the core: everything else of the package is core."""
 THAT_OF = re.compile(r"\b(that|those)\s+of\b", re.IGNORECASE)
@@ -126,6 +130,12 @@ COUNTS = (
         "reads of a property or function that returns bool and holds a comparison of a kind or a letter of layers",
         "falls",
     ),
+    Count(
+        "part_type_tests",
+        "tests of the type of an object (isinstance, issubclass, type() is, a class in match) against a class of "
+        "PART_CLASSES, outside its own file, the folder of its part, and PART_LOADERS",
+        "0",
+    ),
     Count("config_parameters", "parameters annotated Config, under whatever name it is imported", "<= 340"),
     Count(
         "holder_parameters",
@@ -166,6 +176,8 @@ class FileFacts:
     """Names in the annotation, line, and name of each parameter."""
     reads: list[tuple[str, int]] = field(default_factory=list)
     """Attributes that are read and functions that are called, with the line."""
+    type_tests: list[tuple[frozenset[str], int, str]] = field(default_factory=list)
+    """Names of classes that the type of an object is tested against, line, and text of each test."""
     imported: set[str] = field(default_factory=set)
     """Dotted names that the import of the file imports."""
 
@@ -213,6 +225,8 @@ def _is_annotated(node: ast.stmt) -> bool:
 
 def _read_node(node: ast.AST, facts: FileFacts) -> None:
     """Read what one node contributes."""
+    if isinstance(node, ast.expr | ast.MatchClass) and (names := _tested_types(node)):
+        facts.type_tests.append((names, getattr(node, "lineno", 0), ast.unparse(node)))
     match node:
         case ast.Compare() | ast.Match():
             _read_comparison(node, facts)
@@ -238,6 +252,22 @@ def _read_node(node: ast.AST, facts: FileFacts) -> None:
         case ast.Import():
             if SCHEMA in {alias.name for alias in node.names}:
                 _add_once(facts, "schema_importers", node.lineno)
+
+
+def _tested_types(node: ast.AST) -> frozenset[str]:
+    """Return the names of the classes that a node tests the type of an object against."""
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
+            return _names(classes)
+        case ast.Compare(
+            left=left, comparators=[right], ops=[ast.Is() | ast.IsNot() | ast.Eq() | ast.NotEq() | ast.In()]
+        ):
+            sides = left, right
+            if any(isinstance(side, ast.Call) and ast.unparse(side.func) == "type" for side in sides):
+                return frozenset().union(*(_names(side) for side in sides if not isinstance(side, ast.Call)))
+        case ast.MatchClass(cls=found):
+            return _names(found)
+    return frozenset()
 
 
 def _add_once(facts: FileFacts, count: str, line: int) -> None:
@@ -407,7 +437,14 @@ def _count_across(files: Mapping[str, FileFacts], found: dict[str, Places]) -> N
     predicates = set().union(*(facts.predicates for facts in files.values()))
     homes = defaultdict(list)
     trainer = closure(files, "train/trainer.py")
+    part_classes = {
+        name: facts.name for facts in files.values() if facts.name.startswith(PART_CLASSES) for name in facts.classes
+    }
     for facts in files.values():
+        for names, line, text in facts.type_tests if facts.name not in PART_LOADERS else ():
+            places = {part_classes[name] for name in names & part_classes.keys()}
+            if places and _home(facts.name) not in map(_home, places):
+                found["part_type_tests"].append(Place(facts.name, f"{facts.name}:{line}: {text}"))
         for names, line, text in facts.parameters:
             if names & configs:
                 found["config_parameters"].append(Place(facts.name, f"{facts.name}:{line}: {text}"))
@@ -427,6 +464,11 @@ def _count_across(files: Mapping[str, FileFacts], found: dict[str, Places]) -> N
     found["class_names_twice"] = [
         Place(name, f"{name}: {', '.join(places)}") for name, places in homes.items() if len(places) > 1
     ]
+
+
+def _home(name: str) -> str:
+    """Return the folder of a part in `parts/GROUP/KIND/`, or else the file."""
+    return name.rpartition("/")[0] if name.startswith("parts/") and name.count("/") == 3 else name
 
 
 def _that_of(root: Path) -> Iterator[Place]:

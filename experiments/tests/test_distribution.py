@@ -34,7 +34,7 @@ def test_the_package_imports_no_experiment():
 
 
 @pytest.mark.parametrize(("group", "kind"), KINDS)
-def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
+def test_a_formula_stands_by_itself_and_reads_each_field(group, kind):
     part = find_part(group, kind)
     assert kind_of(part) == kind
     check_formula(part)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, parse_toml, read_text
+from moefold.config.data import DataConfig
 from moefold.config.limits import MAX_NUMBER, MAX_STEPS
 from moefold.config.load import AUTO, apply_overrides, config_from_dict
 from moefold.config.method_defaults import LR_KEY
+from moefold.config.model import ModelConfig
 from moefold.config.part_table import name_files
 from moefold.config.presets import load_preset, resolve_recipe_paths, shipped_files
 from moefold.config.schema import Config
@@ -119,7 +121,7 @@ VOCAB_MULTIPLE = 64
 """Multiple to which the vocabulary is rounded up: efficient for kernels, and the same under every mapping."""
 
 
-def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config, str]:
+def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozenset[str]) -> tuple[ModelConfig, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
     The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a
@@ -127,19 +129,17 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     keep the default.
 
     Args:
-        cfg: a valid recipe.
+        model, data: sections of a valid recipe.
         explicit_keys: the keys that the recipe and the overrides set, as "section.key".
 
     Returns:
-        The recipe, and a message on the change; "" if there is none.
+        The section [model], and a message on the change; "" if there is none.
 
     Raises:
         ConfigError: the tokenizer.json is missing or broken.
     """
-    data = cfg.data
-    model = cfg.model
     if data.tokenizer in ("", "bytes") or data.kind == "synthetic" or "model.vocab_size" in explicit_keys:
-        return cfg, ""
+        return model, ""
     preset_size = load_preset(model.preset).get("vocab_size") if model.preset else None
     # Lazy import: the tokenizers package is not needed if a recipe sets the size.
     from moefold.data.input_paths import existing_path
@@ -150,18 +150,18 @@ def infer_vocab_size(cfg: Config, explicit_keys: frozenset[str]) -> tuple[Config
     except ConfigError as error:
         if preset_size is not None:
             # The size does not depend on the tokenizer, which may be on another machine; training reports it.
-            return cfg, ""
+            return model, ""
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
     if preset_size is not None and num_ids <= preset_size:
-        return cfg, ""
+        return model, ""
     size = math.ceil(max(num_ids, default_of("model", "vocab_size")) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if size == model.vocab_size:
-        return cfg, ""
+        return model, ""
     message = (
         f"model.vocab_size is {size}: data.tokenizer={data.tokenizer!r} has {num_ids} ids, rounded up to a multiple "
         f"of {VOCAB_MULTIPLE}"
     )
-    return replace(cfg, model=replace(model, vocab_size=size)), message
+    return replace(model, vocab_size=size), message
 
 
 NEAR_WORLD_SIZES = 8
@@ -301,9 +301,9 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     messages += choose_length(tree, recipe, overrides)
     cfg = config_from_dict(tree)
     check_unused_keys(explicit_keys, cfg)
-    cfg, message = infer_vocab_size(cfg, explicit_keys)
+    model, message = infer_vocab_size(cfg.model, cfg.data, explicit_keys)
     found = (*messages, message) if message else tuple(messages)
-    return LoadedRecipe(cfg, explicit_keys, found, RESOLVED_KEYS - explicit_keys)
+    return LoadedRecipe(replace(cfg, model=model), explicit_keys, found, RESOLVED_KEYS - explicit_keys)
 
 
 def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:

@@ -108,6 +108,26 @@ def test_a_property_that_hides_a_comparison_is_counted_where_it_is_read(counted)
     assert counted({"config/model.py": hidden.replace("self.attention == 'mla'", "self.x")})["predicate_reads"] == 0
 
 
+@pytest.mark.parametrize(
+    ("test", "number"),
+    [
+        ("isinstance(x, MinePart)", 1),
+        ("issubclass(x, int | groups.MinePart)", 1),
+        ("type(x) is not MinePart", 1),
+        ("type(x) in (int, MinePart)", 1),
+        ("match x:\n    case MinePart(size=1):\n        ...", 1),
+        ("isinstance(x, Part)", 0),
+        ("type(x) is int", 0),
+        ("MinePart(size=1)", 0),
+    ],
+)
+def test_a_test_of_the_class_of_a_part_is_counted_outside_of_it(counted, test, number):
+    own = {"config/groups/mine.py": f"class MinePart: ...\n{test}\n", "config/part.py": f"class Part: ...\n{test}\n"}
+    own |= {"parts/mine/big/part.py": "class BigPart: ...\n", "parts/mine/big/module.py": "isinstance(x, BigPart)\n"}
+    assert counted(own)["part_type_tests"] == 0
+    assert counted({"cost/a.py": test})["part_type_tests"] == number
+
+
 def test_the_oracle_may_not_branch_over_kinds(counted):
     snippet = "match model.norm:\n    case 'rmsnorm':\n        ...\nx = kind == 'cispo'\n"
     assert counted({"verify/oracle_norm.py": snippet})["oracle_branches"] == 2

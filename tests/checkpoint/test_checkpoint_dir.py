@@ -319,6 +319,6 @@ def test_another_batch_size_takes_the_same_samples(tmp_path):
 def test_a_checkpoint_from_before_a_key_was_known_has_its_default():
     old = meta(5)
     old.order.pop("document_end")
-    assert data_order_change(old, recipe(Path("c"))) == ""
+    assert data_order_change(old, sample_order(recipe(Path("c")))) == ""
     marked = replace(recipe(Path("c")), data=DataConfig(document_end=3))
-    assert data_order_change(old, marked) == "document_end -1 there, 3 here"
+    assert data_order_change(old, sample_order(marked)) == "document_end -1 there, 3 here"

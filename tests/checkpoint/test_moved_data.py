@@ -11,6 +11,7 @@ import pytest
 from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     CheckpointMeta,
+    SampleOrder,
     data_order_change,
     model_sizes,
     moved_data_message,
@@ -64,8 +65,12 @@ def meta_of(data: DataConfig) -> CheckpointMeta:
     return replace(meta, order=json.loads(json.dumps(meta.order)))
 
 
+def order_of(data: DataConfig) -> SampleOrder:
+    return sample_order(Config(data=data))
+
+
 def change(meta: CheckpointMeta, data: DataConfig) -> str:
-    return data_order_change(meta, Config(data=data), fingerprint(data))
+    return data_order_change(meta, order_of(data), fingerprint(data), drops_files=data.drops_files)
 
 
 KINDS = {"tokens": "tokens", "text": "text", "sft": "sft", "huggingface": "table"}
@@ -79,18 +84,18 @@ def test_the_same_files_at_another_path_are_the_same_data(place: Path, kind: str
     data = DataConfig(kind=kind, path=folder)
     meta = meta_of(data)
     assert not change(meta, data)
-    assert not moved_data_message(meta, Config(data=data))
+    assert not moved_data_message(meta, order_of(data))
     for path in (f"./{folder}", f"{folder}/", str(place / folder), "mnt/link", f"file://{place}/{folder}"):
         moved = replace(data, path=path)
         assert not change(meta, moved), path
-        said = moved_data_message(meta, Config(data=moved))
+        said = moved_data_message(meta, order_of(moved))
         assert said == f"data at {path!r} has the same content as {folder!r}: continuing at sample 16"
         names = list(fingerprint(moved))
-        here = relocated(meta, Config(data=moved), fingerprint(moved))
+        here = relocated(meta, order_of(moved), fingerprint(moved))
         assert list(here.data_files) == names
         assert list(here.data_tokens) == [name for name in names if name.endswith(".npy")]
         # From there it may move on.
-        assert not change(replace(here, order=sample_order(Config(data=moved))), data)
+        assert not change(replace(here, order=order_of(moved)), data)
     changed = next((place / folder).glob("1.*"))
     changed.write_bytes(changed.read_bytes() + b"x")
     for path in (folder, str(place / folder)):
@@ -137,7 +142,7 @@ def test_tokenizer_and_template_count_by_all_of_their_bytes(place: Path, kind: s
     os.rename("chat.jinja", "other.jinja")
     moved = replace(data, tokenizer="elsewhere/tokenizer.json", chat_template="other.jinja" if template else "")
     assert not change(meta, moved)
-    said = moved_data_message(meta, Config(data=moved))
+    said = moved_data_message(meta, order_of(moved))
     assert said.startswith("data.tokenizer at 'elsewhere/tokenizer.json' has the same content as 'tok'")
     # A byte in the middle, which the blocks of the fingerprints of data leave out.
     for file in ("elsewhere/tokenizer.json", "elsewhere/tokenizer_config.json", *(["other.jinja"] if template else [])):
@@ -178,11 +183,11 @@ def test_files_that_were_lost_stay_lost_at_another_path(place: Path):
     meta = replace(meta_of(data), data_lost={"tokens/1.npy": "it was short"})
     moved = replace(data, path="./tokens")
     assert not change(meta, moved)
-    assert list(relocated(meta, Config(data=moved), fingerprint(moved)).data_lost) == ["tokens/1.npy"]
+    assert list(relocated(meta, order_of(moved), fingerprint(moved)).data_lost) == ["tokens/1.npy"]
     os.rename("tokens", "other")
     os.remove("other/1.npy")
     moved = replace(data, path="other")
     assert not change(meta, moved)
-    assert list(relocated(meta, Config(data=moved), fingerprint(moved)).data_lost) == ["other/1.npy"]
+    assert list(relocated(meta, order_of(moved), fingerprint(moved)).data_lost) == ["other/1.npy"]
     np.save("other/0.npy", np.arange(999))
     assert "data file other/0.npy has other content than then" in change(meta, moved)

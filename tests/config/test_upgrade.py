@@ -9,7 +9,7 @@ import pytest
 
 from moefold.board.run_finder import find_runs
 from moefold.board.run_reader import RunReader
-from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta
+from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta, sample_order
 from moefold.config.chosen import read_key
 from moefold.config.find import built_in_kinds
 from moefold.config.load import config_from_dict
@@ -327,7 +327,7 @@ def test_an_old_checkpoint_has_the_samples_of_its_run(tmp_path, flat, method):
     meta = read_meta(tmp_path)
     assert meta.order["align.method"] == method
     cfg = parse_run_config({**old_settings(), "align": flat}, OLD_RUN / "config.json")
-    assert data_order_change(meta, cfg) == ""
+    assert data_order_change(meta, sample_order(cfg)) == ""
     (tmp_path / "moefold.json").write_text(json.dumps(asdict(meta)))
     assert read_meta(tmp_path) == meta
 

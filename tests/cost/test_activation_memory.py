@@ -20,9 +20,8 @@ from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory
+from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory, activation_memory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
 from moefold.cost.stage_memory import max_in_flight
@@ -202,12 +201,12 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
         tracker.phase = "backward"
         loss.backward(torch.ones_like(loss))
     found = tracker.peak(lambda part: part == "workspace").total
-    formula = ActivationMemory(cfg, kernels=CPU_KERNELS)
+    formula = activation_memory(cfg, kernels=CPU_KERNELS)
     assert formula.head_gradient_sum == rows * hidden * 4
     assert formula.transient_loss == pytest.approx(found, rel=WITHIN)
     # It is the gradient itself where that is in high precision, and there is none for one GEMM of all tokens.
-    assert ActivationMemory(replace(cfg, run=replace(cfg.run, dtype="float32"))).head_gradient_sum == 0
-    assert ActivationMemory(replace(cfg, train=replace(cfg.train, loss_chunk=0))).head_gradient_sum == 0
+    assert activation_memory(replace(cfg, run=replace(cfg.run, dtype="float32"))).head_gradient_sum == 0
+    assert activation_memory(replace(cfg, train=replace(cfg.train, loss_chunk=0))).head_gradient_sum == 0
 
 
 def test_sizes_of_the_loss_and_of_chunks_equal_the_runtime():
@@ -582,7 +581,7 @@ def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kerne
     cfg = _config("bfloat16", moe={"weight_in_expert": weight_in_expert})
     cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
     recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
-    formula = ExpertMemory(cfg, recompute, CUDA_KERNELS, 1.0)
+    formula = activation_memory(cfg, recompute, CUDA_KERNELS).experts
     model = cfg.model
     tokens = formula.routed_tokens // model.ffn.moe.top_k
     experts = Experts(

@@ -8,9 +8,10 @@ import pytest
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.auto_recompute import GIB, choose_recompute, recompute_overhead
 from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config

@@ -58,38 +58,38 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
         ('base = "h1"', "base='h1' is unknown"),
         ('name = "x"', "missing"),
         ('base = "h100"\nmemory_gib = -3', "memory_gib=-3 must be a number above 0"),
-        ('base = "h100"\nmemory_gib = true', "memory_gib=True must be a number above 0"),
-        ('base = "h100"\nname = 3', "name=3 must be text"),
-        ('base = "h100"\nlinks = []', "links must be a list"),
-        ('base = "h100"\npeak_flops = 3', "must be a table of numbers by precision"),
+        ('base = "h100"\nmemory_gib = true', "memory_gib=True must be a valid number"),
+        ('base = "h100"\nname = 3', "name=3 must be a valid string"),
+        ('base = "h100"\nlinks = []', r"links must be \[\[links\]\] tables"),
+        ('base = "h100"\npeak_flops = 3', "peak_flops=3 must be a table"),
         ("base = ", "not TOML"),
-        ('base = "h100"\ntile_rows = 0.5', "tile_rows=0.5 must be a whole number of at least 1"),
-        ('base = "h100"\nmultiprocessors = 0.5', "multiprocessors=0.5 must be a whole number of at least 1"),
-        ('base = "h100"\nhbm_fraction = 5', "hbm_fraction=5 must be above 0 and at most 1"),
+        ('base = "h100"\ntile_rows = 0.5', "tile_rows=0.5 must be a valid integer"),
+        ('base = "h100"\nmultiprocessors = 0.5', "multiprocessors=0.5 must be a valid integer"),
+        ('base = "h100"\nhbm_fraction = 5', "hbm_fraction=5 must be less than or equal to 1"),
         (
             'base = "h100"\n[wide_flops]\ntf32 = 1e14',
-            r"\[wide_flops\] must be a table of numbers by type, of float32 and fl",
+            "wide_flops must be a table of numbers by type, of float32 and float64",
         ),
         ('base = "h100"\n[wide_flops]\nfloat32 = 0', "wide_flops.float32=0 must be a number above 0"),
-        ('base = "h100"\nspine = 3', r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s"),
+        ('base = "h100"\nspine = 3', "spine=3 must be a table"),
         (
             'base = "h100"\n[spine]\npod_gpus = 64',
-            r"\[spine\] must be a table of pod_gpus, oversubscription, latency_s",
+            "spine.oversubscription, spine.latency_s missing",
         ),
         (SPINE.format(8, 2), "spine.pod_gpus=8 must be a multiple of 8, at least twice that"),
         (SPINE.format(20, 2), "spine.pod_gpus=20 must be a multiple of 8"),
-        (SPINE.format(64, 0.5), "spine.oversubscription=0.5 must be at least 1: the cards of a pod over its uplinks"),
+        (SPINE.format(64, 0.5), "spine.oversubscription=0.5 must be greater than or equal to 1"),
         ('base = "h100"\nspin = 3', "unknown key 'spin'; did you mean 'spine'"),
-        ('base = "h100"\nsite_link = 1e8', r"\[site_link\] must be a table of bytes_per_s and latency_s"),
+        ('base = "h100"\nsite_link = 1e8', "site_link=100000000.0 must be a table"),
         (
             'base = "h100"\n[site_link]\nbytes_per_s = 1e8',
-            r"\[site_link\] must be a table of bytes_per_s and latency_s",
+            "site_link.latency_s missing",
         ),
         (SITE_LINK.format(0, 0.1), "site_link.bytes_per_s=0 must be a number above 0"),
-        (SITE_LINK.format(1e8, -1), "site_link.latency_s=-1 must be a number above 0"),
-        (SITE_LINK.format(1e8, "false"), "site_link.latency_s=False must be a number above 0"),
+        (SITE_LINK.format(1e8, -1), "site_link.latency_s=-1 must be greater than or equal to 0"),
+        (SITE_LINK.format(1e8, "false"), "site_link.latency_s=False must be a valid number"),
         ('base = "h100"\nsite_lnk = 3', "unknown key 'site_lnk'; did you mean 'site_link'"),
-        ('base = "h100"\n[gemm_fraction]\nbf16 = 1.5', "gemm_fraction.bf16=1.5 must be above 0 and at most 1"),
+        ('base = "h100"\n[gemm_fraction]\nbf16 = 1.5', "gemm_fraction.bf16=1.5 must be less than or equal to 1"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
@@ -115,7 +115,7 @@ def test_the_last_link_connects_all(tmp_path):
     link = '[[links]]\nlevel = "nvlink"\ngpus = {}\nbytes_per_s = 1e9\nlatency_s = 1e-6\nfraction = 0.8\n'
     path = tmp_path / "links.toml"
     path.write_text('base = "h100"\n' + link.format(8))
-    with pytest.raises(ConfigError, match="the last of links connects all ranks"):
+    with pytest.raises(ConfigError, match="the last one connects all ranks"):
         load_device(str(path))
     path.write_text('base = "h100"\n' + link.format(8) + link.format(0))
     assert len(load_device(str(path)).links) == 2

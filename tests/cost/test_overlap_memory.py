@@ -9,7 +9,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import activation_table, recomputes_comm
-from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.activation_memory import activation_memory
 from moefold.cost.memory_columns import ModelChunk, recipe_chunk, recipe_columns
 from moefold.cost.overlap_memory import (
     CommInterval,
@@ -85,7 +85,7 @@ def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
 def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernels):
     cfg = _config(parts, world_size=4, ep=4)
     cfg = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.shared.intermediate_size": 64}))
-    formula = ActivationMemory(cfg, kernels=kernels)
+    formula = activation_memory(cfg, kernels=kernels)
     (stage,) = plan_stages(cfg).stages
     chunk = recipe_chunk(cfg.model, stage.parts)
     forward, backward = _intervals(cfg, chunk, splits_backward=False)

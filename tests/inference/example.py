@@ -133,12 +133,16 @@ def theirs(cfg: Config, family: str) -> Any:
 
 def opened(path: Path, purpose: Purpose, mapping: dict[str, Any], seq_len: int, batch_size: int) -> LoadedModel:
     """Open a model under a mapping, with "dtype" among its keys if it matters; collective over the process group."""
+    return load_model(find_source(str(path)), opened_config(path, purpose, mapping, seq_len, batch_size), CPU)
+
+
+def opened_config(path: Path, purpose: Purpose, mapping: dict[str, Any], seq_len: int, batch_size: int) -> Config:
+    """Return the recipe with which `opened` opens a model."""
     mapping = dict(mapping)
     dtype = str(mapping.pop("dtype", "auto"))
     overrides = tuple(f"{'' if '.' in key else 'parallel.'}{key}={value}" for key, value in mapping.items())
-    source = find_source(str(path))
     wish = InferenceRequest(overrides=overrides, dtype=dtype, device="cpu", seq_len=seq_len, batch_size=batch_size)
-    return load_model(source, inference_config(source, wish, purpose), CPU)
+    return inference_config(find_source(str(path)), wish, purpose)
 
 
 def row_of_ids(num_tokens: int, vocab_size: int = 64) -> np.ndarray:

@@ -8,7 +8,8 @@ import torch
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
-from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
+from moefold.model.layer_cache import CacheSize
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from tests.inference.example import (
     KINDS,
     SLOW_KINDS,
@@ -66,7 +67,7 @@ def run_in_pieces(path: Path, mapping: dict[str, int], pieces: list[int]) -> tor
             picked = torch.tensor([size - 1, 2 * size - 1])
             shard = decoder.forward(tokens[:, done : done + size].flatten(), rows, picked)
             dtype = torch.promote_types(model.stage.dtype, torch.float32)
-            logits = torch.zeros(2, model.cfg.model.vocab_size, dtype=dtype)
+            logits = torch.zeros(2, model.stage.config.vocab_size, dtype=dtype)
             found.append(logits if shard is None else model.stage.head.vocab_parallel.gather(shard))
             done += size
     return torch.stack([model.chain.broadcast_from_last_stage(logits) for logits in found])

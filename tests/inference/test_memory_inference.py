@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.cost.kv_cache import kv_cache_bytes, recurrent_state_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
 from moefold.inference.settings import batch_bytes, explain_oom
+from moefold.model.layer_cache import CacheSize
 from moefold.model.local_param import local_tensor
-from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.validate.memory_need import inference_weight_memory
 from tests.inference.checkpoint_folder import described_run
-from tests.inference.example import KINDS, opened, recipe_of_kind, write_checkpoint
+from tests.inference.example import KINDS, opened, opened_config, recipe_of_kind, write_checkpoint
 from tests.model.paged_rows import pass_rows
 from tests.verify.covering import few_else_slow
 
@@ -28,8 +29,10 @@ def kept_bytes(folder: Path, mapping: dict[str, Any], kind: Any) -> tuple[tuple[
         decoder.forward(torch.zeros(4, dtype=torch.int64), pass_rows([range(4)], 1), torch.tensor([3]))
         cache_bytes = decoder.nbytes
     weights = sum(local_tensor(parameter).nbytes for parameter in model.named_parameters.values())
-    computed = inference_weight_memory(model.cfg)[model.groups.pp.rank]["weights"]
-    cached = kv_cache_bytes(model.cfg, 3 * 4, 1, kind) + recurrent_state_bytes(model.cfg)
+    cfg = opened_config(folder, "generate", mapping, 10, 3)
+    computed = inference_weight_memory(cfg)[model.groups.pp.rank]["weights"]
+    sizes = cache_sizes(cfg)
+    cached = sizes.kv_bytes(3 * 4, kind) + sizes.state_bytes
     return (cache_bytes, weights), (cached, computed)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moefold.model.paged_cache import PassRows
+from moefold.model.layer_cache import PassRows
 
 PAGE_POSITIONS = 4
 

@@ -16,7 +16,8 @@ from moefold.config.schema import Config
 from moefold.model.fused_block import FusedBlock, supports_fused
 from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
-from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
+from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.paged_cache import PagedAttention
 from moefold.model.transformer import Block, Transformer, build_model
 from moefold.ops.cpu.decode import CDecode
 from moefold.ops.cpu.gemm import CGemm
@@ -99,7 +100,7 @@ def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses
         for rows in passes:
             current.rows = rows
             stage.set_positions(rows.positions_R)
-            x = torch.randn(len(rows.slots_R), 1, stage.cfg.model.hidden_size, generator=generator).to(stage.dtype)
+            x = torch.randn(len(rows.slots_R), 1, stage.config.hidden_size, generator=generator).to(stage.dtype)
             for block in blocks:
                 x = block(x, stage.rope)
                 found.append(x)
@@ -314,7 +315,7 @@ def test_passes_of_whole_layers_and_of_modules_go_on_from_one_another(monkeypatc
 @pytest.mark.parametrize("replaces", [False, True])
 def test_choices_are_recorded_and_replaced_as_in_the_modules(replaces):
     stage = build(recipe({}))
-    num_experts = stage.cfg.model.ffn.moe.num_experts if replaces else 0
+    num_experts = stage.config.ffn.moe.num_experts if replaces else 0
     chosen = []
     found = []
     for fuses in (True, False):

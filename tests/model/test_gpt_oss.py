@@ -149,7 +149,7 @@ def _their_tensor(name: str, weights: dict[str, Tensor]) -> Tensor:
 def test_logits_and_gradients_equal_transformers(sizes):
     model = _model(sizes)
     ours = _ours(model)
-    theirs = _theirs(model, [layer.window for layer in ours.cfg.model.decoder_layers])
+    theirs = _theirs(model, [layer.window for layer in ours.config.decoder_layers])
     weights = dict(ours.named_parameters())
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

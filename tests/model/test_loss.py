@@ -149,7 +149,7 @@ def _kept(module: nn.Module, tokens: Tensor) -> list[tuple[int, ...]]:
         return tensor
 
     targets = {"labels": tokens, "weights": torch.ones(tokens.shape) / tokens.numel()}
-    if module.cfg.model.mtp_layers:
+    if module.config.mtp_layers:
         targets |= {"mtp_labels": tokens.unsqueeze(1), "mtp_weights": targets["weights"].unsqueeze(1)}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         module(tokens, **targets)

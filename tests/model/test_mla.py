@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moefold.model.attention import CausalAttention
-from moefold.model.paged_cache import CurrentPass, PagedLatents
+from moefold.model.layer_cache import CurrentPass
+from moefold.model.paged_cache import PagedLatents
 from moefold.model.part_modules import build_attention
 from moefold.model.rope import build_rope
 from moefold.ops.documents import PackedDocuments

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from moefold.model.attention import CausalAttention
-from moefold.model.paged_cache import CurrentPass, PagedAttention, PassRows
+from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.paged_cache import PagedAttention
 from moefold.ops.paged_attention import PAGE_SIZE
 from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
 

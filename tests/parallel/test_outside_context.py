@@ -9,10 +9,14 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import ContextPart, RoundPlan
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.schema import Config
+from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention
+from moefold.planner.lengths.strategy import describe_strategy
+from moefold.planner.search.document_search import candidate_strategies
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.ranks.pool import WorkerPool
@@ -58,3 +62,30 @@ def test_it_equals_one_rank(pool: WorkerPool) -> None:
         assert set(found) == set(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancingContext(GatheringContext):
+    """Attention that the runtime plans, of documents that all ranks of a round share."""
+
+    kind: ClassVar[str] = "balancing"
+    is_planned: ClassVar[bool] = True
+    splits_in_chunks: ClassVar[bool] = True
+
+    @property
+    def plan(self) -> RoundPlan:
+        return RoundPlan(placement="balanced")
+
+
+def test_one_that_plans_moves_tokens_as_the_built_in_kind_does(pool: WorkerPool) -> None:
+    base = tiny(model={"attention.num_kv_heads": 4, "vocab_size": 8}, data={"document_end": 2}, train={"lr": 1e-2})
+    contexts = BalancingContext(), make_part("context", "planned", placement="balanced")
+    runs = [replace(base, parallel=ParallelConfig(world_size=2, cp=2, ep=2, context=context)) for context in contexts]
+    found, expected = (pool.run(2, _run, cfg)[0].gradients for cfg in runs)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert contexts[0] in candidate_strategies(contexts[0])
+    assert describe_strategy(contexts[0]) == "balancing attention (balanced, home hosts)"
+    linear = replace(runs[0], model=tiny(model={"layers": "linear, full"}).model)
+    with pytest.raises(ConfigError, match="linear attention"):
+        check_config(linear)

@@ -61,7 +61,7 @@ def _transfer(cfg: Config) -> int:
     target = WeightSharding.from_config(sampled, for_training=False)
     device = torch.device("cpu")
     if link.split.samples(link.rank):
-        model = InferenceModel(sampled, ParallelGroups.create(check_config(sampled, is_training=False), device))
+        model = InferenceModel.build(sampled, ParallelGroups.create(check_config(sampled, is_training=False), device))
         receiver = WeightReceiver(model, source, target, link, MAX_ROUND_BYTES)
         for version in range(2):
             for tensor in weight_tensors(model).values():

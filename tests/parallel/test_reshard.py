@@ -89,7 +89,7 @@ def _save(model: ParallelModel, cfg: Config, run_dir: str) -> Path:
 def _build(cfg: Config, is_inference: bool) -> ParallelModel | InferenceModel:
     """A model of no values at all."""
     groups = ParallelGroups.create(check_config(cfg, is_training=not is_inference), torch.device("cpu"))
-    model = InferenceModel(cfg, groups) if is_inference else parallelize(cfg, groups)
+    model = InferenceModel.build(cfg, groups) if is_inference else parallelize(cfg, groups)
     for tensor in _tensors(model).values():
         local_tensor(tensor).fill_(-1)
     return model
@@ -210,7 +210,7 @@ def _follow(cfg: Config, sample: Config, run_dir: str) -> tuple[list[int], list[
     source = _model(cfg)
     training = TrainingStep(source, cfg)
     groups = ParallelGroups.create(check_config(sample, is_training=False), torch.device("cpu"))
-    target = InferenceModel(sample, groups)
+    target = InferenceModel.build(sample, groups)
     transfer = WeightTransfer(source, target)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, source.groups, source.positions)
@@ -219,7 +219,7 @@ def _follow(cfg: Config, sample: Config, run_dir: str) -> tuple[list[int], list[
         training.run(loader.batch(0), step)
         stats.append(transfer.run())
     saved = _save(source, cfg, run_dir)
-    expected = InferenceModel(sample, groups)
+    expected = InferenceModel.build(sample, groups)
     load_weights(saved, expected.named_parameters, expected.named_buffers)
     for name, tensor in _tensors(expected).items():
         assert torch.equal(local_tensor(_tensors(target)[name]), local_tensor(tensor)), name

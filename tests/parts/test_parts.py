@@ -1,13 +1,10 @@
 """Rules for every built-in part: its file is its kind, its fields are recipe keys, its formula stands by itself."""
 
-import ast
 import inspect
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -15,7 +12,7 @@ import moefold.parts
 from moefold.config.chosen import chosen
 from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups, kind_of
-from moefold.config.groups.attention import AttentionPart, OutputGate, QueryKeyNorm
+from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, part_keys
@@ -24,15 +21,11 @@ from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.architecture import imports
 from tests.models import edit_model
+from tests.parts.formula_rule import formula_reads
 
-PACKAGE = moefold.parts.__name__
 PARTS = Path(moefold.parts.__file__).parent
 KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.group)]
 ids = [f"{group.group}-{kind}" for group, kind in KINDS]
-BASES = {"moefold.config.part", *(group.__module__ for group in groups())}
-"""Modules of base classes, whose `formula` is none."""
-LIBRARIES = {"torch", "numpy", "math", "functools", "dataclasses", "typing", "collections"}
-"""What a formula may import, beside its own file and `config`."""
 
 
 def test_each_folder_of_parts_is_a_group():
@@ -89,7 +82,7 @@ def test_a_part_is_a_frozen_dataclass_of_recipe_keys(group, kind):
 
 
 @pytest.mark.parametrize(("group", "kind"), KINDS, ids=ids)
-def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
+def test_a_formula_stands_by_itself_and_reads_each_field(group, kind):
     part = find_part(group.group, kind)
     if not part.changes_maths:
         assert part.formula is Part.formula
@@ -99,74 +92,31 @@ def test_a_formula_reads_each_field_and_no_method_of_its_part(group, kind):
 
 
 @pytest.mark.parametrize("kind", built_in_kinds("attention"))
-def test_the_formula_of_an_attention_reads_each_field_and_no_method(kind):
-    """The oracle itself reads the fields that all kinds have: spans, RoPE; and the framed ones."""
-    part = find_part("attention", kind)
-    shared = {field.name for field in fields(AttentionPart)} | part.framed
-    read = _check_formula(part, {field.name for field in fields(part)} - shared)
-    for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm)):
+def test_the_formula_of_an_attention_stands_by_itself_and_reads_each_field(kind):
+    read = check_formula(find_part("attention", kind))
+    for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm), ("temperature", Temperature)):
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read
 
 
-def check_formula(part) -> None:
-    """Check that the formula of a part reads each of its fields, and none of its methods."""
-    _check_formula(part, {field.name for field in fields(part)} - part.framed)
+@pytest.mark.parametrize(("group", "kind"), [(name, kind) for name in ("ffn", "span") for kind in built_in_kinds(name)])
+def test_the_formula_of_a_layer_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_it(group, kind):
+    part = find_part(group, kind)
+    assert not part.framed & check_formula(part)
 
 
-def _check_formula(part, names: set[str]) -> set[str]:
-    """Check that the formula of a part reads fields, and no method; return what it reads."""
-    read = _attributes(part)
+@pytest.mark.parametrize(("kind", "unread"), [("rmsnorm", set()), ("layernorm", {"zero_centered"})])
+def test_the_formula_of_a_norm_stands_by_itself_and_reads_each_field_that_it_does_not_refuse(kind, unread):
+    check_formula(find_part("norm", kind), unread)
+
+
+def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
+    """Check that a formula uses no code that trains, and reads each field of its part; return what it reads.
+
+    The oracle itself reads what all kinds of a group have: the framed fields, and the fields of a layer's place.
+    """
+    read = formula_reads(part)
+    names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
     hints = get_type_hints(part, include_extras=True)
     formats = {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
     assert names - formats <= read
-    methods = {name for name in dir(part) if not name.startswith("__")} - {field.name for field in fields(part)}
-    assert read & (methods - {"formula"}) == set()
     return read
-
-
-def _attributes(part) -> set[str]:
-    """Return what the formula of a part reads of the part: attributes of `self`, and of `part` in its oracle.py.
-
-    The formula of a part may call the formula of the part that it extends, and functions of the oracle.py of another.
-    """
-    trees = []
-    for base in (base for base in part.__mro__ if "formula" in vars(base) and base.__module__ not in BASES):
-        trees.append(ast.parse(textwrap.dedent(inspect.getsource(base.formula))))
-        oracle = Path(inspect.getfile(base)).with_name("oracle.py")
-        trees += [ast.parse(oracle.read_text())] if _has_folder(base) and oracle.exists() else []
-    trees += [ast.parse(inspect.getsource(called)) for tree in trees for called in _called(tree)]
-    for tree in trees:
-        assert not (_imported(tree) - LIBRARIES), "a formula imports torch, math and types"
-    paths = [ast.unparse(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return {path.partition(".")[2] for path in paths if path.startswith(("self.", "part."))}
-
-
-def _called(tree: ast.AST) -> Iterator[Any]:
-    """Yield the functions that an oracle.py takes from another one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.endswith(".oracle"):
-            found = import_module(node.module)
-            yield from (getattr(found, alias.name) for alias in node.names)
-
-
-@pytest.mark.parametrize("kind", built_in_kinds("ffn"))
-def test_the_formula_of_a_network_reads_each_field_that_the_oracle_leaves_it(kind):
-    part = find_part("ffn", kind)
-    read = _check_formula(part, {field.name for field in fields(part)} - part.framed)
-    assert not part.framed & read
-
-
-def _has_folder(part) -> bool:
-    return part.__module__.endswith(".part")
-
-
-def _imported(tree: ast.AST) -> set[str]:
-    """Return the libraries that a formula imports; of the package, modules other than its own oracle and `config`."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            own = node.module.startswith("moefold.config.") or node.module.endswith((".oracle", ".part"))
-            found |= set() if own else {node.module.split(".")[0]}
-    return found

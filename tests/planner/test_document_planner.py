@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import workload_from_config
-from moefold.planner.export_recipe import write_recipe
+from moefold.planner.export_recipe import render_recipe, write_recipe
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import ListedLengths
 from moefold.planner.lengths.samples import StreamedSamples
@@ -129,7 +129,7 @@ def test_a_planned_recipe_has_no_key_of_attention_without_effect(tmp_path):
     assert {plan.mapping.cp for plan in plans} >= {1, 2}
     for number, plan in enumerate(plans):
         path = tmp_path / f"{number}.toml"
-        write_recipe(planner.config_for(plan), path, [], {})
+        write_recipe(render_recipe(planner.config_for(plan), [], {}), path)
         load_config(path)
 
 

@@ -69,5 +69,5 @@ def test_the_reward_that_is_asked_for_is_that_of_a_prompt_part_alone(file):
 
 def test_the_reward_that_is_asked_for_changes_no_sample(file):
     meta = meta_of(recipe(file, "Ask", want=2.0))
-    assert data_order_change(meta, recipe(file, "Ask", want=3.0)) == ""
-    assert "align.method" in data_order_change(meta, recipe(file, "Best"))
+    assert data_order_change(meta, sample_order(recipe(file, "Ask", want=3.0))) == ""
+    assert "align.method" in data_order_change(meta, sample_order(recipe(file, "Best")))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from moefold.config.data import DataConfig
+from moefold.config.find import find_part
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import Part
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE
@@ -18,8 +20,9 @@ from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
 from tests.architecture.test_imports import imports_torch
 from tests.e2e.command import TWO, checkpoints, here, losses, metrics, moefold, train
+from tests.objectives.losses import policy
+from tests.parts.test_parts import check_formula
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
-from tests.plugin.test_objective import loss
 from tests.slow import slow
 from tests.verify.test_objectives import PackedRollouts
 
@@ -44,6 +47,14 @@ def file(tmp_path):
     return Path(shutil.copy(PACKAGE / "inverse_sqrt.py", tmp_path / "parts.py"))
 
 
+@pytest.mark.parametrize("key", PARTS)
+def test_its_formulas_follow_the_rule(key):
+    part = find_part(key.partition(".")[2], PARTS[key][0])
+    assert part.changes_maths == (part.formula is not Part.formula)
+    if part.changes_maths:
+        check_formula(part)
+
+
 def test_the_package_is_installed_and_no_part_of_the_wheel():
     assert distribution("moefold-plugin-example").version == "0.1"
     assert PACKAGE.parent.parent == Path(__file__).parent
@@ -54,11 +65,11 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
     ("forks", "by_file", "mapping"),
     [
         (True, False, FOUR),
-        (False, True, ("parallel.world_size=2", "parallel.tp=2", "parallel.ep=2")),
+        (True, True, FOUR),
         *slow([(True, False, EIGHT), (True, True, EIGHT), (False, False, EIGHT), (False, True, EIGHT)]),
     ],
     ids=[
-        *("forked-entry point-4", "spawned-file-2", "forked-entry point-8", "forked-file-8"),
+        *("forked-entry point-4", "forked-file-4", "forked-entry point-8", "forked-file-8"),
         *("spawned-entry point-8", "spawned-file-8"),
     ],
 )
@@ -75,16 +86,21 @@ def test_ranks_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def run_rollouts(cfg, steps):
-    return run_distributed(cfg, steps, loss=loss(kl=0.2), data=ProgramData(PackedRollouts(), PackedRollouts()))
+def run_rollouts(cfg, steps, objective):
+    found = policy(objective=objective, kl=0.2)
+    return run_distributed(cfg, steps, loss=found, data=ProgramData(PackedRollouts(), PackedRollouts()))
 
 
 @pytest.mark.parity
-@pytest.mark.slow
-def test_all_six_in_eight_spawned_ranks_equal_one_rank(pool: WorkerPool):
-    cfg = replace(recipe(*words(), *EIGHT), data=DataConfig(kind="program"))
-    ranks = WorkerPool(forks=False).run(8, run_rollouts, cfg, 2)
-    [alone] = pool.run(1, run_rollouts, replace(cfg, parallel=ParallelConfig()), 2)
+@pytest.mark.parametrize(
+    ("by_file", "mapping"), [(True, FOUR), *slow([(False, EIGHT)])], ids=["file-4", "entry point-8"]
+)
+def test_all_six_in_spawned_ranks_equal_one_rank(pool: WorkerPool, by_file, mapping):
+    of_rollouts = words("rl.objective", by_file=by_file)
+    objective = load_config(None, ["data.kind=task", "rl.group_size=4", *of_rollouts]).rl.objective
+    cfg = replace(recipe(*words(by_file=by_file), *mapping), data=DataConfig(kind="program"))
+    ranks = WorkerPool(forks=False).run(cfg.parallel.world_size, run_rollouts, cfg, 2, objective)
+    [alone] = pool.run(1, run_rollouts, replace(cfg, parallel=ParallelConfig()), 2, objective)
     assert "outside" in ranks[0].steps[0].loss_metrics
     found = {name: value for rank in ranks for name, value in rank.weights.items()}
     torch.testing.assert_close(found, alone.weights, rtol=1e-11, atol=1e-13)

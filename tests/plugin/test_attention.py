@@ -9,9 +9,12 @@ import torch
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import kv_cache_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
+from moefold.inference.engine.engine import model_cache_sizes
+from moefold.model.layer_cache import CacheSize
 from moefold.model.transformer import build_model
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
@@ -19,8 +22,9 @@ from moefold.verify.shrink import shrink
 from tests.cost.test_activation_memory import _assert_close as assert_memory_close
 from tests.cost.test_activation_memory import _config as memory_config
 from tests.cost.test_activation_memory import _measure_ranks as measure_ranks
-from tests.inference.example import write_checkpoint
-from tests.inference.test_generate import GREEDY, run_generation, run_without_cache
+from tests.inference.example import opened, write_checkpoint
+from tests.inference.test_generate import GREEDY, run_generation, run_in_pieces, run_whole, run_without_cache
+from tests.model.paged_rows import pass_rows
 from tests.plugin.recipes import BUILT_IN, recipe, words
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
@@ -91,11 +95,35 @@ def test_its_saved_bytes_are_measured(pool: WorkerPool, mapping, recompute) -> N
     assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
+def cached_bytes(path: Path, mapping: dict[str, object]) -> tuple[set[str], int, int]:
+    """Return the classes of the caches of a pass over a paged cache, its bytes, and the bytes that are counted."""
+    model = opened(path, "generate", mapping, 24, 2).model
+    tokens, size = torch.arange(2), CacheSize(num_pages=6, page_positions=4)
+    with forward_chain(model) as chain, PagedDecoder(chain, size) as decoder:
+        decoder.forward(tokens, pass_rows([range(1)] * 2, 3), tokens)
+        found = [layer.attention.core_attention for stage in chain.stages for layer in stage.layers.values()]
+        return {type(cache).__name__ for cache in found}, decoder.nbytes, model_cache_sizes(model).kv_bytes(24)
+
+
+@pytest.mark.parity
+def test_a_cache_of_its_own_gives_the_logits_of_the_whole_text_and_has_the_counted_bytes(pool, tmp_path) -> None:
+    path, pieces = tmp_path / "run", [5, 1, 3, 1, 1]
+    pool.run(1, write_checkpoint, recipe(*GATED, f"run.dir={path}", "train.seq_len=24"))
+    [whole] = pool.run(1, run_whole, path, sum(pieces))
+    ends = torch.tensor(pieces).cumsum(0) - 1
+    for mapping in ({}, {"world_size": 2, "tp": 2, "ep": 2}):
+        for found in pool.run(mapping.get("world_size", 1), run_in_pieces, path, mapping, pieces):
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, whole[ends], rtol=1e-12, atol=1e-12)
+        for classes, held, counted in pool.run(mapping.get("world_size", 1), cached_bytes, path, mapping):
+            assert (classes, held) == ({"JointCache"}, counted)
+
+
 def test_it_shrinks_with_the_recipe():
     small = shrink(recipe(*GATED, "parallel.world_size=2", "parallel.tp=2")).model.attention
     assert (small.kind, small.num_heads, small.head_dim) == ("gated", 2, 8)
 
 
 def test_its_cache_has_the_bytes_of_the_built_in_one() -> None:
-    mine, theirs = (kv_cache_bytes(recipe(*keys), 24, 3) for keys in (GATED, BUILT_IN))
+    mine, theirs = (cache_sizes(recipe(*keys)).kv_bytes(3 * 24) for keys in (GATED, BUILT_IN))
     assert mine == theirs > 0

@@ -401,9 +401,10 @@ def test_prompts_that_cannot_work_are_skipped_and_counted(tmp_path, caplog, is_c
         check_rollout_data(cfg)
     first = "prompts.jsonl:1: the prompt: message 1 has no text"
     assert re.search(rf"data.skip_bad_rows: {len(bad) + 2} rows skipped; the first: .*{first}", caplog.text)
-    found = open_prompts(cfg.data, ByteTokenizer(), seed=0, check=check_columns(["exact"])).train
+    check = check_columns(cfg.data, RewardConfig(use=("exact",)))
+    found = open_prompts(cfg.data, ByteTokenizer(), seed=0, check=check).train
     assert sorted(prompt.columns["answer"] for prompt in found.prompts) == ["0", "1", "2", "3"]
-    assert has_conversations(cfg.data, ByteTokenizer(), check_columns(["exact"])) == is_chat
+    assert has_conversations(cfg.data, ByteTokenizer(), check) == is_chat
     with pytest.raises(
         ConfigError, match=rf"holds no prompt; .* \(data.skip_bad_rows: {len(bad)} rows skipped; the first"
     ):

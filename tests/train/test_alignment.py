@@ -145,7 +145,7 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     training = TrainingStep(parallelize(cfg, groups), cfg)
     loader = DataLoader(cfg, groups, training.model.positions)
     loader.open(None)
-    run = TrainingContext(cfg, groups, training, loader, Position(), StopSignals(announces=False))
+    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, Position(), StopSignals(announces=False))
     values = reference_log_probs(run, len(loader.reference.values))
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)

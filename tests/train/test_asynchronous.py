@@ -26,7 +26,7 @@ from moefold.parallel.reshard import weight_tensors
 from moefold.rl.reward import Reward
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.rollout_loader import RolloutLoader
-from moefold.train.sampling_worker import SamplingWorker, sampling_groups
+from moefold.train.sampling_worker import SamplingWorker
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
@@ -108,7 +108,7 @@ def run_split(cfg: Config, seed: int = -1, stop: int = 0) -> dict[str, list[floa
     if split.samples(rank):
         if seed >= 0:
             _delay_sampling(seed)
-        SamplingWorker(cfg, layout, sampling_groups(cfg, device, FlightRecorder()), link).run()
+        SamplingWorker(cfg, layout, device, FlightRecorder(), link).run()
         return {}
     groups = ParallelGroups.create(layout, device)
     callbacks = [Delay(seed)] if seed >= 0 and rank == 0 else []

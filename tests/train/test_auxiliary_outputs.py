@@ -37,7 +37,7 @@ class _DiskFull(Callback):
         assert counts is not None
         for file in (run.log._writer._file, counts._file):
             os.dup2(full, file.fileno())
-        folder = Path(run.cfg.run.dir)
+        folder = run.folder
         folder.rename(folder.with_name("kept"))
         folder.touch()
         for _ in range(2):

@@ -170,7 +170,7 @@ def test_large_logits_are_said(tmp_path):
 def test_rewards_that_teach_nothing_are_said_once(monkeypatch, reward, first, last):
     said: list[str] = []
     monkeypatch.setattr(module, "rollout_loader", lambda run: None)
-    run, callback = SimpleNamespace(log=SimpleNamespace(message=said.append)), module.RolloutLogging()
+    run, callback = SimpleNamespace(log=SimpleNamespace(message=said.append)), module.RolloutLogging(0)
     for number in range(1, 2 * module.SILENT_STEPS + 1):
         step = SimpleNamespace(number=number, rl={"reward": reward, "mixed_groups": 0.0})
         callback.after_step(cast(Any, run), cast(Any, step))

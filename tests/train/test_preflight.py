@@ -143,11 +143,15 @@ def make_trace(run_dir: Path, *overrides: str, steps: int = 2) -> None:
         writer.write(step, iter(np.broadcast_to(np.arange(shape.top_k, dtype=shape.dtype), shape.file_shape)))
 
 
+def check_replay_of(cfg: Config) -> None:
+    check_replay(cfg.run, cfg.model, cfg.moe, cfg.train)
+
+
 def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
     make_trace(tmp_path)
-    check_replay(config(*REPLAY))
-    check_replay(config(*REPLAY, f"moe.replay={tmp_path}"))
-    check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'routing'}"))
+    check_replay_of(config(*REPLAY))
+    check_replay_of(config(*REPLAY, f"moe.replay={tmp_path}"))
+    check_replay_of(config(*REPLAY, f"moe.replay={tmp_path / 'routing'}"))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +166,12 @@ def test_a_trace_of_this_recipe_can_be_replayed(tmp_path):
 def test_a_trace_of_another_recipe_is_refused(tmp_path, word, message):
     make_trace(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        check_replay(config(*REPLAY, f"moe.replay={tmp_path}", word))
+        check_replay_of(config(*REPLAY, f"moe.replay={tmp_path}", word))
 
 
 def test_a_trace_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"moe\.replay='.*absent' does not exist"):
-        check_replay(config(*REPLAY, f"moe.replay={tmp_path / 'absent'}"))
+        check_replay_of(config(*REPLAY, f"moe.replay={tmp_path / 'absent'}"))
 
 
 def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
@@ -180,7 +184,7 @@ def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
     choices = np.load(path)
     choices[..., 0] = choices[..., 1]
     np.save(path, choices)
-    check_replay(cfg)
+    check_replay_of(cfg)
     with pytest.raises(
         ConfigError, match=r"moe\.replay='.*' sends position 0 of sample 0 twice to one expert in step 1"
     ):
@@ -190,4 +194,4 @@ def test_the_choices_of_a_trace_are_read_before_the_run(tmp_path):
 def test_a_run_cannot_replay_itself(tmp_path):
     make_trace(tmp_path)
     with pytest.raises(ConfigError, match=r"moe\.replay='.*' is the trace of this very run"):
-        check_replay(config(*REPLAY, f"moe.replay={tmp_path}", f"run.dir={tmp_path}"))
+        check_replay_of(config(*REPLAY, f"moe.replay={tmp_path}", f"run.dir={tmp_path}"))

@@ -24,7 +24,7 @@ from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.cost.kv_cache import cache_bytes, kv_cache_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.data.prompts import Prompt
 from moefold.data.tokenizer import load_tokenizer
@@ -385,7 +385,7 @@ def test_the_weights_gathered_for_sampling_are_counted(pool, tmp_path, mapping, 
 def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
     """Of two heads, a rank of tp=2 caches one."""
     cfg = under(recipe(tmp_path), tmp_path, world_size=2, tp=2)
-    page_gib = kv_cache_bytes(cfg, 64, 1) / 2**30
+    page_gib = cache_sizes(cfg).kv_bytes(64) / 2**30
     cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=page_gib))
     check_rollout_cache(cfg)
     with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* is smaller than one page"):
@@ -396,7 +396,7 @@ def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe
     cfg = recipe(tmp_path)
     cfg = replace(cfg, model=edit_model(cfg.model, {"attention_pattern": "FL"}))
     few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
-    few = replace(few, rollout=replace(few.rollout, cache_gib=cache_bytes(few, 1, 8) / 2**30))
+    few = replace(few, rollout=replace(few.rollout, cache_gib=cache_sizes(few).total_bytes(1, 8) / 2**30))
     check_rollout_cache(few)
     with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* with rollout\.slots=9, .* or fewer rollout\.slots"):
         check_rollout_cache(replace(few, rollout=replace(few.rollout, slots=9)))

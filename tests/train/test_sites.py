@@ -460,7 +460,7 @@ def train_and_come_back(cfg: Config, go: Path, at: int) -> str:
     """Train; site 2 fails after step `at`, and starts again once the others wait for that after step 6."""
     if cfg.sites.number < 2:
         groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-        Trainer(cfg, groups, callbacks=[Waiting(6, go)]).run(StopSignals())
+        Trainer(cfg, groups, callbacks=[Waiting(6, go, cfg.sites.number)]).run(StopSignals())
         return "done"
     assert train_and_fail(cfg, at) == "lost"
     wait_for(go.with_name("site-0 waits"))
@@ -478,13 +478,14 @@ def wait_for(file: Path) -> None:
 
 
 class Waiting(Callback):
-    def __init__(self, at: int, go: Path) -> None:
+    def __init__(self, at: int, go: Path, site: int) -> None:
         self._at = at
         self._go = go
+        self._site = site
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         if step.number == self._at:
-            self._go.with_name(f"site-{run.cfg.sites.number} waits").touch()
+            self._go.with_name(f"site-{self._site} waits").touch()
             wait_for(self._go)
 
 

@@ -90,7 +90,7 @@ class StandIn:
     def _loaded_model(self) -> InferenceModel:
         if self._model is None:
             groups = ParallelGroups.create(fold(world_size=1), torch.device("cpu"))
-            self._model = InferenceModel(self.cfg, groups)
+            self._model = InferenceModel.build(self.cfg, groups)
             with self._model.writing_weights():
                 load_hf_weights(self.folder, self._model.named_parameters, self._model.named_buffers)
         return self._model

@@ -1,6 +1,6 @@
 import pytest
 
-from moefold.config.train import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 

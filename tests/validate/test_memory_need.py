@@ -9,10 +9,9 @@ import pytest
 from moefold.cli.main import main
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import (
-    kv_cache_bytes,
+    cache_sizes,
     min_rollout_cache_bytes,
     num_state_slots,
-    recurrent_state_bytes,
     rollouts_at_once,
 )
 from moefold.cost.peak_memory import compute_rank_memory
@@ -164,7 +163,7 @@ RL = ("data.kind=task", "rl.group_size=4", "train.global_batch_size=16", "train.
 
 def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
     cfg = recipe(*RL, "rollout.max_tokens=64")
-    full = kv_cache_bytes(cfg, 16 * 64, 1)
+    full = cache_sizes(cfg).kv_bytes(16 * 64)
     assert min_rollout_cache_bytes(cfg) == full
     assert min_rollout_cache_bytes(replace(cfg, rollout=replace(cfg.rollout, slots=8))) == full // 2
     half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=full / 2 / GIB))
@@ -174,10 +173,10 @@ def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
 def test_pages_and_states_of_rollouts_share_the_limit_of_the_cache():
     """The states of all slots come first, also of those that shared prompts may take; pages have the rest."""
     cfg = recipe(*RL, "rollout.max_tokens=64", "model.layers=2 x (linear, full)")
-    states = 16 * recurrent_state_bytes(cfg)
-    full = kv_cache_bytes(cfg, 16 * 64, 1)
+    states = 16 * cache_sizes(cfg).state_bytes
+    full = cache_sizes(cfg).kv_bytes(16 * 64)
     assert min_rollout_cache_bytes(cfg) == full + states
-    limit = num_state_slots(16) * recurrent_state_bytes(cfg) + full // 2
+    limit = num_state_slots(16) * cache_sizes(cfg).state_bytes + full // 2
     half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=limit / GIB))
     assert min_rollout_cache_bytes(half) == full // 2 + states
 

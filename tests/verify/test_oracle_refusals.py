@@ -42,7 +42,7 @@ from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective
-from moefold.verify.oracle_schedule import oracle_rate
+from moefold.verify.oracle_optimizer import oracle_rate
 from moefold.verify.read_record import ReadRecord
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites
@@ -221,24 +221,14 @@ def _without_rope(model: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     return x
 
 
-def _temperature_of_1(model: Any, positions: torch.Tensor) -> torch.Tensor:
-    return torch.ones(positions.shape, dtype=torch.float64)
-
-
 def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
     """The list does not vouch for the formula."""
     monkeypatch.setattr("moefold.verify.oracle.apply_rope", _without_rope)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.rope\.theta=500\.0"):
         _train(_small(model={"rope.theta": 500.0}))
-    monkeypatch.undo()
-    monkeypatch.setattr("moefold.verify.oracle.nope_temperature", _temperature_of_1)
-    for table in ({"tokens": 5, "scale": 0.5}, {}):
-        with pytest.raises(NoFormulaError, match=r"no formula for model\.attention\.temperature="):
-            _train(_small(model={"rope_pattern": "N", "attention.temperature": table}))
 
 
 FRAMED = {
-    "attention.temperature": {"scale": 0.5},
     "attention.indexer": {"top_k": 3, "num_heads": 2, "head_dim": 4, "rope_interleaved": True},
     "ffn.moe": {"top_k": 3, "zero_experts": 2, "active_experts": 2.0, "shortcut": True},
     "ffn.moe.router": {"scaling_factor": 2.0, "num_groups": 2, "top_groups": 2, "expert_bias": True, "bias": True},

@@ -12,9 +12,9 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.model.init import BIASES
+from moefold.cost.layer_spec import model_weights
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import TORCH_DTYPES, Transformer
+from moefold.model.transformer import TORCH_DTYPES, Transformer, module_settings
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.select_ops import apply_kernels, select_kernels
@@ -158,7 +158,7 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
             to hidden states, with weights in the dtype of the run but for float32 routers.
     """
     with torch.device("meta"):
-        model = Transformer(cfg, layers, is_first=is_whole, is_last=is_whole)
+        model = Transformer(cfg.model, module_settings(cfg), layers, is_first=is_whole, is_last=is_whole)
     if not is_whole:
         model.to(TORCH_DTYPES[cfg.run.dtype])
         for layer in model.moe_layers().values():
@@ -177,13 +177,13 @@ def draw_weights(model: Transformer, run: RunConfig, sizes: ModelConfig) -> None
     `moefold.model.init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3; the speed of a
     step does not depend on the values.
     """
+    weights = model_weights(sizes)
     generator: torch.Generator | None = None
     for name, parameter in model.named_parameters():
         generator = generator or torch.Generator(parameter.device).manual_seed(run.seed)
-        leaf = name.rsplit(".", 1)[-1]
         if "norm" in name:
             parameter.fill_(1.0)
-        elif leaf in BIASES:
+        elif not weights[name].is_matrix:
             parameter.zero_()
         else:
             parameter.normal_(0.0, sizes.init_std, generator=generator)

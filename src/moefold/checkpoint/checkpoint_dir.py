@@ -17,9 +17,10 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_j
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.field import SAME_TENSORS
 from moefold.config.find import built_in_kinds, find_part
-from moefold.config.groups.alignment import AlignmentPart, RewardPart
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
@@ -155,8 +156,12 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
     return sizes | {"layers": spell_layers(model.layer_words)}
 
 
-def sample_order(cfg: Config) -> dict[str, Any]:
-    """Return the settings that determine the text of sample n; the batch size is not among them."""
+SampleOrder = dict[str, Any]
+"""The settings that determine the text of sample n; the batch size is not among them."""
+
+
+def sample_order(cfg: Config) -> SampleOrder:
+    """Return the order of the samples of a recipe."""
     order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
     # Site n of several reads every count-th sample.
     order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
@@ -174,23 +179,29 @@ def _method_of_samples(method: Any) -> Any:
     """
     group = AlignmentPart.group
     kind = method.get("kind") if isinstance(method, dict) else method
-    is_loss = kind in built_in_kinds(group) and not issubclass(find_part(group, kind), RewardPart)
+    is_loss = kind in built_in_kinds(group) and not find_part(group, kind)().reward_column
     return kind if is_loss else method
 
 
-def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> str:
+def data_order_change(
+    meta: CheckpointMeta,
+    order: SampleOrder,
+    fingerprints: Mapping[str, str] | None = None,
+    *,
+    drops_files: bool = False,
+) -> str:
     """Describe how the samples of a checkpoint's run differ from the samples of a recipe; empty if they are the same.
 
     Files count by their content, wherever they are: other names with the same fingerprints are no difference.
-    Token files that have become corrupt or missing since are no difference under data.corrupt="skip": see
-    `dropped_files`.
 
     Args:
         meta: metadata of the checkpoint.
-        cfg: the recipe.
+        order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files; None: compare the settings alone.
+        drops_files: token files that have become corrupt or missing since are no difference (data.corrupt="skip"): see
+            `dropped_files`.
     """
-    ours = _without_want(sample_order(cfg))
+    ours = _without_want(order)
     theirs = _recorded_order(meta)
     if not meta.data_files:
         return _differences(theirs, ours)
@@ -205,29 +216,28 @@ def data_order_change(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[s
     if wrong := unmatched_locations(then, now, theirs, ours):
         return _differences({key: theirs[key] for key in wrong}, ours)
     fingerprints = comparable(then, now, fingerprints)
-    meta = relocated(meta, cfg, fingerprints)
+    meta = relocated(meta, order, fingerprints)
     lost, others = _classify_differences(meta, fingerprints)
     if theirs["path"] != ours["path"]:
         # A file that is damaged keeps its place: another one in a new place is no damage.
         changed = [name for name in lost if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED]
         others |= {name: lost.pop(name) for name in changed}
-    if cfg.data.corrupt == "skip" and any(name not in lost for name in meta.data_tokens):
+    if drops_files and any(name not in lost for name in meta.data_tokens):
         lost = {}
     wrong = [*lost.values(), *others.values()]
     return "; ".join(filter(None, [_differences(moved, ours), format_list(wrong)])) if wrong else ""
 
 
-def relocated(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str]) -> CheckpointMeta:
+def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
     """Return the metadata of a checkpoint with the names that its data files have in the recipe.
 
     Args:
         meta: metadata of the checkpoint.
-        cfg: the recipe.
+        order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files.
     """
-    order = _recorded_order(meta)
-    then = data_files(order, meta.data_files)
-    now = data_files(sample_order(cfg), fingerprints)
+    then = data_files(_recorded_order(meta), meta.data_files)
+    now = data_files(order, fingerprints)
     names = names_now(then, meta.data_files, now, fingerprints)
 
     def renamed(values: dict[str, T]) -> dict[str, T]:
@@ -241,18 +251,17 @@ def relocated(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str]
     )
 
 
-def moved_data_message(meta: CheckpointMeta, cfg: Config) -> str:
+def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
     """Return a message about data of the same content at other paths than in a checkpoint; empty if none moved.
 
     Args:
         meta: metadata of the checkpoint.
-        cfg: the recipe; `data_order_change` returns "" for it.
+        order: `sample_order` of the recipe; `data_order_change` returns "" for it.
     """
     theirs = _recorded_order(meta)
-    ours = sample_order(cfg)
-    moved = [key for key in LOCATION_KEYS if theirs[key] != ours[key]]
+    moved = [key for key in LOCATION_KEYS if theirs[key] != order[key]]
     names = {"path": "data", "tokenizer": "data.tokenizer", "chat_template": "data.chat_template"}
-    said = [f"{names[key]} at {ours[key]!r} has the same content as {theirs[key]!r}" for key in moved]
+    said = [f"{names[key]} at {order[key]!r} has the same content as {theirs[key]!r}" for key in moved]
     return f"{'; '.join(said)}: continuing at sample {meta.samples}" if said else ""
 
 
@@ -604,8 +613,9 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
 
             if reason := adapters_unsupported_reason(meta.lora, cfg.lora, str(path)):
                 raise ConfigError(f"checkpoint {str(path)!r} {reason}")
-        if wish == "auto" or _can_skip_corrupt(meta, cfg, fingerprints):
-            _check_same_data(path, meta, cfg, fingerprints)
+        order = sample_order(cfg)
+        if wish == "auto" or _can_skip_corrupt(meta, cfg.data, order, fingerprints):
+            _check_same_data(path, meta, cfg.data, order, fingerprints)
         _check_whole_rounds(path, meta, cfg.rl)
     if wish != "auto" and cfg.checkpoint.saves:
         _reject_later_checkpoints(
@@ -714,31 +724,35 @@ def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:
         )
 
 
-def _check_same_data(path: Path, meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> None:
-    if wrong := data_order_change(meta, cfg, fingerprints):
+def _check_same_data(
+    path: Path, meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
+) -> None:
+    if wrong := data_order_change(meta, order, fingerprints, drops_files=data.drops_files):
         way_out = (
             "set data.corrupt='skip' to continue without the broken or missing files, restore them, or start the data "
             f"from the beginning in another run.dir with checkpoint.init_from={str(path)!r}"
-            if _can_skip_corrupt(meta, cfg, fingerprints)
-            else f"{_remedy(meta, cfg)}, set checkpoint.resume={str(path)!r} to continue with the new data from its "
-            "start, or set another run.dir"
+            if _can_skip_corrupt(meta, data, order, fingerprints)
+            else f"{_remedy(meta, data, order)}, set checkpoint.resume={str(path)!r} to continue with the new data "
+            "from its start, or set another run.dir"
         )
         raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
 
 
-def _remedy(meta: CheckpointMeta, cfg: Config) -> str:
+def _remedy(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
     """Return advice on how to restore the run's own samples."""
-    if data_order_change(meta, cfg):
+    if data_order_change(meta, order):
         return "give the recipe its settings"
-    rule = "" if cfg.data.kind == "tokens" else f" (with data.kind={cfg.data.kind!r} none can be left out later)"
+    rule = "" if data.kind == "tokens" else f" (with data.kind={data.kind!r} none can be left out later)"
     return f"restore the files as they were{rule}"
 
 
-def _can_skip_corrupt(meta: CheckpointMeta, cfg: Config, fingerprints: Mapping[str, str] | None) -> bool:
+def _can_skip_corrupt(
+    meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
+) -> bool:
     """Return whether data.corrupt="skip" would remove all differences of the data."""
-    if cfg.data.corrupt == "skip" or not data_order_change(meta, cfg, fingerprints):
+    if data.corrupt == "skip" or not data_order_change(meta, order, fingerprints):
         return False
-    return not data_order_change(meta, replace(cfg, data=replace(cfg.data, corrupt="skip")), fingerprints)
+    return not data_order_change(meta, order, fingerprints, drops_files=True)
 
 
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
 from moefold.cli.command_parser import CommandParser, add_part_option
@@ -29,30 +29,8 @@ EPILOG = """example:
 """
 
 
-@dataclass(frozen=True)
-class BalanceRow:
-    """Attention of the rounds of some documents under one strategy."""
-
-    lengths: str
-    effective_length: float
-    strategy: ContextPart
-    max_over_mean: float
-    """Visible pairs of the busiest rank over the mean, on average over the rounds."""
-    received_keys: float
-    """Rows of keys and values that are received, for each token; planned attention alone is counted by row."""
-    moved_queries: float
-    """Rows of queries that leave their rank, for each token."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the numbers, ready for JSON."""
-        return {
-            "lengths": self.lengths,
-            "effective_length": self.effective_length,
-            **strategy_as_dict(self.strategy),
-            "max_over_mean": self.max_over_mean,
-            "received_keys": self.received_keys,
-            "moved_queries": self.moved_queries,
-        }
+Row = tuple[ContextPart, dict[str, Any]]
+"""A strategy, and the numbers of the rounds under it."""
 
 
 def run(argv: list[str]) -> int:
@@ -65,7 +43,7 @@ def run(argv: list[str]) -> int:
     _check(args)
     rows = [row for name in args.names for row in _rows(name, args)]
     if args.json:
-        print(json.dumps([row.as_dict() for row in rows]))
+        print(json.dumps([numbers for _, numbers in rows]))
         return 0
     for name in args.names:
         loads = DocumentLoads(open_document_samples(name, args.seq_len), args.seq_len)
@@ -98,44 +76,37 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tolerance {args.tolerance:g} must lie between 0 and 1: 0.1 keeps 10 % above the mean")
 
 
-def _rows(name: str, args: argparse.Namespace) -> list[BalanceRow]:
+def _rows(name: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the attention of the rounds of some documents under each strategy."""
     samples = open_document_samples(name, args.seq_len)
     strategies = [make_part(ContextPart.group, "ring"), make_part(ContextPart.group, "ulysses")]
-    base = make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block)
-    strategies += [
-        replace(base, placement=placement, hosts=hosts)
-        for placement in ("samples", "documents", "balanced")
-        for hosts in ("home", "balanced")
-    ]
-    found = []
+    strategies += make_part(ContextPart.group, "planned", tolerance=args.tolerance, block=args.block).variants()
     for strategy in strategies:
         loads = DocumentLoads(samples, args.seq_len, strategy)
         rounds = loads.rounds(args.cp, args.dp, args.micro_batch_size)
-        found.append(
-            BalanceRow(
-                name,
-                loads.effective_length,
-                strategy,
-                rounds.max_over_mean,
-                # Ring attention passes the keys and values of all other ranks of a sample through each rank.
-                rounds.received_keys if strategy.is_planned else float(args.cp - 1),
-                rounds.moved_queries,
-            )
-        )
-    return found
+        numbers = {
+            "lengths": name,
+            "effective_length": loads.effective_length,
+            **strategy_as_dict(strategy),
+            "max_over_mean": rounds.max_over_mean,
+            # Ring attention passes the keys and values of all other ranks of a sample through each rank.
+            "received_keys": rounds.received_keys if strategy.is_planned else float(args.cp - 1),
+            "moved_queries": rounds.moved_queries,
+        }
+        yield strategy, numbers
 
 
-def _print(rows: list[BalanceRow], args: argparse.Namespace) -> None:
+def _print(rows: list[Row], args: argparse.Namespace) -> None:
     print_escaped(
         f"\n{args.cp * args.dp} ranks, cp={args.cp} dp={args.dp}, samples of {args.seq_len:,} tokens, tolerance "
         f"{args.tolerance:g}; busiest: attention work of the busiest rank of a round over the mean"
     )
     print_escaped(f"{'lengths':12} {'attention':45} {'busiest':>8} {'keys/token':>11} {'queries moved':>14}")
-    for row in rows:
-        keys = f"{row.received_keys:11.2f}" if not row.strategy.shards_heads else f"{'-':>11}"
+    for strategy, row in rows:
+        keys = f"{row['received_keys']:11.2f}" if not strategy.shards_heads else f"{'-':>11}"
         print_escaped(
-            f"{row.lengths:12} {describe_strategy(row.strategy):45} {row.max_over_mean:8.2f} {keys} "
-            f"{row.moved_queries:14.1%}"
+            f"{row['lengths']:12} {describe_strategy(strategy):45} {row['max_over_mean']:8.2f} {keys} "
+            f"{row['moved_queries']:14.1%}"
         )
 
 

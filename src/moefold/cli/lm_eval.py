@@ -78,7 +78,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         settings.load_chat_template(source, tokenizer)
 
     from moefold.checkpoint.checkpoint_dir import check_file_sizes
-    from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
+    from moefold.cost.kv_cache import PAGE_POSITIONS, cache_sizes
     from moefold.launch.fitting import check_inference, choose_checked_device
 
     check = partial(
@@ -86,8 +86,8 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         cfg,
         rank_env=rank_env,
         extra_bytes={
-            f"the cache of one text of max_length={cfg.train.seq_len}": cache_bytes(
-                cfg, -(-cfg.train.seq_len // PAGE_POSITIONS), 1
+            f"the cache of one text of max_length={cfg.train.seq_len}": cache_sizes(cfg).total_bytes(
+                -(-cfg.train.seq_len // PAGE_POSITIONS), 1
             )
         },
         suggestion="give a smaller --model_args max_length=, or shard the model with tp= and pp=",

@@ -14,9 +14,9 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.config.train import AUTO
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
-from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES, KernelProfile
 from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import ConfigError

@@ -96,17 +96,15 @@ def _groups(accuracy: Accuracy) -> Table:
 def _kinds(accuracy: Accuracy) -> Table:
     """Return the errors by GPU and kind of row; unseen: each row under a fit without its configuration."""
     table = Table("rows", "", "mean", "median", "bias", "unseen: mean", "median", "bias")
-    for name, (seen, unseen) in accuracy.errors_by_kind().items():
+    for name, groups in accuracy.errors_by_kind().items():
+        seen = groups["fitted"]
+        assert seen is not None
         cells = [
-            _percent(value, sign=sign)
-            for group in (seen, unseen or seen)
-            for value, sign in (
-                (group.mean_abs_error_pct, False),
-                (group.median_abs_error_pct, False),
-                (group.bias_pct, True),
-            )
+            _percent(group[key], sign=key == "bias_pct")
+            for group in (seen, groups["unseen"] or seen)
+            for key in ("mean_abs_error_pct", "median_abs_error_pct", "bias_pct")
         ]
-        table.add_row(name, str(seen.rows), *cells)
+        table.add_row(name, str(seen["rows"]), *cells)
     return table
 
 

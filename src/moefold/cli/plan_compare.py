@@ -99,9 +99,6 @@ def _format_gain(gain: float | None) -> str:
 def _as_dict(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> dict[str, Any]:
     from moefold.planner.query import plan_as_dict
 
-    def plan(one: PlannedMapping | None) -> dict[str, Any] | None:
-        return None if one is None else plan_as_dict(one)
-
     q = request
     return {
         "model": q.model_spec.name,
@@ -112,17 +109,11 @@ def _as_dict(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> 
         "fixed": {axis: format_axis_value(value) for axis, value in q.restriction.fixed.items()},
         "is_measured": False,
         "comparisons": [
-            {
-                "seq_len": one.seq_len,
-                "global_batch_size": one.global_batch_size,
-                "gain": one.gain,
-                "gain_within_dp": one.gain_within_dp,
-                "same_mapping": one.is_same_mapping,
-                "reason": one.reason,
-                "saved_s": one.saved_s,
-                "folded": plan(one.folded),
-                "coupled": plan(one.coupled),
-                "within_dp": plan(one.within_dp),
+            {key: getattr(one, key) for key in ("seq_len", "global_batch_size", "gain", "gain_within_dp", "reason")}
+            | {"same_mapping": one.is_same_mapping, "saved_s": one.saved_s}
+            | {
+                name: None if plan is None else plan_as_dict(plan)
+                for name, plan in (("folded", one.folded), ("coupled", one.coupled), ("within_dp", one.within_dp))
             }
             for one in comparisons
         ],

@@ -30,7 +30,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
         ConfigError: an axis is wrong, or an option is incompatible with a single mapping.
     """
     given = parse_axes(args.explain, "--explain")
-    _check_options(request, given, args)
+    _check_options(request.restriction.fixed, given, args)
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
     from moefold.planner.query import plan_as_dict
 
@@ -46,7 +46,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     if plan.memory.fits:
         write_outputs(planner, plan, args, argv)
     else:
-        record["reason"] = memory_excess_reason(plan, request)
+        record["reason"] = memory_excess_reason(plan, request.reserve_gib)
         report_unwritten(args, "the mapping does not fit")
     if args.json:
         print(json.dumps(record))
@@ -55,20 +55,19 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     return 0 if plan.memory.fits else EXIT_NOT_FEASIBLE
 
 
-def _check_options(request: PlanRequest, given: Mapping[str, Any], args: argparse.Namespace) -> None:
+def _check_options(fixed: Mapping[str, Any], given: Mapping[str, Any], args: argparse.Namespace) -> None:
     if args.top is not None:
         raise ConfigError("--top counts mappings, and --explain shows one; leave one of them out")
-    for axis, value in request.restriction.fixed.items():
+    for axis, value in fixed.items():
         if given.get(axis, value) != value:
             raise ConfigError(f"--explain {axis}={given[axis]} and --fix {axis}={value} differ; leave one of them out")
 
 
-def memory_excess_reason(plan: PlannedMapping, request: PlanRequest) -> str:
+def memory_excess_reason(plan: PlannedMapping, reserve_gib: float) -> str:
     """Explain in one sentence how much memory is missing, and which part takes most of it."""
     lacking = (plan.memory.total - plan.memory.capacity) / GIB
     part, size = max(plan.memory_parts.items(), key=lambda item: item[1])
-    reserve = request.reserve_gib
-    reserved = f" with {reserve:.1f} GiB kept free (--memory-reserve)" if reserve else ""
+    reserved = f" with {reserve_gib:.1f} GiB kept free (--memory-reserve)" if reserve_gib else ""
     return (
         f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{reserved}, "
         f"{lacking:.1f} GiB too much even with {format_mapping(plan)}; most of it is {part}, {size / GIB:.1f} GiB"

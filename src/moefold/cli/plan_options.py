@@ -9,6 +9,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.planner.planner import PlanRequest
 from moefold.planner.query import PlanOptions, PlanQuery, plan_request
+from moefold.planner.simulator.simulate import Noise
 
 
 def request_from_args(args: argparse.Namespace) -> PlanRequest:
@@ -39,6 +40,16 @@ def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") ->
     jitter = f"{help_prefix}spread of the times of actions, such as 0.05 (default 0)"
     add("--jitter", type=float, default=0.0, metavar="S", help=jitter)
     add("--seed", type=int, help="seed of --jitter (default 0)")
+
+
+def noise_of(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
+    """Return the noise of the options.
+
+    Raises:
+        ConfigError: an option is wrong, or has no effect.
+    """
+    check_jitter_options(args)
+    return Noise(parse_stragglers(parallel, args.straggler), args.jitter, args.seed or 0)
 
 
 def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[int, float]:
@@ -88,25 +99,16 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
     return found
 
 
-def check_jitter(value: float) -> float:
-    """Check and return the relative spread of action times.
+def check_jitter_options(args: argparse.Namespace) -> None:
+    """Check that --jitter is a small spread, and that --seed has something to draw.
 
     Raises:
-        ConfigError: the value is not in [0, 1].
+        ConfigError: one of them is wrong, or has no effect.
     """
-    if not 0 <= value <= 1:
+    if not 0 <= args.jitter <= 1:
         raise ConfigError(
-            f"--jitter {value:g} must lie between 0 and 1: 0.05 makes the times of actions vary by about 5 %"
+            f"--jitter {args.jitter:g} must lie between 0 and 1: 0.05 makes the times of actions vary by about 5 %"
         )
-    return value
-
-
-def check_seed(args: argparse.Namespace) -> None:
-    """Check that --seed is used: --jitter must not be 0.
-
-    Raises:
-        ConfigError: --seed is given without --jitter.
-    """
     if args.seed is not None and not args.jitter:
         raise ConfigError(
             f"--seed {args.seed} has no effect: --jitter 0 draws nothing; add --jitter 0.05, or leave --seed out"

@@ -11,21 +11,20 @@ from pathlib import Path
 from rich.console import Console
 
 from moefold.cli.plan_documents import attention_of, describe_attention, describe_documents
-from moefold.cli.plan_options import check_jitter, check_seed, parse_straggler_factors, parse_stragglers
+from moefold.cli.plan_options import check_jitter_options, noise_of, parse_straggler_factors
 from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
-from moefold.config.parallel import ParallelConfig
-from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
+from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
-from moefold.planner.model_spec import train_flops
+from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import check_timeline_file, write_timeline
-from moefold.planner.simulator.simulate import Noise, simulate_mapping
+from moefold.planner.simulator.simulate import simulate_mapping
 from moefold.planner.sites import with_site_settings
 from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped, printable
@@ -46,8 +45,7 @@ def check_output_paths(args: argparse.Namespace) -> None:
     if args.report is not None:
         check_output_path("--report", args.report, (".html", ".htm"))
         reject_existing("--report", args.report, force=args.force)
-    check_jitter(args.jitter)
-    check_seed(args)
+    check_jitter_options(args)
     if (args.straggler or args.jitter) and not args.timeline and args.report is None:
         raise ConfigError("--straggler and --jitter disturb the step of --timeline or --report; name one of these")
 
@@ -95,12 +93,33 @@ def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespa
     Raises:
         ConfigError: a file cannot be written.
     """
-    for path in args.timeline:
-        _write_timeline(planner, best, path, _noise(planner.config_for(best).parallel, args))
+    cost_model = planner.search_of(best).cost_model
+    timeline = None
+    if args.timeline or args.report is not None:
+        noise = noise_of(planner.config_for(best).parallel, args)
+        timeline = simulate_mapping(cost_model, best.mapping, noise)
+        for path in args.timeline:
+            write_timeline(timeline, path)
+            print_escaped(f"wrote {path}", file=sys.stderr)
     if args.recipe is not None:
-        _write_recipe(planner, best, args, argv)
-    if args.report is not None:
-        _write_report(planner, best, args, argv)
+        from moefold.planner.export_recipe import write_recipe
+
+        write_recipe(_recipe_text(planner, best, args, argv), args.recipe)
+        print_escaped(f"wrote {args.recipe}", file=sys.stderr)
+    if args.report is not None and timeline is not None:
+        from moefold.planner.report import MAX_SHOWN_PLANS, PlanReport, write_report
+
+        report = PlanReport(
+            request=planner.request,
+            workload=cost_model.workload,
+            plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
+            timeline=timeline,
+            command=f"moefold plan {shlex.join(argv)}",
+            date=date.today().isoformat(),
+            recipe=_recipe_text(planner, best, args, argv) if can_write_recipe(planner.request) else "",
+        )
+        write_report(report, args.report)
+        print_escaped(f"wrote {args.report}", file=sys.stderr)
 
 
 def report_unwritten(args: argparse.Namespace, reason: str) -> None:
@@ -108,14 +127,6 @@ def report_unwritten(args: argparse.Namespace, reason: str) -> None:
     for path in (*args.timeline, args.recipe, args.report):
         if path is not None:
             print_escaped(f"{path} is not written: {reason}", file=sys.stderr)
-
-
-def _write_recipe(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
-    from moefold.planner.export_recipe import write_recipe
-
-    cfg, comments = _trainable_config(planner, best, args)
-    write_recipe(cfg, args.recipe, _header_comments(planner, best, args, argv), comments)
-    print_escaped(f"wrote {args.recipe}", file=sys.stderr)
 
 
 def _header_comments(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> list[str]:
@@ -140,24 +151,9 @@ def _header_comments(planner: Planner, best: PlannedMapping, args: argparse.Name
     return [printable(line) for line in lines]
 
 
-def _noise(parallel: ParallelConfig, args: argparse.Namespace) -> Noise:
-    return Noise(
-        slowdown_by_rank=parse_stragglers(parallel, args.straggler),
-        jitter=check_jitter(args.jitter),
-        seed=args.seed or 0,
-    )
-
-
-def _write_timeline(planner: Planner, best: PlannedMapping, path: Path, noise: Noise) -> None:
-    write_timeline(simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise), path)
-    print_escaped(f"wrote {path}", file=sys.stderr)
-
-
-def _trainable_config(
-    planner: Planner, best: PlannedMapping, args: argparse.Namespace
-) -> tuple[Config, dict[str, str]]:
-    """Return the config of a mapping for its recipe, and comments on the keys that only the user can set, by name."""
-    from moefold.planner.export_recipe import PLACEHOLDER_COMMENTS, with_run_defaults
+def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> str:
+    """Return the recipe of a mapping, with comments on the keys that only the user can set."""
+    from moefold.planner.export_recipe import PLACEHOLDER_COMMENTS, render_recipe, with_run_defaults
 
     cfg = planner.config_for(best)
     cfg = replace(cfg, run=replace(cfg.run, device="auto"))
@@ -165,39 +161,7 @@ def _trainable_config(
     if not args.model.endswith(".toml"):
         cfg = with_run_defaults(cfg, planner.request.model_spec.name)
         comments = PLACEHOLDER_COMMENTS
-    return (cfg if planner.site_plan is None else with_site_settings(cfg, planner.site_plan)), comments
-
-
-def _write_report(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> None:
-    from moefold.planner.report import MAX_SHOWN_PLANS, PlanReport, ReportSource, write_report
-
-    q = planner.request
-    study = PlanReport(
-        model=q.model_spec.name,
-        gpu=q.device,
-        num_gpus=q.num_gpus,
-        workload=planner.search_of(best).cost_model.workload,
-        model_spec=q.model_spec,
-        plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
-        noise=_noise(planner.config_for(best).parallel, args),
-        reserve_gib=q.reserve_gib,
-        source=ReportSource(
-            command=f"moefold plan {shlex.join(argv)}",
-            date=date.today().isoformat(),
-            recipe=_recipe_text(planner, best, args, argv),
-        ),
-    )
-    write_report(study, args.report)
-    print_escaped(f"wrote {args.report}", file=sys.stderr)
-
-
-def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespace, argv: list[str]) -> str:
-    """Return the recipe of a mapping as text; empty if a recipe cannot express it."""
-    from moefold.planner.export_recipe import render_recipe
-
-    if not can_write_recipe(planner.request):
-        return ""
-    cfg, comments = _trainable_config(planner, best, args)
+    cfg = cfg if planner.site_plan is None else with_site_settings(cfg, planner.site_plan)
     return render_recipe(cfg, _header_comments(planner, best, args, argv), comments)
 
 
@@ -262,7 +226,7 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
     q = request
     w = request.workload
     even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
-    assumptions = [f"{even} (--imbalance)", describe_margin(q)]
+    assumptions = [f"{even} (--imbalance)", describe_margin(q.reserve_gib, q.device.memory_gib)]
     for part in dict.fromkeys(plan.mapping.dispatcher for plan in shown):
         if part.kernel_package:
             assumptions.append(
@@ -270,26 +234,24 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
             )
     if q.restriction.offload:
         assumptions.append("offload is hidden almost completely, which is not measured (--offload)")
-    return [*assumptions, f"{describe_flops(q)}; MFU is against the bfloat16 peak"]
+    return [*assumptions, f"{describe_flops(q.model_spec, w)}; MFU is against the bfloat16 peak"]
 
 
-def describe_flops(request: PlanRequest) -> str:
+def describe_flops(model: ModelSpec, w: TrainingWorkload) -> str:
     """Describe the convention of the FLOP count, and the factor to the other one."""
-    w = request.workload
-    full, half = (train_flops(request.model_spec, w.seq_len, causal=causal) for causal in (False, True))
+    full, half = (train_flops(model, w.seq_len, causal=causal) for causal in (False, True))
     words = f"TFLOP/s count {w.flop_description}"
     if w.counts_causal_attention:
         return f"{words}; arXiv:2504.14960 counts all of it: x {full / half:.2f} here"
     return f"{words}, as arXiv:2504.14960; Megatron-Bridge counts half: x {half / full:.2f} here"
 
 
-def describe_margin(request: PlanRequest) -> str:
+def describe_margin(reserve_gib: float, memory_gib: float) -> str:
     """Describe the memory that is left free."""
-    q = request
-    if not q.reserve_gib:
-        return f"all {q.device.memory_gib:.1f} GiB of a GPU may be used (--memory-reserve)"
-    share = q.reserve_gib / q.device.memory_gib
-    return f"{q.reserve_gib:.1f} of {q.device.memory_gib:.1f} GiB of a GPU ({share:.0%}) stay free (--memory-reserve)"
+    if not reserve_gib:
+        return f"all {memory_gib:.1f} GiB of a GPU may be used (--memory-reserve)"
+    share = reserve_gib / memory_gib
+    return f"{reserve_gib:.1f} of {memory_gib:.1f} GiB of a GPU ({share:.0%}) stay free (--memory-reserve)"
 
 
 def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:

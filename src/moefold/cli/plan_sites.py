@@ -64,8 +64,9 @@ def print_site_plan(console: Console, plan: SitePlan) -> None:
     print_prose(
         console,
         "one job",
-        f"data parallelism across the sites, overlapped with the whole step at best: {format_seconds(parallel.step_s)} "
-        f"s a step, utilisation {parallel.utilisation:.1%}, {format_bytes(parallel.bytes_per_day)} a day.",
+        "data parallelism across the sites, overlapped with the whole step at best: "
+        f"{format_seconds(parallel.step_time_s)} s a step, utilisation {parallel.utilisation:.1%}, "
+        f"{format_bytes(parallel.bytes_per_day)} a day.",
     )
 
 

@@ -9,7 +9,7 @@ from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
-from moefold.config.train import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
 from moefold.planner.families import FAMILIES, FamilyBest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_documents import describe_attention, describe_documents
-from moefold.cli.plan_options import add_noise_options, check_jitter, check_seed, parse_stragglers
+from moefold.cli.plan_options import add_noise_options, noise_of
 from moefold.cli.plan_sites import add_site_options, describe_rate
 from moefold.cli.simulate_rounds import (
     add_round_options,
@@ -23,11 +23,10 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
+from moefold.config.train import AUTO, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
 from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
-from moefold.cost.recompute_parts import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
@@ -87,13 +86,8 @@ def run(argv: list[str]) -> int:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)
     check_round_options(cfg.rl, cfg.rollout, args)
-    check_seed(args)
     check_imbalance(args.imbalance, cfg.model.ffn.moe.num_experts)
-    noise = Noise(
-        slowdown_by_rank=parse_stragglers(cfg.parallel, args.straggler),
-        jitter=check_jitter(args.jitter),
-        seed=args.seed or 0,
-    )
+    noise = noise_of(cfg.parallel, args)
     cfg = _with_recompute(cfg, device)
     loads = document_loads(args.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl)
     timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise, loads)
@@ -160,13 +154,8 @@ def timeline_as_dict(timeline: Timeline) -> dict[str, object]:
         "bubble": timeline.bubble,
         "idle_share": timeline.idle_share,
         "ranks": [
-            {
-                "pp_rank": rank,
-                "work_s": timeline.work_s(rank),
-                "idle_s": timeline.idle_s(rank),
-                "exposed_s": timeline.exposed_s(rank),
-                "in_flight": timeline.max_in_flight(rank),
-            }
+            {"pp_rank": rank, "in_flight": timeline.max_in_flight(rank)}
+            | {name: getattr(timeline, name)(rank) for name in ("work_s", "idle_s", "exposed_s")}
             for rank in range(timeline.num_ranks)
         ],
     }

@@ -105,10 +105,7 @@ def rounds_as_dict(rounds: RoundTimeline) -> dict[str, object]:
         "calibrated": False,
         "step_time_s": rounds.step_s,
         "updates": times.updates,
-        "copy_s": times.copy_s,
-        "prefill_s": times.prefill_s,
-        "decode_s": times.decode_s,
-        "reward_s": times.reward_s,
+        **{key: getattr(times, key) for key in ("copy_s", "prefill_s", "decode_s", "reward_s")},
         "train_s": times.training_s,
         "rounds_ahead": rounds.rounds_ahead,
         "idle_share": {

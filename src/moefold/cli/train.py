@@ -67,14 +67,8 @@ def _report_finished(setup: RunSetup) -> None:
     folder = setup.folder
     lines = [folder.message] if folder.message else []
     lines.append(f"{setup.resume} has all {folder.cfg.run.steps} steps of run.steps; nothing to do")
-    print(
-        printable(
-            "\n".join(
-                [*lines, *next_commands(folder.cfg), "or start a new run: the same command with run.dir=ANOTHER_FOLDER"]
-            ),
-            MULTILINE_CHARS,
-        )
-    )
+    lines += [*next_commands(folder.cfg), "or start a new run: the same command with run.dir=ANOTHER_FOLDER"]
+    print(printable("\n".join(lines), MULTILINE_CHARS))
 
 
 def _start_training(setup: RunSetup, rank_env: RankEnv | None) -> int:

@@ -18,9 +18,8 @@ from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.config.train import TrainConfig
+from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
@@ -95,7 +94,7 @@ def run(argv: list[str]) -> int:
 
         large = cfg
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
-        message = _describe_shrinking(large, cfg)
+        message = _describe_shrinking(large.parallel, cfg.parallel)
     _check_memory(cfg.model, cfg.parallel)
     check_data_source(cfg.model, cfg.train, cfg.data)
     steps = max(cfg.run.steps, args.steps)
@@ -105,7 +104,7 @@ def run(argv: list[str]) -> int:
     optimizer = chosen_in(cfg.train, OptimizerPart).with_moment_dtype("float32")
     cfg = replace(cfg, train=replace(cfg.train, optimizer=optimizer, precision="dtype"))
     replayed = replace(cfg, run=replace(cfg.run, steps=args.steps))
-    check_replay(replayed)
+    check_replay(replayed.run, replayed.model, replayed.moe, replayed.train)
     check_replay_content(replayed.run, replayed.moe)
     check_dispatch_device(cfg.model, cfg.parallel, "cpu")
     return verify(cfg, args.steps, _run_on_ranks, message, notes, against_one_rank=args.against == ONE_RANK)
@@ -186,18 +185,14 @@ def _run_on_ranks(cfg: Config, steps: int, on_progress: ProgressCallback) -> Seq
     )
 
 
-def _describe_shrinking(large: Config, small: Config) -> str:
+def _describe_shrinking(large: ParallelConfig, small: ParallelConfig) -> str:
     """Describe the axes of the recipe that are smaller or missing in the shrunk recipe."""
     from moefold.verify.shrink import changed_axes
 
-    lowered, missing = changed_axes(large.parallel, small.parallel)
-    large_ranks = large.parallel.world_size
-    small_ranks = small.parallel.world_size
-    ranks = (
-        f"{large_ranks} -> {small_ranks} ranks"
-        if large_ranks > small_ranks
-        else f"{large_ranks} ranks as in the recipe"
-    )
+    lowered, missing = changed_axes(large, small)
+    ranks = f"{large.world_size} ranks as in the recipe"
+    if large.world_size > small.world_size:
+        ranks = f"{large.world_size} -> {small.world_size} ranks"
     left_out = (
         f"NOT covered, as no small mapping is legal with it: {', '.join(missing)} above 1"
         if missing

@@ -20,7 +20,7 @@ def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
         recipe: the recipe.
         group: the base class of the group, from `config/groups/`.
     """
-    return _of_group(attrgetter(group.key)(recipe), group)
+    return of_group(attrgetter(group.key)(recipe), group)
 
 
 def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
@@ -42,10 +42,10 @@ def with_part(recipe: Config, part: Any) -> Config:
     return found
 
 
-def with_key(recipe: Any, name: str, value: Any) -> Any:
+def with_key(owner: Any, name: str, value: Any) -> Any:
     """Return a recipe, a section, a table or a part with another value of a key, given its path."""
     key, dot, inner = name.partition(".")
-    return replace(recipe, **{key: with_key(getattr(recipe, key), inner, value) if dot else value})
+    return replace(owner, **{key: with_key(getattr(owner, key), inner, value) if dot else value})
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
@@ -55,10 +55,11 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
         section: the section of a recipe, such as `cfg.train`.
         group: the base class of the group.
     """
-    return _of_group(getattr(section, group.key.partition(".")[2]), group)
+    return of_group(getattr(section, group.key.partition(".")[2]), group)
 
 
-def _of_group(value: Any, group: type[AnyPart]) -> AnyPart:
+def of_group(value: Any, group: type[AnyPart]) -> AnyPart:
+    """Return a part, which is of a group."""
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from moefold.config.find import unknown_kind
-from moefold.config.groups.attention import AttentionPart, RecurrentCore, SoftmaxAttentionPart, SoftmaxCore, prefixed
+from moefold.config.groups.attention import AttentionCore, AttentionPart, prefixed
 from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layer_words import LayerWords
@@ -62,7 +62,7 @@ class Layer:
         )
 
     @cached_property
-    def core(self) -> SoftmaxCore | RecurrentCore:
+    def core(self) -> AttentionCore:
         """Core of attention: what it computes without a weight."""
         return self.attention.core(self.hidden_size)
 
@@ -141,7 +141,4 @@ def _attention(model: Any, words: LayerWords) -> AttentionPart:
     key = SPANS.get(words.attention)
     span = make_part("span", words.attention, tokens=getattr(model, key)) if key else None
     part: AttentionPart = replace(model.softmax_attention, span=span, has_rope=words.position == "rope")
-    if not isinstance(part, SoftmaxAttentionPart) or part.indexer is None or words.selection == "own":
-        return part
-    sizes = {field.name: getattr(part.indexer, field.name) for field in fields(part.indexer)}
-    return replace(part, indexer=make_part("indexer", "shared", **sizes))
+    return part if words.selection == "own" else part.with_shared_selection()

@@ -281,7 +281,7 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _known_keys(tree: Mapping[str, Any], problems: Problems, method: Part | None) -> Tree:
+def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodPart | None) -> Tree:
     """Return the known sections and keys of the tree without errors, with missing keys of [sites] filled.
 
     Args:
@@ -304,12 +304,12 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: Part | None
     return known
 
 
-def _method_values(keys: Mapping[str, Any], method: Part | None) -> Mapping[str, Any]:
+def _method_values(keys: Mapping[str, Any], method: SiteMethodPart | None) -> Mapping[str, Any]:
     """Return the values that the method of a section [sites] gives to the keys that it leaves out."""
     kind = keys.get("method")
     if method is None and isinstance(kind, str):
         method = find_part(SiteMethodPart.group, kind)()
-    return method.values(keys.get("every", default_of("sites", "every"))) if isinstance(method, SiteMethodPart) else {}
+    return method.values(keys.get("every", default_of("sites", "every"))) if method else {}
 
 
 def _type_problem(section: str, key: str, value: Any) -> str:

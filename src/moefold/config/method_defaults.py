@@ -12,7 +12,6 @@ from typing import Any
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
 from moefold.config.find import built_in_kinds, class_of, find_part, kinds
-from moefold.config.groups.alignment import PreferencePart
 from moefold.config.lora import LoraConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
@@ -65,8 +64,7 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
         return own
     if settings["rl.group_size"]:
         return REINFORCEMENT
-    has_pairs = issubclass(class_of("alignment", settings["align.method"]), PreferencePart)
-    if settings["data.kind"] == "preference" or has_pairs:
+    if "preference" in (settings["data.kind"], class_of("alignment", settings["align.method"]).data_kind):
         return PREFERENCES
     return FINE_TUNING if settings["data.kind"] == "sft" else PRETRAINING
 

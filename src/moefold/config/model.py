@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from moefold.config.field import POSITIVE, SAME_TENSORS, Judged, Most, ReadIf, at_least
-from moefold.config.groups.attention import RecurrentCore, SoftmaxAttentionPart
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
 from moefold.config.layer_words import MAX_LAYERS, LayerWords, parse_layers
@@ -28,7 +27,7 @@ class ModelConfig(Section):
     arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense (model.ffn.dense)."""
     hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 256
     """Width of the residual stream, H."""
-    attention: Annotated[Any, KindOf("attention", ("gqa", "mla"), "is_recurrent", False)] = "gqa"
+    attention: Annotated[Any, KindOf("attention", "not is_recurrent")] = "gqa"
     """Softmax attention. gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values
     of all heads come from one latent (DeepSeek-V2)."""
     vocab_size: Annotated[int, at_least(1), Most(2**31), Judged.SIZE] = 256
@@ -43,9 +42,7 @@ class ModelConfig(Section):
     attention_chunk_size: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
     """Tokens of an attention chunk of a layer 'chunk': a document is divided into chunks of this length from its
     start on, and each token attends to the tokens before it in its chunk (Llama 4); 0: no such layers."""
-    linear_attention: Annotated[
-        Any, KindOf("attention", ("gated_deltanet", "kda", "gla", "short_convolution"), "is_recurrent")
-    ] = "gated_deltanet"
+    linear_attention: Annotated[Any, KindOf("attention", "is_recurrent")] = "gated_deltanet"
     """Layers 'linear': delta rule with a decay for each head (gated_deltanet, arXiv:2412.06464) or for each key
     channel (kda: Kimi Delta Attention, arXiv:2510.26692); a decay for each key channel without delta rule (gla: gated
     linear attention, arXiv:2312.06635); or a convolution between two gates, as wide as the hidden state, instead of
@@ -54,7 +51,7 @@ class ModelConfig(Section):
     """Feed-forward networks of the layers."""
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary position embedding."""
-    norm: Annotated[Any, KindOf("norm", ("rmsnorm", "layernorm"))] = "rmsnorm"
+    norm: Annotated[Any, KindOf("norm")] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
     and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
     residual: Annotated[Any, KindOf("residual")] = "pre"
@@ -89,8 +86,7 @@ class ModelConfig(Section):
     @cached_property
     def softmax_attention(self) -> Any:
         """Attention of the layers that are not recurrent, an `AttentionPart` with resolved widths, without a span."""
-        part = self.attention
-        return part.with_heads(self.hidden_size) if isinstance(part, SoftmaxAttentionPart) else part
+        return self.attention.with_heads(self.hidden_size)
 
     @property
     def num_router_choices(self) -> int:
@@ -149,7 +145,7 @@ class ModelConfig(Section):
     @property
     def has_linear_convolution(self) -> bool:
         """Return whether some layers have a convolution over neighbouring tokens."""
-        return any(isinstance(layer.core, RecurrentCore) and layer.core.conv_width > 0 for layer in self.decoder_layers)
+        return any(layer.core.conv_width > 0 for layer in self.decoder_layers)
 
     @cached_property
     def block_kinds(self) -> tuple[Layer, ...]:
@@ -169,7 +165,7 @@ class ModelConfig(Section):
     @cached_property
     def routed(self) -> RoutedPart | None:
         """Feed-forward network of the MoE layers, which have the same one; None: there are none."""
-        return next((layer.ffn for layer in self.all_layers if isinstance(layer.ffn, RoutedPart)), None)
+        return next((layer.ffn.routed for layer in self.all_layers if layer.ffn.routed), None)
 
     @property
     def experts(self) -> RoutedPart:

@@ -11,6 +11,7 @@ from typing import Literal
 ModelPart = Literal[
     "embedding", "head", "attention", "dense_mlp", "router", "experts", "shared_experts", "norms", "mtp"
 ]
+Distribution = Literal["ones", "zeros", "normal", "output", "convolution", "decay_rate", "time_step"]
 
 
 def shard_rows(size: int, degree: int, index: int) -> tuple[int, int]:
@@ -48,7 +49,10 @@ class ParamSpec:
     matrix_rows: tuple[int, ...] = ()
     """Rows of the logical matrices that are updated each alone; they alternate along dim 0. Empty: one matrix."""
     initial: tuple[float, ...] = ()
-    """Initial values, one for each index of dim 0, or one for all; empty: by the name (`model/init.py`)."""
+    """Initial values, one for each index of dim 0, or one for all; empty: by `drawn`."""
+    drawn: Distribution | None = None
+    """Distribution of initial values (`model/init.py`); None: of matrices "normal", of norms "ones" ("zeros" if they
+    are zero-centred), of other vectors "zeros"."""
     in_exponent: bool = False
     """Whether the model exponentiates it, so that rounding it to the compute type changes the result much."""
 

@@ -23,12 +23,13 @@ class KindOf(NamedTuple):
     """Mark of a recipe key whose value is the kind of a part of a group, or a table with `kind`."""
 
     group: str
-    words: tuple[str, ...] = ()
-    """Built-in kinds that the key may name; empty: all."""
     fact: str = ""
-    """Class variable that all kinds of the key have alike, those from outside too; empty: any kind of the type."""
-    value: bool = True
-    """Value of that variable."""
+    """Class attribute of the built-in kinds that the key may name, true, or false after "not "; empty: all kinds."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Built-in kinds that the key may name; empty: all."""
+        return _kinds_with(self.group, self.fact) if self.fact else ()
 
 
 class UnusedKeys(NamedTuple):
@@ -92,8 +93,8 @@ class Part:
         """
         yield from ()
 
-    def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield keys without effect with this part, without the keys that parts of other kinds read."""
+    def unused_keys(self, *args: Any) -> Iterator[UnusedKeys]:
+        """Yield keys without effect with this part, without the keys of parts of other kinds; asked as `check` is."""
         yield from ()
 
     def shrink(self, to: SmallSizes) -> Self:
@@ -262,6 +263,13 @@ class Section:
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
     """Settings in a table without `kind`, such as `model.rope`; one that may be absent is `None`, or "none"."""
+
+
+@cache
+def _kinds_with(group: str, fact: str) -> tuple[str, ...]:
+    name = fact.removeprefix("not ")
+    is_asked = name == fact
+    return tuple(kind for kind in built_in_kinds(group) if getattr(find_part(group, kind), name) is is_asked)
 
 
 @cache

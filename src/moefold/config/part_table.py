@@ -135,7 +135,8 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     mark = tables().get(name) or part_marks()[name]
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
         what = "a table" if default is not None else 'a table, or "none"'
-        raise ConfigError(f"{name}={shown_value(value)} must be {what}; its keys are {', '.join(_keys_of(mark))}")
+        keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
+        raise ConfigError(f"{name}={shown_value(value)} must be {what}; its keys are {', '.join(keys)}")
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
         table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
@@ -148,10 +149,6 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     if is_oversized(value):
         raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
     return mark(**checked_settings(name, "", mark, value))
-
-
-def _keys_of(mark: KindOf | type[Table]) -> list[str]:
-    return list(dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner)))
 
 
 def build_part(name: str, value: str | Mapping[str, Any]) -> Part:

@@ -97,7 +97,8 @@ def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_ba
     for rank, row in enumerate(rows):
         for action in (action for slot in row for action in slot):
             if not 0 <= action.stage < len(stage_ranks) or stage_ranks[action.stage] != rank:
-                return f": rank {rank} has {action}, and the stages {_stages_of(rank, stage_ranks)}"
+                own = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+                return f": rank {rank} has {action}, and the stages {own}"
             kinds = done.setdefault((action.stage, action.micro_batch), [])
             if action.kind in kinds:
                 return f": {action} occurs twice; leave one out"
@@ -130,7 +131,3 @@ def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
     if not splits_backward and any(slot[0].kind == "W" for slot in slots):
         return " has W actions, and splits_backward=False; set it to True"
     return ""
-
-
-def _stages_of(rank: int, stage_ranks: Sequence[int]) -> list[int]:
-    return [stage for stage, owner in enumerate(stage_ranks) if owner == rank]

@@ -62,11 +62,6 @@ class Config:
         return self.lora.trains_adapters_only
 
     @property
-    def freezes_weights(self) -> bool:
-        """Return whether the weights of the model are frozen, except for indexers' weights in their warm-up stage."""
-        return self.trains_indexers_only or self.trains_adapters_only
-
-    @property
     def num_job_ranks(self) -> int:
         """Ranks of the job: those that train, and those that only sample rollouts."""
         return self.rollout.num_job_ranks(self.parallel.world_size)

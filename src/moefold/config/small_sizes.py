@@ -19,6 +19,7 @@ class SmallSizes:
     """Most tokens of a convolution: a segment of the shortest sequence holds all earlier tokens of it."""
     tp: int
     cp: int
+    dp: int
     ep: int
     etp: int
     shards_heads: bool

@@ -163,8 +163,10 @@ def _slot_reason(name: str, part: Any) -> str:
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:
         return f"is no subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
-    if mark.fact and getattr(part, mark.fact) is not mark.value:
-        return f"has {mark.fact}={getattr(part, mark.fact)}, and this key takes kinds with {mark.fact}={mark.value}"
+    fact = mark.fact.removeprefix("not ")
+    wanted = fact == mark.fact
+    if fact and getattr(part, fact) is not wanted:
+        return f"has {fact}={not wanted}, and this key takes kinds with {fact}={wanted}"
     return ""
 
 

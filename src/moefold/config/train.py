@@ -14,19 +14,8 @@ LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits of a loss chunk with train.loss_chunk = -1 by device: 64 MiB, and 1 GiB, in float32."""
 MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
-
-
-RECOMPUTE_PARTS = (
-    "norms",
-    "core_attention",
-    "mla_up",
-    "dense_mlp",
-    "expert_activation",
-    "shared_experts",
-    "moe",
-    "layer",
-)
-"""Parts of a layer that can be recomputed in the backward pass (activation checkpointing)."""
+AUTO = "auto"
+"""Value of `train.recompute`, alone in the list: parts that fit into the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

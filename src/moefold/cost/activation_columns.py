@@ -31,7 +31,7 @@ def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> 
         formula: activation memory of the recipe.
         offload: parts of `train.offload` whose saved tensors are offloaded between the passes, all of them in time.
     """
-    columns = recipe_columns(formula.cfg.model)
+    columns = recipe_columns(formula.model)
     table = np.zeros((len(PARTS), columns.size))
     sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
     largest = BytesByPart()
@@ -40,7 +40,7 @@ def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> 
         offloaded = offloaded_bytes(layer["saved"], offload)
         layer["saved"] = layer["saved"] - offloaded
         largest = _larger(offloaded, largest)
-        column = formula.cfg.model.distinct_kinds.index(kind)
+        column = formula.model.distinct_kinds.index(kind)
         sizes |= {columns.layer_column(name) + column: parts for name, parts in layer.items()}
     sizes[columns.end_column("in_transit")] = BytesByPart(
         {part: MAX_OFFLOADED_PARTS_IN_TRANSIT * size for part, size in largest.items()}
@@ -60,7 +60,7 @@ def offloaded_bytes(saved: BytesByPart, offload: Iterable[str]) -> BytesByPart:
 
 def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
     """Return the bytes of `END_COLUMNS`, without those in transit."""
-    has_mtp = formula.num_mtp_layers > 0
+    has_mtp = formula.model.mtp_layers > 0
     return {
         "embedding": formula.embedding(),
         "head": formula.head(),

@@ -6,16 +6,18 @@ them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (do
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
+from moefold.config.lora import LoraConfig
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
 from moefold.cost.block_sizes import BlockSizes
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
+from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
@@ -28,36 +30,31 @@ LOSS_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Logits that the loss copies at a time by device."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ActivationMemory(BlockSizes):
-    """Activation memory of the layers of a config on one rank.
+    """Activation memory of the layers of a model on one rank."""
 
-    Args:
-        cfg: a recipe that `check_config` passed.
-        recompute: parts that are recomputed; None: the recipe's parts.
-        kernels: kernel profile of the device.
-        imbalance: routed tokens of the busiest rank over the mean of all ranks.
-    """
+    lora: LoraConfig
 
-    def __init__(
-        self,
-        cfg: Config,
-        recompute: Iterable[str] | None = None,
-        kernels: KernelProfile = CUDA_KERNELS,
-        imbalance: float = 1.0,
-    ) -> None:
-        super().__init__(cfg, frozenset(cfg.train.recompute if recompute is None else recompute), kernels, imbalance)
-        p = cfg.parallel
-        self._delays_wgrad = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
+    @cached_property
+    def trains_indexers_only(self) -> bool:
+        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
+        return self.train.trains_indexers_only(self.model)
+
+    @cached_property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary on a rank."""
+        return self.parallel.vocab_rows(self.model.vocab_size)
 
     def layer_saved(self, kind: Layer) -> BytesByPart:
         """Return the bytes that a layer of a kind saves for backward, without its input."""
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             return self._saved_in_warmup(kind)
         if "layer" in self.recompute:
             # Only the output, which is the next layer's input.
             saved = BytesByPart({"residual stream": self.hidden_bytes}) + kind.ffn.saved_if_recomputed(self)
             selector = kind.attention.selector
-            if selector is None or selector.is_shared or not shares_selections(self.cfg.model):
+            if selector is None or selector.is_shared or not shares_selections(self.model):
                 return saved
             # A selection, and what its loss needs, outlives the layer for those after it.
             return saved + selector.selection_bytes(self) + selector.index_bytes(self)
@@ -71,7 +68,7 @@ class ActivationMemory(BlockSizes):
         The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
         """
         saved = BytesByPart()
-        lora = self.cfg.lora
+        lora = self.lora
         for weight in adapted_layer_weights(kind, lora):
             if not weight.is_expert:
                 # Over tp, A x is gathered before a column-parallel B, and scattered before the B of a row-parallel W.
@@ -84,14 +81,14 @@ class ActivationMemory(BlockSizes):
         selector = kind.attention.selector
         if selector is None:
             return BytesByPart()
-        return selector.saved_in_warmup(self, _num_heads(kind), kind.attention.index_source)
+        return selector.saved_in_warmup(self, kind.core.heads, kind.attention.index_source)
 
     def _transient_in_warmup(self, kind: Layer) -> BytesByPart:
         """Return the temporary bytes of a layer of which only the indexer has gradients: of its loss, or experts."""
         experts = kind.ffn.saved(self) + kind.ffn.transient(self)
         experts["residual stream"] += 3 * self.hidden_bytes
         selector = kind.attention.selector
-        loss = selector.warmup_loss_bytes(self, _num_heads(kind)) if selector else 0
+        loss = selector.warmup_loss_bytes(self, kind.core.heads) if selector else 0
         scores = BytesByPart({"core attention": loss, "residual stream": self.hidden_bytes})
         return max(scores, experts, key=BytesByPart.total)
 
@@ -106,7 +103,7 @@ class ActivationMemory(BlockSizes):
 
     def _estimated_attention(self, kind: Layer, inputs: int) -> BytesByPart:
         """Estimate the bytes of the inputs and outputs of the matrices of attention, with the norm before it."""
-        tp = self.cfg.parallel.tp
+        tp = self.parallel.tp
         matrices = [w.shard(tp, 1, 1) for w in kind.params if w.name.startswith("attention.") and w.is_matrix]
         width = sum(weight.shape[0] + inputs * weight.shape[1] for weight in matrices)
         saved = self.norm_with_output(saves_output=tp == 1, part="attention")
@@ -114,25 +111,20 @@ class ActivationMemory(BlockSizes):
 
     def delayed_wgrad_layer(self, kind: Layer) -> BytesByPart:
         """Return the bytes of a layer's GEMM inputs and output gradients."""
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             return BytesByPart()
         return self._attention_wgrad(kind) + kind.ffn.delayed_wgrad(self)
 
     def delayed_wgrad_concurrent(self, kind: Layer) -> BytesByPart:
         """Return delayed weight-gradient bytes that exist while the layer's saved tensors do."""
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             return BytesByPart()
         return kind.ffn.concurrent_wgrad(self)
 
     @property
     def mtp_kind(self) -> Layer:
         """Kind of the MTP (multi-token prediction) layers."""
-        return self.cfg.model.mtp_layer.kind
-
-    @property
-    def num_mtp_layers(self) -> int:
-        """Number of MTP layers of the model."""
-        return self.cfg.model.mtp_layers
+        return self.model.mtp_layer.kind
 
     def embedding(self) -> BytesByPart:
         """Return the bytes that the embedding saves: its output, which the graph holds as the input of the layers."""
@@ -146,8 +138,8 @@ class ActivationMemory(BlockSizes):
         """
         if not (self.loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
             return 0
-        rows = self.cfg.vocab_rows
-        return rows * self.cfg.model.hidden_size * self.high_precision_bytes
+        rows = self.vocab_rows
+        return rows * self.model.hidden_size * self.high_precision_bytes
 
     @property
     def transient_loss(self) -> int:
@@ -156,7 +148,7 @@ class ActivationMemory(BlockSizes):
         Once all is summed, the gradient in the compute type takes the place of the logits. In the warm-up of indexers
         it has no graph and saves nothing, so what it would save is temporary.
         """
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             return self._saved_by_head().total()
         gradient = self.head_gradient_sum * self.item_bytes // self.high_precision_bytes
         return self.head_gradient_sum + max(self.transient_logits, gradient)
@@ -164,14 +156,14 @@ class ActivationMemory(BlockSizes):
     @property
     def transient_logits(self) -> int:
         """Bytes of logits that the loss has in memory in addition to those it saves."""
-        rows = self.cfg.vocab_rows
+        rows = self.vocab_rows
         if not self.loss_chunk_tokens:
             if not self._tiles_loss:
                 # Their gradient.
                 return self.gathered_tokens * rows * self.item_bytes
             part = min(rows, max(MIN_LOSS_VOCAB_ROWS, rows // LOSS_VOCAB_TILES))
             # A low-precision GEMM output next to its high-precision copy, or a high-precision copy of its operands.
-            width = min(LOSS_TILE_TOKENS, self.gathered_tokens) + self.cfg.model.hidden_size
+            width = min(LOSS_TILE_TOKENS, self.gathered_tokens) + self.model.hidden_size
             return part * width * self.item_bytes if self.item_bytes < self.high_precision_bytes else 0
         logits = self.loss_chunk_tokens * rows
         # A gradient in high precision is written over the logits.
@@ -181,22 +173,22 @@ class ActivationMemory(BlockSizes):
 
     def delayed_wgrad_mtp(self) -> BytesByPart:
         """Return the delayed weight-gradient bytes of an MTP layer and its input projection, without its head."""
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             return BytesByPart()
-        projection = 3 * self.tokens * self.cfg.model.hidden_size * self.item_bytes
+        projection = 3 * self.tokens * self.model.hidden_size * self.item_bytes
         return self.delayed_wgrad_layer(self.mtp_kind) + BytesByPart({"residual stream": projection})
 
     @property
     def delayed_wgrad_head(self) -> int:
         """Delayed weight-gradient bytes of one output-head GEMM; 0 for a chunked loss, which delays none."""
-        width = self.cfg.model.hidden_size + self.cfg.vocab_rows
-        is_frozen = self.cfg.trains_indexers_only
+        width = self.model.hidden_size + self.vocab_rows
+        is_frozen = self.trains_indexers_only
         return 0 if self.loss_chunk_tokens or is_frozen else self.gathered_tokens * self.item_bytes * width
 
     @cached_property
     def saved_by_kind(self) -> dict[Layer, BytesByPart]:
         """Bytes that each kind of layer saves for backward."""
-        return {kind: self.layer_saved(kind) for kind in self.cfg.model.distinct_kinds}
+        return {kind: self.layer_saved(kind) for kind in self.model.distinct_kinds}
 
     @cached_property
     def without_recompute(self) -> "ActivationMemory":
@@ -205,7 +197,7 @@ class ActivationMemory(BlockSizes):
         brief = {"norms"} if self.kernels.grouped_experts else {"norms", "expert_activation"}
         if self.recompute <= brief:
             return self
-        return ActivationMemory(self.cfg, self.recompute & brief, self.kernels, self.imbalance)
+        return replace(self, recompute=self.recompute & brief)
 
     @cached_property
     def recompute_peak(self) -> dict[Layer, BytesByPart]:
@@ -215,7 +207,7 @@ class ActivationMemory(BlockSizes):
     @cached_property
     def transient(self) -> dict[Layer, BytesByPart]:
         """Peak of temporary bytes while each kind of layer runs or is recomputed."""
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             return {kind: self._transient_in_warmup(kind) for kind in self.saved_by_kind}
         return {kind: self._transient_block(kind) + self.transient_norm for kind in self.saved_by_kind}
 
@@ -239,16 +231,19 @@ class ActivationMemory(BlockSizes):
     @property
     def loss_chunk_tokens(self) -> int:
         """Tokens whose logits are in memory at a time; 0: all."""
-        chunk = self.cfg.loss_chunk_tokens(self.kernels.device_type)
+        device_type = self.kernels.device_type
+        chunk = self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
         return chunk if 0 < chunk < self.gathered_tokens else 0
 
     @property
     def _tiles_loss(self) -> bool:
-        return self.kernels.tiled_loss and not self._delays_wgrad
+        p = self.parallel
+        delays_wgrad = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
+        return self.kernels.tiled_loss and not delays_wgrad
 
     def head(self) -> BytesByPart:
         """Return the bytes that the last norm and the output head save: nothing in the warm-up of indexers."""
-        return BytesByPart() if self.cfg.trains_indexers_only else self._saved_by_head()
+        return BytesByPart() if self.trains_indexers_only else self._saved_by_head()
 
     def _saved_by_head(self) -> BytesByPart:
         """Return the bytes that the last norm and the output head save with a graph; a chunked loss saves no logits.
@@ -256,8 +251,8 @@ class ActivationMemory(BlockSizes):
         The loss saves the local row of each label and the log-sum-exp; all logits as the GEMM returns them, or by tiles
         as exponentials in high precision.
         """
-        model = self.cfg.model
-        p = self.cfg.parallel
+        model = self.model
+        p = self.parallel
         saved = BytesByPart()
         saved["norms"] += self.hidden_norm()
         gathers = p.tp > 1
@@ -268,12 +263,12 @@ class ActivationMemory(BlockSizes):
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
         if not self.loss_chunk_tokens:
             logit_bytes = self.high_precision_bytes if self._tiles_loss else self.item_bytes
-            saved["logits"] += self.gathered_tokens * self.cfg.vocab_rows * logit_bytes
+            saved["logits"] += self.gathered_tokens * self.vocab_rows * logit_bytes
         return saved
 
     def mtp_layer(self) -> BytesByPart:
         """Return the bytes of an MTP layer: three norms, the input projection, the layer, and another output head."""
-        if self.cfg.trains_indexers_only:
+        if self.trains_indexers_only:
             # Nothing of the head stays while the layer runs.
             excess = max(0, self.transient[self.mtp_kind].total() - self.transient_loss)
             running = BytesByPart({"core attention": excess, "residual stream": 2 * self.hidden_bytes})
@@ -284,7 +279,22 @@ class ActivationMemory(BlockSizes):
         return saved
 
 
-def _num_heads(kind: Layer) -> int:
-    """Return the query heads of softmax attention."""
-    assert isinstance(kind.core, SoftmaxCore), "an indexer selects keys of softmax attention"
-    return kind.core.heads
+def activation_memory(
+    cfg: Config,
+    recompute: Iterable[str] | None = None,
+    kernels: KernelProfile = CUDA_KERNELS,
+    imbalance: float = 1.0,
+) -> ActivationMemory:
+    """Return the activation memory of a recipe that `check_config` passed; `recompute` None: its recomputed parts."""
+    return ActivationMemory(
+        model=cfg.model,
+        parallel=cfg.parallel,
+        train=cfg.train,
+        moe=cfg.moe,
+        lora=cfg.lora,
+        recompute=frozenset(cfg.train.recompute if recompute is None else recompute),
+        kernels=kernels,
+        kernel_choice=cfg.run.kernels,
+        item_bytes=compute_dtype_bytes(cfg.run),
+        imbalance=imbalance,
+    )

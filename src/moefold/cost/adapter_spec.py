@@ -6,7 +6,6 @@ multiply rows from the right, A is [E, in, r] and B is [E, r, out]. A shards the
 dim of the rank is never sharded.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -110,12 +109,8 @@ def adapted_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec
 @lru_cache(maxsize=64)
 def adapter_weights(model: ModelConfig, lora: LoraConfig) -> dict[str, ParamSpec]:
     """Return every parameter of the adapters of a model by its name."""
-    return {adapter.name: adapter for adapter in _all_adapters(model, lora)}
-
-
-def _all_adapters(model: ModelConfig, lora: LoraConfig) -> Iterator[ParamSpec]:
-    for weight in adapted_weights(model, lora).values():
-        yield from adapter_pair(weight, lora.rank)
+    weights = adapted_weights(model, lora).values()
+    return {adapter.name: adapter for weight in weights for adapter in adapter_pair(weight, lora.rank)}
 
 
 @lru_cache(maxsize=64)

@@ -11,10 +11,10 @@ from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
+from moefold.config.train import TrainConfig
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
-from moefold.cost.recompute_parts import IMPLIED_BY, missing_reason
+from moefold.cost.recompute_parts import IMPLIED_BY, RECOMPUTE_PARTS, missing_reason
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.cost.state_memory import StateMemory
@@ -117,7 +117,7 @@ def recompute_overhead(cfg: Config, parts: tuple[str, ...]) -> float:
         layers += [model.mtp_layer] * stage.parts.num_mtp_layers
         for layer in layers:
             costs = _recompute_flops(model, layer, cfg.train.seq_len)
-            recomputed[stage.pp_rank] += sum(costs[part] for part in parts)
+            recomputed[stage.pp_rank] += sum(costs.get(part, 0) for part in parts)
             total[stage.pp_rank] += 3 * costs["layer"]
         total[stage.pp_rank] += 3 * model_flops.head * (1 + stage.parts.num_mtp_layers) if stage.is_last else 0
     return max(a / b for a, b in zip(recomputed, total, strict=True))
@@ -131,7 +131,7 @@ def _recompute_flops(model: ModelConfig, layer: Layer, seq_len: int) -> dict[str
         "norms": 2 * NORM_FLOPS_PER_ELEMENT * model.hidden_size,
         # Linear attention recomputes its core always.
         "core_attention": flops.attention_core if "core_attention" in layer.attention.recompute_parts else 0,
-        "mla_up": 2 * layer.attention.up_weights(model.hidden_size),
+        **dict.fromkeys(layer.attention.own_recompute_parts, 2 * layer.attention.up_weights(model.hidden_size)),
         "dense_mlp": FC1_FLOP_FRACTION * flops.dense_mlp,
         "expert_activation": FC1_FLOP_FRACTION * flops.experts,
         "shared_experts": FC1_FLOP_FRACTION * flops.shared_experts,

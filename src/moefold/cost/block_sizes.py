@@ -1,47 +1,32 @@
 """Sizes of one micro-batch on one rank, from which each part of a layer counts its memory. Torch-free."""
 
+from functools import cached_property
+
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
-from moefold.config.schema import Config
 from moefold.cost.expert_memory import ExpertMemory
-from moefold.cost.saved_tensors import BytesByPart, KernelProfile
-from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.cost.micro_batch_sizes import MicroBatchSizes
+from moefold.cost.saved_tensors import BytesByPart
 
 
-class BlockSizes:
-    """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend.
+class BlockSizes(MicroBatchSizes):
+    """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend."""
 
-    Args:
-        cfg: a recipe that `check_config` passed.
-        recompute: parts that are recomputed.
-        kernels: kernel profile of the device.
-        imbalance: routed tokens of the busiest rank over the mean of all ranks.
-    """
-
-    def __init__(self, cfg: Config, recompute: frozenset[str], kernels: KernelProfile, imbalance: float) -> None:
-        p = cfg.parallel
-        train = cfg.train
-        self.cfg = cfg
-        self.recompute = recompute
-        self.kernels = kernels
-        self.imbalance = imbalance
-        self.item_bytes = compute_dtype_bytes(cfg.run)
-        self.high_precision_bytes = max(4, self.item_bytes)
-        self.gathered_tokens = train.seq_len // p.cp * train.micro_batch_size
-        self.tokens = self.gathered_tokens // p.tp
-        self.experts = ExpertMemory(cfg, recompute, kernels, imbalance)
+    @cached_property
+    def experts(self) -> ExpertMemory:
+        """Memory of the routed experts."""
+        return ExpertMemory(self)
 
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one hidden state of every token between the sub-layers."""
-        return self.tokens * self.cfg.model.hidden_size * self.item_bytes
+        return self.tokens * self.model.hidden_size * self.item_bytes
 
     @property
     def has_c_recurrence(self) -> bool:
         """Return whether linear attention is computed in C, given a compiler."""
-        run = self.cfg.run
-        is_supported = run.dtype != "float64" and not self.cfg.train.quantizes_gemms
-        return self.kernels.device_type == "cpu" and run.kernels in ("auto", "c") and is_supported
+        is_supported = self.item_bytes < 8 and not self.train.quantizes_gemms
+        return self.kernels.device_type == "cpu" and self.kernel_choice in ("auto", "c") and is_supported
 
     def gathered_bytes(self, width: int) -> int:
         """Return the bytes of values of a width for every token inside the sub-layers."""
@@ -65,7 +50,7 @@ class BlockSizes:
 
         LayerNorm saves two numbers per token.
         """
-        return self.norm(self.tokens, self.cfg.model.hidden_size) * self.cfg.model.decoder_layers[0].norm.saved_numbers
+        return self.norm(self.tokens, self.model.hidden_size) * self.model.decoder_layers[0].norm.saved_numbers
 
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> BytesByPart:
         """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
@@ -73,20 +58,20 @@ class BlockSizes:
         A norm of the block's output saves its input, which nothing else saves.
         """
         saved = BytesByPart()
-        hidden = self.cfg.model.hidden_size
-        layer = self.cfg.model.decoder_layers[0]
+        hidden = self.model.hidden_size
+        layer = self.model.decoder_layers[0]
         if layer.residual.norms_output:
             saved["norms"] += self.hidden_norm() + self.hidden_bytes
         if "norms" not in self.recompute and layer.residual.norms_input:
             saved["norms"] += self.hidden_norm()
             saved["norms"] += self.hidden_bytes if saves_output else 0
-        if self.cfg.parallel.tp > 1 and part:
+        if self.parallel.tp > 1 and part:
             saved[part] += self.gathered_bytes(hidden)
         return saved
 
     def core_attention(self, heads: int, value_width: int) -> BytesByPart:
         """Return the bytes of the output of this rank's heads, and of the logarithms of their softmax sums."""
-        p = self.cfg.parallel
+        p = self.parallel
         # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
         copies = 2 if p.cp > 1 and chosen_in(p, ContextPart).shards_heads else 1
         output = self.gathered_bytes(heads * value_width) * copies
@@ -97,8 +82,8 @@ class BlockSizes:
     def swiglu(self, width: int) -> int:
         """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
         num_saved = 3 if self.kernels.fused_swiglu else 4
-        return num_saved * self.gathered_bytes(width) // self.cfg.parallel.tp
+        return num_saved * self.gathered_bytes(width) // self.parallel.tp
 
     def swiglu_wgrad(self, width: int) -> int:
         """Return the bytes of the GEMM inputs and output gradients of a SwiGLU."""
-        return self.gathered_bytes(2 * self.cfg.model.hidden_size + 3 * width // self.cfg.parallel.tp)
+        return self.gathered_bytes(2 * self.model.hidden_size + 3 * width // self.parallel.tp)

@@ -6,12 +6,11 @@ Part of the formulas of `activation_memory.py`, with the same letters.
 from functools import cached_property
 from math import ceil
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, ExchangeBytes, ExpertRows
 from moefold.config.groups.ffn import RoutedPart
-from moefold.config.schema import Config
-from moefold.cost.saved_tensors import INT_BYTES, BytesByPart, KernelProfile
-from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.cost.micro_batch_sizes import MicroBatchSizes
+from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 GROUPED_TRANSIENT_WIDTHS = 4
 """Inner widths of each routed token in the backward pass of grouped experts: the hidden values, recomputed from the
@@ -22,57 +21,46 @@ class ExpertMemory:
     """The routed experts of one MoE layer, for one micro-batch.
 
     Args:
-        cfg: a recipe that `check_config` passed.
-        recompute: parts that are recomputed.
-        kernels: kernel profile of the device.
-        imbalance: routed tokens of the busiest rank over the mean of all ranks.
+        batch: the micro-batch.
     """
 
-    def __init__(self, cfg: Config, recompute: frozenset[str], kernels: KernelProfile, imbalance: float) -> None:
-        p = cfg.parallel
-        train = cfg.train
-        self._cfg = cfg
-        self._recompute = recompute
-        self._kernels = kernels
-        self._imbalance = imbalance
-        self._item_bytes = compute_dtype_bytes(cfg.run)
-        self._high_precision_bytes = max(4, self._item_bytes)
-        self.dispatcher = chosen(cfg, DispatcherPart)
-        self._tokens = train.seq_len // p.cp * train.micro_batch_size // p.tp
+    def __init__(self, batch: MicroBatchSizes) -> None:
+        self._batch = batch
+        self.dispatcher = chosen_in(batch.parallel, DispatcherPart)
 
     @property
     def _part(self) -> RoutedPart:
-        return self._cfg.model.experts
+        return self._batch.model.experts
 
     @cached_property
     def expert_tokens(self) -> int:
         """Routed tokens that the experts of this rank process, R, on the busiest rank."""
         part = self._part
-        moe = self._cfg.moe
-        p = self._cfg.parallel
+        moe = self._batch.moe
+        p = self._batch.parallel
         routed = self.routed_tokens
         room = self.dispatcher.room(routed) if p.ep > 1 else None
         if room is not None:
             # Allocated on every rank, however many arrive.
             return room
         # Zero-computation experts compute no rows.
-        computed = self._tokens * part.mean_active
+        computed = self._batch.tokens * part.mean_active
         balanced = computed * p.etp
         if moe.capacity_factor <= 0:
-            return min(round(balanced * self._imbalance), round(balanced) * p.ep)
-        if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._kernels.device_type == "cuda":
+            return min(round(balanced * self._batch.imbalance), round(balanced) * p.ep)
+        if p.ep * p.etp == 1 and not moe.pad_to_capacity and self._batch.kernels.device_type == "cuda":
             # Rows of dropped tokens stay, as the host does not wait for the counts.
             return routed
         capacity = ceil(routed / part.num_choices * moe.capacity_factor) * part.num_experts * p.etp
-        return capacity if moe.pad_to_capacity else min(round(balanced * self._imbalance), capacity)
+        return capacity if moe.pad_to_capacity else min(round(balanced * self._batch.imbalance), capacity)
 
     @cached_property
     def applies_probs(self) -> bool:
         """True if the experts apply the routing probabilities: no outputs are saved then (`Dispatcher.run`)."""
-        run = self._cfg.run
-        runs_kernels = run.kernels == "triton" or (run.kernels == "auto" and run.dtype == "bfloat16")
-        commutes = self._kernels.experts_apply_probs and runs_kernels and not self._cfg.train.quantizes_gemms
-        return self._cfg.moe.weight_in_expert or self._part.probs_on_input or commutes
+        batch = self._batch
+        runs_kernels = batch.kernel_choice == "triton" or (batch.kernel_choice == "auto" and batch.item_bytes == 2)
+        commutes = batch.kernels.experts_apply_probs and runs_kernels and not batch.train.quantizes_gemms
+        return batch.moe.weight_in_expert or self._part.probs_on_input or commutes
 
     def saved(self) -> BytesByPart:
         """Return all bytes saved for backward: permuted tokens, FC1 outputs and expert outputs."""
@@ -92,15 +80,15 @@ class ExpertMemory:
 
     def permute_indices(self) -> BytesByPart:
         """Return the bytes of the permutation indices, which the graph saves even for a recomputed layer."""
-        p = self._cfg.parallel
+        p = self._batch.parallel
         order = 2 * self.expert_tokens if p.ep * p.etp > 1 else 0
         return BytesByPart({"dispatch buffers": (3 * self.routed_tokens + order) * INT_BYTES})
 
     def fc1_outputs(self) -> BytesByPart:
         """Return the bytes that the routed experts save between their input and output."""
-        inner = self.expert_tokens * self._saved_ffn_widths * self._part.intermediate_size // self._cfg.parallel.etp
-        weights = self.expert_tokens * self._high_precision_bytes if self.applies_probs else 0
-        return BytesByPart(experts=weights + inner * self._item_bytes)
+        inner = self.expert_tokens * self._saved_ffn_widths * self._part.intermediate_size // self._batch.parallel.etp
+        weights = self.expert_tokens * self._batch.high_precision_bytes if self.applies_probs else 0
+        return BytesByPart(experts=weights + inner * self._batch.item_bytes)
 
     def expert_outputs(self) -> BytesByPart:
         """Return the bytes of expert outputs saved for the gradients of the routing weights."""
@@ -113,29 +101,29 @@ class ExpertMemory:
     @property
     def combines_locally(self) -> bool:
         """Return whether tokens are permuted and combined on the experts' rank, without an all-to-all."""
-        p = self._cfg.parallel
+        p = self._batch.parallel
         return self.dispatcher.gathers_tokens or p.ep * p.etp == 1
 
     @property
     def routed_tokens(self) -> int:
         """Routed tokens of this rank: its tokens times top_k."""
-        return self._tokens * self._part.top_k
+        return self._batch.tokens * self._part.top_k
 
     @property
     def _token_width(self) -> int:
         """Width of a dispatched token."""
-        return self._part.token_size(self._cfg.model.hidden_size)
+        return self._part.token_size(self._batch.model.hidden_size)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
-        return self._token_width * self._item_bytes
+        return self._token_width * self._batch.item_bytes
 
     @property
     def _saved_ffn_widths(self) -> int:
         """Values that the routed experts save per routed token, in inner widths."""
-        recomputes = "expert_activation" in self._recompute
-        if self._kernels.fused_swiglu:
+        recomputes = "expert_activation" in self._batch.recompute
+        if self._batch.kernels.fused_swiglu:
             return 2 if recomputes else 3
         return 0 if recomputes else 2
 
@@ -147,17 +135,19 @@ class ExpertMemory:
         their backward pass, none if a fused SwiGLU is counted as saving them.
         """
         part = self._part
-        p = self._cfg.parallel
-        if self._kernels.grouped_experts:
-            widths = 0 if self._kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
-            return BytesByPart(experts=self.expert_tokens * widths * part.intermediate_size // p.etp * self._item_bytes)
+        p = self._batch.parallel
+        if self._batch.kernels.grouped_experts:
+            widths = 0 if self._batch.kernels.fused_swiglu else GROUPED_TRANSIENT_WIDTHS
+            return BytesByPart(
+                experts=self.expert_tokens * widths * part.intermediate_size // p.etp * self._batch.item_bytes
+            )
         num_experts = part.num_experts // p.ep
-        recomputes = "expert_activation" in self._recompute
+        recomputes = "expert_activation" in self._batch.recompute
         has_others = num_experts > 1
         widths = (3 + 2 * has_others) if recomputes else (1 + has_others)
         inner = max(
-            widths * self._item_bytes,
-            3 * self._high_precision_bytes if self._item_bytes < self._high_precision_bytes else 0,
+            widths * self._batch.item_bytes,
+            3 * self._batch.high_precision_bytes if self._batch.item_bytes < self._batch.high_precision_bytes else 0,
         )
         return BytesByPart(experts=self.expert_tokens // num_experts * part.intermediate_size // p.etp * inner)
 
@@ -166,18 +156,18 @@ class ExpertMemory:
 
         PyTorch's operators need them: the C kernel of a CPU (`ops.cpu.permute`) sums low-precision rows without a copy.
         """
-        hidden = self._token_width * self._high_precision_bytes
+        hidden = self._token_width * self._batch.high_precision_bytes
         num_tokens = self.expert_tokens if self.combines_locally else self.routed_tokens
-        high_precision_copy = num_tokens * hidden if self._item_bytes < self._high_precision_bytes else 0
-        return BytesByPart({"dispatch buffers": high_precision_copy + self._tokens * hidden})
+        high_precision_copy = num_tokens * hidden if self._batch.item_bytes < self._batch.high_precision_bytes else 0
+        return BytesByPart({"dispatch buffers": high_precision_copy + self._batch.tokens * hidden})
 
     @cached_property
     def exchange_bytes(self) -> ExchangeBytes:
         """Temporary bytes of the dispatcher's exchanges."""
-        p = self._cfg.parallel
-        widths = self._token_width, self._item_bytes, self._high_precision_bytes
+        p = self._batch.parallel
+        widths = self._token_width, self._batch.item_bytes, self._batch.high_precision_bytes
         return self.dispatcher.exchange_bytes(
-            ExpertRows(self._tokens, self._part.top_k, self.expert_tokens, *widths, p.ep, p.etp)
+            ExpertRows(self._batch.tokens, self._part.top_k, self.expert_tokens, *widths, p.ep, p.etp)
         )
 
     def allgather_combine_buffer(self) -> BytesByPart:

@@ -42,7 +42,7 @@ def forward_messages(rows: Sequence[SlotRow], stages_by_rank: Sequence[Sequence[
 
 def _snapshots(formula: ActivationMemory, chunk: ModelChunk) -> Iterator[BytesByPart]:
     for kind in dict.fromkeys(chunk.kinds):
-        yield from _layer_phases(formula, formula.cfg.model.distinct_kinds[kind])
+        yield from _layer_phases(formula, formula.model.distinct_kinds[kind])
     if chunk.has_loss:
         yield formula.head() + BytesByPart(logits=_loss_workspace(formula))
     if chunk.num_mtp_layers:
@@ -70,5 +70,5 @@ def _loss_workspace(formula: ActivationMemory) -> int:
     """Return the bytes of logits in addition to the bytes of `head`."""
     if formula.loss_chunk_tokens:
         return formula.transient_logits
-    logits = formula.gathered_tokens * formula.cfg.vocab_rows
+    logits = formula.gathered_tokens * formula.vocab_rows
     return min(logits * formula.high_precision_bytes, COPIED_LOGIT_BYTES[formula.kernels.device_type])

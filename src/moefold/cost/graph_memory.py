@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from moefold.config.layers import Layer
 from moefold.cost.block_sizes import BlockSizes
 from moefold.cost.memory_columns import ModelChunk
-from moefold.cost.unit_memory import master_dtype_bytes
 
 INT64_BYTES = 8
 
 
-def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
+def graph_bytes(mode: str, sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
     """Return the bytes at fixed addresses of a rank's graphs, apart from what they save, which activations count.
 
     Each micro-batch between its passes has graphs of its own. Not counted: temporaries of the captured passes, and the
@@ -18,16 +17,16 @@ def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequ
     they are counted anyway, and beyond that only a copy of a micro-batch's columns.
 
     Args:
+        mode: `run.cuda_graphs`.
         sizes: sizes of a micro-batch.
         chunks: the layers of each stage of the rank.
         in_flight: micro-batches between their passes, for each stage.
     """
-    mode = sizes.cfg.run.cuda_graphs
     if mode not in ("attention", "attention_router"):
         return 0
     total = 0
     for chunk, count in zip(chunks, in_flight, strict=True):
-        for kind, layers in zip(sizes.cfg.model.distinct_kinds, chunk.kind_counts, strict=True):
+        for kind, layers in zip(sizes.model.distinct_kinds, chunk.kind_counts, strict=True):
             total += layers * _attention_bytes(sizes, kind, count)
             if mode == "attention_router" and kind.ffn.is_routed:
                 total += layers * _router_bytes(sizes, kind, count)
@@ -37,20 +36,19 @@ def graph_bytes(sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequ
 def _attention_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     """Return the bytes of the output, both gradients, weight gradients, and gathered weights, of one layer."""
     weights = _num_weights(kind, "attention.")
-    is_gathered = sizes.cfg.parallel.world_size > 1
-    item = sizes.item_bytes if is_gathered else master_dtype_bytes(sizes.cfg.run)
+    is_gathered = sizes.parallel.world_size > 1
+    item = sizes.item_bytes if is_gathered else sizes.high_precision_bytes
     return in_flight * (3 * sizes.hidden_bytes + weights * item) + (weights * item if is_gathered else 0)
 
 
 def _router_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     """Return the bytes of input, choices, probabilities, scores and logits with their gradients, and of the weights."""
-    cfg = sizes.cfg
-    value = max(sizes.high_precision_bytes, 8 if cfg.moe.router_dtype == "float64" else 4)
-    weights = _num_weights(kind, "ffn.router.") * master_dtype_bytes(cfg.run)
-    routed = sizes.tokens * cfg.model.experts.top_k * (INT64_BYTES + 2 * value)
-    scores = 2 * 2 * sizes.tokens * cfg.model.experts.num_choices * value
-    samples = cfg.train.micro_batch_size * INT64_BYTES
-    copies = weights if cfg.parallel.world_size > 1 else 0
+    value = max(sizes.high_precision_bytes, 8 if sizes.moe.router_dtype == "float64" else 4)
+    weights = _num_weights(kind, "ffn.router.") * sizes.high_precision_bytes
+    routed = sizes.tokens * sizes.model.experts.top_k * (INT64_BYTES + 2 * value)
+    scores = 2 * 2 * sizes.tokens * sizes.model.experts.num_choices * value
+    samples = sizes.train.micro_batch_size * INT64_BYTES
+    copies = weights if sizes.parallel.world_size > 1 else 0
     return in_flight * (2 * sizes.hidden_bytes + samples + routed + scores + weights) + copies
 
 

@@ -97,15 +97,13 @@ def find_snapshots(
         stages_by_rank: stage indices of each pipeline rank.
         columns: columns of the model.
     """
-    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True)
-    messages = _messages_by_rank(schedule_spec, stages_by_rank)
+    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns)
     found = []
-    for rank, stages in enumerate(stages_by_rank):
-        rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages, messages[rank])
+    for stages, (rows, _) in zip(stages_by_rank, walk.ranks(_runtime_rows(schedule_spec)), strict=True):
         found.append(np.hstack([np.tile(state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     end = columns.state_size + columns.size
-    rows = drop_dominated(np.concatenate(found))
-    return MemorySnapshots(rows[:, : columns.state_size], rows[:, columns.state_size : end], rows[:, end:])
+    kept = drop_dominated(np.concatenate(found))
+    return MemorySnapshots(kept[:, : columns.state_size], kept[:, columns.state_size : end], kept[:, end:])
 
 
 def find_peak_candidates(
@@ -116,30 +114,22 @@ def find_peak_candidates(
 ) -> MemorySnapshots:
     """Find a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
 
-    These are the first and the last rank, and the first of the ranks with the most layers.
-
-    In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation. Messages are not
-    counted: they take the rows of all ranks.
-
-    Args:
-        schedule_spec: as in `find_snapshots`.
-        chunks: as in `find_snapshots`.
-        stages_by_rank: as in `find_snapshots`.
-        columns: as in `find_snapshots`.
+    These are the first and the last rank, and the first of the ranks with the most layers. In overlapped pairs it is
+    the snapshot before they begin, which does not depend on recomputation. Messages are not counted: they take the rows
+    of all ranks. For the arguments see `find_snapshots`.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
-    held = []
-    found = []
     sizes = [sum(len(chunks[stage].kinds) for stage in stages) for stages in stages_by_rank]
-    for rank in (0, sizes.index(max(sizes)), len(stages_by_rank) - 1):
-        rows, _ = walk.snapshots(_slots_of_rank(schedule_spec, rank), stages_by_rank[rank])
+    ranks = (0, sizes.index(max(sizes)), len(stages_by_rank) - 1)
+    found = []
+    for rank in ranks:
+        rows, _ = walk.snapshots(walk.slots(_runtime_row(schedule_spec, rank)))
         # Most layers in flight; among these the most other activations.
         layers = rows[:, : columns.num_kinds].sum(axis=1)
         others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
-        found.append(rows[np.lexsort((others, layers))[-1]])
-        held.append(state_counts(chunks, stages_by_rank[rank], columns))
-    rows = np.array(found)
-    return MemorySnapshots(np.array(held), rows[:, : columns.size], np.ones((len(held), 2)))
+        found.append(rows[np.lexsort((others, layers))[-1], : columns.size])
+    states = np.array([state_counts(chunks, stages_by_rank[rank], columns) for rank in ranks])
+    return MemorySnapshots(states, np.array(found), np.ones((len(ranks), 2)))
 
 
 def find_rank_snapshots(
@@ -158,46 +148,21 @@ def find_rank_snapshots(
         rows: slots of each pipeline rank, as the runtime executes them.
         columns: columns of the model.
     """
-    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=True, merges_equal_chunks=False)
-    found = []
-    messages = _count_messages(rows, walk.rank_of, overlap=schedule_spec.overlap)
-    for row, stages, counts_of_slots in zip(rows, stages_by_rank, messages, strict=True):
-        counts, in_flight = walk.snapshots(_memory_slots(row, overlap=schedule_spec.overlap), stages, counts_of_slots)
-        end = columns.size
-        found.append(RankSnapshots(tuple(stages), counts[:, :end], counts[:, end:], in_flight))
-    return tuple(found)
+    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, merges_equal_chunks=False)
+    return tuple(
+        RankSnapshots(tuple(stages), counts[:, : columns.size], counts[:, columns.size :], in_flight)
+        for stages, (counts, in_flight) in zip(stages_by_rank, walk.ranks(rows), strict=True)
+    )
+
+
+def _runtime_rows(schedule_spec: StepSchedule) -> list[SlotRow]:
+    return [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
 
 
 @lru_cache(maxsize=16384)
-def _slots_of_rank(schedule_spec: StepSchedule, rank: int) -> SlotRow:
-    """Return the slots of a pipeline rank for counting memory."""
-    return _memory_slots(_runtime_row(schedule_spec, rank), overlap=schedule_spec.overlap)
-
-
 def _runtime_row(schedule_spec: StepSchedule, rank: int) -> SlotRow:
     s = schedule_spec
     return schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
-
-
-def _memory_slots(row: SlotRow, *, overlap: bool) -> SlotRow:
-    """Return the row with a slot for each action, unless two micro-batches are computed at a time."""
-    return row if overlap else split_pairs(row)
-
-
-def _messages_by_rank(schedule_spec: StepSchedule, stages_by_rank: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the messages in memory at each of `_slots_of_rank`, by rank; none if they are not counted."""
-    if not schedule_spec.counts_messages:
-        return [[] for _ in stages_by_rank]
-    rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
-    rows = [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
-    return _count_messages(rows, rank_of, overlap=schedule_spec.overlap)
-
-
-def _count_messages(rows: Sequence[SlotRow], rank_of: dict[int, int], *, overlap: bool) -> list[list[int]]:
-    if len(rows) == 1:
-        return [[]]
-    plans = plan_messages(rows, [rank_of[stage] for stage in sorted(rank_of)])
-    return [live_messages(plan, len(rank_of), overlaps=overlap) for plan in plans]
 
 
 class _RankWalker:
@@ -219,7 +184,7 @@ class _RankWalker:
         stages_by_rank: Sequence[Sequence[int]],
         columns: MemoryColumns,
         *,
-        finds_all: bool,
+        finds_all: bool = True,
         merges_equal_chunks: bool = True,
     ) -> None:
         self.schedule_spec = schedule_spec
@@ -237,12 +202,24 @@ class _RankWalker:
         self._finds_all = finds_all
         self._running_cache: dict[RunningChunks, Counts] = {}
 
-    def snapshots(self, row: SlotRow, stages: Sequence[int], messages: Sequence[int] = ()) -> tuple[Counts, Counts]:
+    def ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
+        """Yield the `snapshots` of each rank, given its slots as the runtime executes them."""
+        messages: list[list[int]] = [[] for _ in rows]
+        if self.schedule_spec.counts_messages and len(rows) > 1:
+            plans = plan_messages(rows, [self.rank_of[stage] for stage in sorted(self.rank_of)])
+            messages = [live_messages(p, len(self.rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
+        for row, counts in zip(rows, messages, strict=True):
+            yield self.snapshots(self.slots(row), counts)
+
+    def slots(self, row: SlotRow) -> SlotRow:
+        """Return the row with a slot for each action, unless two micro-batches are computed at a time."""
+        return row if self.schedule_spec.overlap else split_pairs(row)
+
+    def snapshots(self, row: SlotRow, messages: Sequence[int] = ()) -> tuple[Counts, Counts]:
         """Return the distinct counts at the start of the slots.
 
         Args:
             row: the slots of the rank.
-            stages: its stages.
             messages: messages in memory at each slot; empty: they are not counted.
 
         Returns:

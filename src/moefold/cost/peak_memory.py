@@ -1,6 +1,6 @@
 """Peak memory of each pipeline rank in a step: states and the activations in flight. Torch-free."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,10 +11,10 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import activation_table, recomputes_comm
-from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
-from moefold.cost.memory_columns import ByteTable, recipe_columns
+from moefold.cost.memory_columns import ByteTable, ModelChunk, recipe_columns
 from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
@@ -81,10 +81,10 @@ def compute_rank_memory(
         states: state memory of the recipe, if the caller has it already.
     """
     states = states or StateMemory(cfg, kernels)
-    formula = ActivationMemory(cfg, recompute, kernels, imbalance)
+    formula = activation_memory(cfg, recompute, kernels, imbalance)
     optimizer = chosen_in(cfg.train, OptimizerPart)
     if not optimizer.needs_gradients:
-        return _forward_rank_memory(formula, states)
+        return _forward_rank_memory(formula, states, *recipe_stages(cfg))
     table = activation_table(formula, offload)
     chunks, _ = recipe_stages(cfg)
     found = []
@@ -96,17 +96,21 @@ def compute_rank_memory(
         copies = state_bytes.gradients if optimizer.copies_weights else 0
         update = max(0, moments.in_transit + copies - peak.total)
         in_flight = [int(snapshots.in_flight[:, stage].max()) for stage in snapshots.stages]
-        graphs = graph_bytes(formula, [chunks[stage] for stage in snapshots.stages], in_flight)
+        graphs = graph_bytes(cfg.run.cuda_graphs, formula, [chunks[stage] for stage in snapshots.stages], in_flight)
         found.append(RankMemory(rank, resident, peak, update, graphs))
     return tuple(found)
 
 
-def _forward_rank_memory(formula: ActivationMemory, states: StateMemory) -> tuple[RankMemory, ...]:
+def _forward_rank_memory(
+    formula: ActivationMemory,
+    states: StateMemory,
+    chunks: Sequence[ModelChunk],
+    stages_by_rank: Sequence[Sequence[int]],
+) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank in a step without a backward pass."""
-    chunks, stages_by_rank = recipe_stages(formula.cfg)
     found = []
     for rank, messages in enumerate(
-        forward_messages(schedule_slots(formula.cfg.model, formula.cfg.parallel, formula.cfg.train), stages_by_rank)
+        forward_messages(schedule_slots(formula.model, formula.parallel, formula.train), stages_by_rank)
     ):
         by_part = forward_activations(formula, [chunks[stage] for stage in stages_by_rank[rank]])
         by_part["pipeline"] += messages * formula.hidden_bytes

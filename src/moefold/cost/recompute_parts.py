@@ -2,11 +2,26 @@
 
 from collections.abc import Sequence
 
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
-from moefold.config.train import RECOMPUTE_PARTS
 
-AUTO = "auto"
-
+OWNERS = {
+    part: kind for kind in built_in_kinds("attention") for part in find_part("attention", kind).own_recompute_parts
+}
+"""Kind of the only attention that has a part, by part."""
+RECOMPUTE_PARTS = (
+    "norms",
+    "core_attention",
+    *OWNERS,
+    "dense_mlp",
+    "expert_activation",
+    "shared_experts",
+    "moe",
+    "layer",
+)
+"""Parts of a layer that can be recomputed in the backward pass (activation checkpointing)."""
+NETWORK_PARTS = frozenset({"dense_mlp", "expert_activation", "shared_experts", "moe"})
+"""Parts of feed-forward networks, each of which has some (`FeedForwardPart.recompute_parts`)."""
 
 IMPLIED_BY = {
     "moe": ("expert_activation", "shared_experts"),
@@ -22,12 +37,13 @@ def containing_part(part: str, parts: Sequence[str]) -> str | None:
 
 def missing_reason(part: str, model: ModelConfig) -> str:
     """Return why a model lacks a part; "" if it has it."""
-    if part in ("core_attention", "mla_up") and not model.has_softmax_attention:
+    is_of_attention = part == "core_attention" or part in OWNERS
+    if is_of_attention and not model.has_softmax_attention:
         return f"all layers of model.layers={model.layers!r} have linear attention"
-    if part in ("core_attention", "mla_up") and model.selected_keys:
+    if is_of_attention and model.selected_keys:
         return f"the sparse attention of model.attention.indexer.top_k={model.selected_keys} does not have it as a part"
-    if part == "mla_up" and not any(part in layer.attention.recompute_parts for layer in model.decoder_layers):
-        return "model.attention is not 'mla'"
+    if part in OWNERS and not any(part in layer.attention.recompute_parts for layer in model.decoder_layers):
+        return f"model.attention is not {OWNERS[part]!r}"
     if part == "dense_mlp" and not has_dense_layers(model):
         return "no layer of model.layers is 'dense'"
     if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):

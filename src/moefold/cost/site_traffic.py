@@ -5,9 +5,10 @@ the code, so the bytes of a site depend on its mapping only by the padding, and 
 ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted here.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
@@ -128,10 +129,8 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     count = recipe_fragments(cfg.model, cfg.sites)
     coded = [0] * count
     plain = [0] * count
-    # By fragment and pipeline rank, of the first of its ranks, which has the most.
-    largest = Counter[tuple[int, int]]()
-    largest_owned = Counter[tuple[int, int]]()
-    largest_plain = Counter[tuple[int, int]]()
+    # Coded, owned and plain elements by fragment, of the first rank of each pipeline rank, which has the most.
+    of_rank = np.zeros((count, cfg.parallel.pp, 3), np.int64)
     item = difference_itemsize(cfg.run)
     optimizer = chosen_in(cfg.train, OptimizerPart)
     sharding = WeightSharding.from_config(cfg, for_training=True)
@@ -139,36 +138,26 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     for weight in _trained_weights(cfg.model, cfg.train, cfg.lora):
         fragment = fragment_of(weight.name, count)
         shards = _shards(cfg.parallel, weight)
-        holders = sharding.pp_ranks_of(weight.name)
+        holders = list(sharding.pp_ranks_of(weight.name))
         copies = len(holders) * stage_ranks // shards.degree
         # A site sends its own experts alone, if sites own them.
         owners = cfg.sites.num_expert_owners if weight.is_expert else 1
+        averages = cfg.sites.moments == "average"
+        num_moments = sum(not state.is_count for state in optimizer.states(weight)) if averages else 0
         coded[fragment] += copies * _padded_numel(shards, code, owners)
-        for pp_rank in holders:
-            numel = code.padded(shards.numel(0) // owners)
-            largest[fragment, pp_rank] += numel
-            largest_owned[fragment, pp_rank] += numel if owners > 1 else 0
-        if cfg.sites.moments == "average":
-            num_moments = sum(not state.is_count for state in optimizer.states(weight))
-            plain[fragment] += copies * num_moments * _padded_numel(shards, PLAIN) * item
-            for pp_rank in holders:
-                largest_plain[fragment, pp_rank] += num_moments * shards.numel(0)
+        plain[fragment] += copies * num_moments * _padded_numel(shards, PLAIN) * item
+        numel = code.padded(shards.numel(0) // owners)
+        of_rank[fragment, holders] += (numel, numel if owners > 1 else 0, num_moments * shards.numel(0))
     for name in sharding.bias_names:
         fragment = fragment_of(name, count)
-        for pp_rank in sharding.pp_ranks_of(name):
-            plain[fragment] += stage_ranks * cfg.model.experts.num_choices * item
-            largest_plain[fragment, pp_rank] += cfg.model.experts.num_choices
+        holders = list(sharding.pp_ranks_of(name))
+        plain[fragment] += len(holders) * stage_ranks * cfg.model.experts.num_choices * item
+        of_rank[fragment, holders, 2] += cfg.model.experts.num_choices
     if cfg.sites.part.in_pairs:
         plain = [num_bytes + item * numel for num_bytes, numel in zip(plain, coded, strict=True)]
-        largest_plain += largest
-    of_rank = [
-        max(
-            ((largest[p, rank], largest_owned[p, rank], largest_plain[p, rank]) for rank in range(cfg.parallel.pp)),
-            key=lambda numels: numels[0] + numels[2],
-        )
-        for p in range(count)
-    ]
-    return tuple(FragmentTraffic(coded[p], plain[p], *of_rank[p]) for p in range(count))
+        of_rank[..., 2] += of_rank[..., 0]
+    most = [max(ranks, key=lambda numels: numels[0] + numels[2]) for ranks in of_rank.tolist()]
+    return tuple(FragmentTraffic(coded[p], plain[p], *most[p]) for p in range(count))
 
 
 def num_trained(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> int:

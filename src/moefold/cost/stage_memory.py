@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from moefold.config.schema import Config
-from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.recompute_parts import AUTO
+from moefold.config.train import AUTO
+from moefold.cost.activation_memory import activation_memory
 from moefold.cost.unit_memory import Unit, UnitMemory
 from moefold.topology.schedules import schedule_slots
 
@@ -23,7 +23,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     train = cfg.train
     explicit = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=""))
     states = UnitMemory(explicit)
-    formula = ActivationMemory(cfg, () if AUTO in train.recompute else None)
+    formula = activation_memory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"
     units: tuple[Unit, ...] = ("embedding", "head", *dict.fromkeys(model.block_kinds))
     state_bytes = {name: states.unit_bytes(name, with_optimizer=not offloads) for name in units}

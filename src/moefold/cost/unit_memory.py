@@ -186,20 +186,24 @@ def rope_buffer_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConf
 
 def dispatch_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of a rank's buffers of the dispatcher, allocated once for all layers."""
-    is_spread = cfg.parallel.ep * cfg.parallel.etp > 1
-    return chosen(cfg, DispatcherPart).reserved_bytes(dispatch_sizes(cfg)) if is_spread else 0
-
-
-def dispatch_sizes(cfg: Config) -> DispatchSizes:
-    """Return what the ranks exchange in a micro-batch at most."""
     p = cfg.parallel
-    part = cfg.model.routed
+    if p.ep * p.etp == 1:
+        return 0
+    sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, compute_dtype_bytes(cfg.run))
+    return chosen(cfg, DispatcherPart).reserved_bytes(sizes)
+
+
+def dispatch_sizes(
+    model: ModelConfig, train: TrainConfig, moe: MoEConfig, num_shards: int, item_bytes: int
+) -> DispatchSizes:
+    """Return what the ranks exchange in a micro-batch at most; `num_shards` ranks share its tokens."""
+    part = model.routed
     return DispatchSizes(
         num_experts=part.num_experts if part else 0,
-        max_rows=cfg.train.seq_len // (p.cp * p.tp) * cfg.train.micro_batch_size * (part.top_k if part else 0),
-        width=part.token_size(cfg.model.hidden_size) if part else 0,
-        item_bytes=compute_dtype_bytes(cfg.run),
-        fp8_dispatch=chosen(cfg, WirePart).rounds,
+        max_rows=train.seq_len // num_shards * train.micro_batch_size * (part.top_k if part else 0),
+        width=part.token_size(model.hidden_size) if part else 0,
+        item_bytes=item_bytes,
+        fp8_dispatch=chosen_in(moe, WirePart).rounds,
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.alignment import AlignmentPart, RewardPart, RewardPromptPart, RewardSelectionPart
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.preference import pack_pairs, preference_reader
 from moefold.data.rewards import conditioned_reader, open_rewards, rewarded_reader
 from moefold.data.sample import ReferenceLogProbs, SampleSource
@@ -42,10 +42,10 @@ def open_samples(
     is_preference = data.kind == "preference"
     reader = preference_reader(align) if is_preference else None
     method = chosen_in(align, AlignmentPart)
-    if isinstance(method, RewardPromptPart):
+    if method.prompt_template:
         reader = conditioned_reader(method)
-    elif isinstance(method, RewardPart) and data.skip_bad_rows:
-        reader = rewarded_reader(method.reward)
+    elif method.reward_column and data.skip_bad_rows:
+        reader = rewarded_reader(method.reward_column)
     conversations = open_conversations(
         data, tokenizer, skipped, reader=reader, cache_dir=cache_dir, shows_progress=is_first
     )
@@ -54,8 +54,9 @@ def open_samples(
         pairs, held_out = pack_pairs(data, align, conversations, seq_len=seq_len, pad_id=pad_id, reports=is_first)
         return pairs, held_out, pairs.reference
     select: Callable[[NDArray[np.int64]], ScaledMembers] | None = None
-    if isinstance(method, RewardSelectionPart):
-        select = partial(method.select, open_rewards(data, method.reward, tokenizer, skipped, cache_dir=cache_dir))
+    if method.selects_rows:
+        rewards = open_rewards(data, method.reward_column, tokenizer, skipped, cache_dir=cache_dir)
+        select = partial(method.select, rewards)
     return *pack_conversations(
         data, conversations, seq_len=seq_len, pad_id=pad_id, reports=is_first, select=select
     ), None

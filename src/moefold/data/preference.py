@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
@@ -49,7 +49,7 @@ def preference_reader(align: AlignConfig) -> ConversationReader:
 def _is_labelled(align: AlignConfig) -> bool:
     """Return whether rows are completions with a label, not pairs."""
     method = chosen_in(align, AlignmentPart)
-    return isinstance(method, PreferencePart) and method.labelled
+    return method.preference is not None and method.preference.labelled
 
 
 class PackedPairs(PackedMembers):

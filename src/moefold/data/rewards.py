@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moefold.cache_dir import entry_key
 from moefold.config.data import DataConfig
-from moefold.config.groups.alignment import RewardPromptPart, fill_template, parse_threshold
+from moefold.config.groups.alignment import AlignmentPart, fill_template, parse_threshold
 from moefold.data.cache import cached_ids, npy_header
 from moefold.data.chat import Message, load_chat_template
 from moefold.data.conversation_format import parse_conversation
@@ -166,13 +166,13 @@ def _rewarded(records: Iterator[JsonlRecord], column: str) -> Iterator[Conversat
         yield from read_conversations(iter([record]))
 
 
-def conditioned_reader(method: RewardPromptPart) -> ConversationReader:
+def conditioned_reader(method: AlignmentPart) -> ConversationReader:
     """Return the reader that writes each reward into the message before the answer."""
-    identity = ("sft conditioned", method.reward, method.template)
+    identity = ("sft conditioned", method.reward_column, method.prompt_template)
     return ConversationReader(identity, partial(_conditioned, method=method))
 
 
-def _conditioned(records: Iterator[JsonlRecord], method: RewardPromptPart) -> Iterator[ConversationToRender]:
+def _conditioned(records: Iterator[JsonlRecord], method: AlignmentPart) -> Iterator[ConversationToRender]:
     for record in records:
         found = parse_conversation(record)
         messages = list(found.messages)
@@ -182,7 +182,7 @@ def _conditioned(records: Iterator[JsonlRecord], method: RewardPromptPart) -> It
             raise ConfigError(f"{record.location}: no text precedes the answer, to write the reward into; remove it")
         messages[number] = {
             **messages[number],
-            "content": fill_template(method.template, prompt, reward_of(record, method.reward)),
+            "content": fill_template(method.prompt_template, prompt, reward_of(record, method.reward_column)),
         }
         yield ConversationToRender(messages, found.tools, record.location, record.size_bytes, found.untrained)
 

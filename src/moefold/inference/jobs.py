@@ -13,7 +13,7 @@ import numpy as np
 
 from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import cache_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
@@ -284,11 +284,12 @@ def cache_of_requests(cfg: Config, requests: Sequence[Sequence[Request]], settin
         ConfigError: the cache that the settings allow is too small for a request.
     """
     num_pages = max(pages_needed(one, settings) for one in requests)
-    max_pages = cache_pages(cfg, settings)
+    sizes = cache_sizes(cfg)
+    max_pages = cache_pages(sizes, settings)
     if max_pages is not None:
         check_requests([request for one in requests for request in one], max_pages)
         num_pages = min(num_pages, max_pages)
-    return cache_bytes(cfg, num_pages, min(settings.slots, max(map(len, requests))), settings.cache)
+    return sizes.total_bytes(num_pages, min(settings.slots, max(map(len, requests))), settings.cache)
 
 
 def choose_inference_device(

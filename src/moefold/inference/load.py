@@ -9,6 +9,8 @@ import torch
 
 from moefold.checkpoint.save_load import load_weights
 from moefold.comm.groups import ParallelGroups
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.convert.adapted_weights import load_merged_weights
 from moefold.convert.weights import load_hf_weights
@@ -27,12 +29,12 @@ from moefold.validate.config import check_config
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One rank's shard of a model with its weights, tokenizer, config and groups."""
+    """One rank's shard of a model with its weights, tokenizer, mapping and groups."""
 
     model: InferenceModel
     tokenizer: Tokenizer | None
     """None if text is neither read nor written."""
-    cfg: Config
+    parallel: ParallelConfig
     groups: ParallelGroups
 
 
@@ -47,9 +49,8 @@ def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[t
         yield device
 
 
-def report_decoding(loaded: LoadedModel) -> None:
+def report_decoding(loaded: LoadedModel, run: RunConfig) -> None:
     """Report the layers that decode by their modules on stderr, on the first rank; not where the user chose that."""
-    run = loaded.cfg.run
     notice = modules_notice(loaded.model)
     if notice and loaded.groups.rank == 0 and run.kernels != "plain" and run.dtype != "float64":
         print_escaped(f"moefold: {notice}", file=sys.stderr)
@@ -72,7 +73,7 @@ def load_model(
     """
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
     with reworded_errors(*EXPERTS_OPTION, *KERNELS_OPTION):
-        model = InferenceModel(cfg, groups)
+        model = InferenceModel.build(cfg, groups)
     with model.writing_weights():
         if source.kind == "huggingface":
             load_hf_weights(source.path, model.named_parameters, model.named_buffers)
@@ -80,4 +81,4 @@ def load_model(
             load_merged_weights(source.path, model.named_parameters, model.named_buffers)
         else:
             load_weights(source.path, model.named_parameters, model.named_buffers)
-    return LoadedModel(model, tokenizer, cfg, groups)
+    return LoadedModel(model, tokenizer, cfg.parallel, groups)

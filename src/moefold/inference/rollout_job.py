@@ -20,7 +20,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
-from moefold.rl.reward import check_columns, check_reward, reward_names
+from moefold.rl.reward import check_columns, check_reward
 from moefold.validate.rl import reward_problems
 
 ROLLOUT_WORDS = (
@@ -143,7 +143,7 @@ def open_rollout_prompts(
         problems = Problems(data, request.sampling.seed, is_validation=request.held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
-        check = check_columns(reward_names(data, reward))
+        check = check_columns(data, reward)
         found: list[Prompt] = read_prompts(
             data, tokenizer, source.want, check=check, report=_log_note if reports else None
         )

@@ -30,7 +30,7 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
-        report_decoding(loaded)
+        report_decoding(loaded, job.cfg.run)
         summary = RolloutSummary(request.samples)
         is_first = rank_env.rank == 0
         with (

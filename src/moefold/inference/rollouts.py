@@ -18,7 +18,7 @@ from moefold.inference.engine.engine import StopCondition
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.text import has_stop_string
-from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
+from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup
 
 Adjust = Callable[[NDArray[np.float64], Sequence[Rollout]], NDArray[np.float64]]
@@ -198,7 +198,7 @@ def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> S
         tokenizer: the tokenizer.
     """
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
-    if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(reward_names(data, reward))):
+    if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(data, reward)):
         return StopRule(eos_ids)
     turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
     return StopRule(eos_ids | turn_ids, mark)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, broadcast_object
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
@@ -184,10 +184,10 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
         logits: file for the logits of all sequences, written by the first rank of the last stage.
     """
     model = loaded.model
-    cfg = loaded.cfg
     groups = loaded.groups
-    width = cfg.train.seq_len
-    count = cfg.train.micro_batch_size
+    train = model.stage.settings.train
+    width = train.seq_len
+    count = train.micro_batch_size
     total = torch.zeros(1, dtype=torch.float64, device=groups.device)
     next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
     for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
@@ -221,21 +221,22 @@ class LogitsFile:
         self._path = path
         self._tmp_path = path.with_name(f".{path.name}.partial")
         self._dataset = dataset
-        self._cfg = loaded.cfg
-        self._is_writer = loaded.model.stage.is_last and groups.attn.stage.rank == 0
+        stage = loaded.model.stage
+        self._vocab_size = stage.config.vocab_size
+        self._is_writer = stage.is_last and groups.attn.stage.rank == 0
         layout = groups.layout
         self._rank_coordinates = [
             tuple(layout.attention.coordinate(rank, axis) for axis in ("dp", "cp", "tp"))
             for rank in groups.attn.stage.ranks
         ]
-        context = chosen(loaded.cfg, ContextPart)
-        seq_len = loaded.cfg.train.seq_len
+        context = chosen_in(loaded.parallel, ContextPart)
+        seq_len = stage.settings.train.seq_len
         self._positions = [sequence_positions(context, seq_len, layout.cp, i).numpy() for i in range(layout.cp)]
         self._file: np.ndarray | None = None
 
     def __enter__(self) -> Self:
         if self._is_writer:
-            shape = (self._dataset.num_sequences, self._dataset.seq_len, self._cfg.model.vocab_size)
+            shape = (self._dataset.num_sequences, self._dataset.seq_len, self._vocab_size)
             self._file = np.lib.format.open_memmap(self._tmp_path, mode="w+", dtype=np.float32, shape=shape)
         return self
 

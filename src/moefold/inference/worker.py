@@ -130,7 +130,7 @@ def _generate(
     Each data-parallel rank continues its share of the prompts; all ranks return all completions.
     """
     loaded = load_model(job.source, job.cfg, device, tokenizer)
-    report_decoding(loaded)
+    report_decoding(loaded, job.cfg.run)
     if output is not None:
         output.begin()
     dp = loaded.groups.attn.dp

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.lora import LowRankAdapters
 from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
 from moefold.ops.autotune import Autotuner
@@ -27,6 +28,7 @@ from moefold.ops.block_attention import (
     attention_block_backward,
     causal_sdpa,
     fold_in_sinks,
+    scale_queries,
     sink_gradient,
 )
 from moefold.ops.decode import HeadWeights
@@ -137,12 +139,9 @@ class TokenMixer(nn.Module, ABC):
     """
 
     selects_keys: ClassVar[bool] = False
-    """Whether each query attends to selected keys: `forward` then takes a `Selection`, and a decoder sets
-    `selected_keys`."""
+    """Whether each query attends to selected keys: `forward` then takes a `Selection`."""
     fused_refusal: ClassVar[str] = "a layer of another class"
     """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
-    caches_latents: ClassVar[bool] = False
-    """Whether a decoder may set `latent_cache`, which caches latents instead of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,6 +162,15 @@ class TokenMixer(nn.Module, ABC):
 
         Returns:
             [S/(cp*tp), B, H].
+        """
+
+    @abstractmethod
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return what the module keeps of earlier tokens while a model generates, by the attribute that a decoder sets.
+
+        Args:
+            current_pass: the rows of the pass that runs, shared by the layers.
+            size: of the cache of a rank.
         """
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
@@ -192,6 +200,13 @@ class SelfAttention(TokenMixer):
         self.chunk_size = 0
         self.core_attention: CoreAttention = CausalAttention(window)
         self.attends_in_blocks = False
+
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return attention over the keys and values of the pages of each row's sample; see base class."""
+        from moefold.model.paged_cache import PagedAttention
+
+        limits = self.window, self.kernels.paged_attention, self.chunk_size
+        return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, *limits)}
 
     def limit_to_chunks(self, chunk_size: int) -> None:
         """Let each token attend within its chunk of `chunk_size` tokens of its document; 0: no chunks."""
@@ -234,11 +249,6 @@ class CoreAttention(Protocol):
             [S, B, A, D].
         """
         ...
-
-
-def scale_queries(q: Tensor, scale: float | None) -> Tensor:
-    """Return queries whose scores have this scale if a kernel multiplies them by 1/sqrt(D); None: unchanged."""
-    return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
 
 
 def takes_narrow_values(device: torch.device) -> bool:

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.linear_attention import DeltaRulePart
-from moefold.model.linear_attention import LinearAttention, PrecedingTokens, StateShapes
+from moefold.model.linear_attention import LinearAttention, PrecedingTokens
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
+from moefold.model.recurrent_cache import StateShapes
 from moefold.ops.linear_attention import causal_convolution, l2_normalize
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.comm.torch_compat import has_forward_hooks
 from moefold.model.attention import TokenMixer
+from moefold.model.layer_cache import CurrentPass
 from moefold.model.local_param import local_param
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
@@ -16,7 +17,7 @@ from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.router import RouterOverride
 from moefold.model.moe.token_group import TokenColumns, TokenPositions
 from moefold.model.norm import RMSNorm
-from moefold.model.paged_cache import CurrentPass, PagedAttention
+from moefold.model.paged_cache import PagedAttention
 from moefold.model.transformer import Block
 from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
 from moefold.ops.rope import Rope

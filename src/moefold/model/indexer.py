@@ -12,7 +12,7 @@ learns from both layers' probabilities (`shared` in `model.layers`, arXiv:2603.1
 """
 
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from moefold.ops.sparse_attention import (
     selected_index_loss,
     visible_index_loss,
 )
+
+if TYPE_CHECKING:
+    from moefold.model.paged_selection import PagedSelection
 
 INDEX_NORM_EPS = 1e-6
 """Epsilon of the norm of the indexer's keys, as in DeepSeek's code and transformers."""
@@ -66,31 +69,6 @@ class WholeKeys:
     def gather(self, x: Tensor) -> Tensor:
         """Return x unchanged."""
         return x
-
-
-class SelectedKeyCache(Protocol):
-    """Cache of keys, values and index keys in decoding; see `paged_selection.PagedSelection`."""
-
-    def extend(
-        self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cache the tokens of this pass, then select keys for them.
-
-        Args:
-            index: projections of the pass, with its own keys only.
-            key: [R, 1, G, D].
-            value: [R, 1, G, Dv]; None: parts of the keys.
-            top_k: most keys of a query.
-            window: most keys that a query sees, its own included; 0: no limit.
-
-        Returns:
-            All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
-        """
-        ...
-
-    def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass in a layer that selects none; returns keys and values as `extend` does."""
-        ...
 
 
 class LightningIndexer(nn.Module):
@@ -372,7 +350,7 @@ class Selection:
         own: LightningIndexer | None,
         inputs: tuple[Tensor, Tensor],
         rope: Rope | NoRope,
-        cache: SelectedKeyCache,
+        cache: "PagedSelection",
         key_value: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.
@@ -382,7 +360,7 @@ class Selection:
             inputs: as of `select`.
             rope: of the rows.
             cache: of the layer.
-            key_value: as of `SelectedKeyCache.extend`.
+            key_value: as of `PagedSelection.extend`.
 
         Returns:
             All cached keys and values.

@@ -11,14 +11,8 @@ from moefold.config.model import ModelConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.layer_spec import model_weights
 
-EXPERT_WEIGHTS = ("experts.w_gate", "experts.w_up", "experts.w_down")
-EXPERT_PARAMETERS = (*EXPERT_WEIGHTS, "experts.b_gate", "experts.b_up", "experts.b_down")
+EXPERT_PARAMETERS = tuple(f"experts.{kind}_{name}" for kind in "wb" for name in ("gate", "up", "down"))
 EXPERT_ADAPTERS = ".experts.lora."
-BIASES = ("bq", "bk", "bv", "bo", "ba", "bb", "bc", "bias", "conv_bias", "b_gate", "b_up", "b_down")
-OUTPUT_WEIGHTS = ("wo", "w_down")
-WEIGHTED_NORMS = ("attention.norm.weight", "indexer.key_norm.weight")
-"""Norms that multiply by their weight in models whose other norms multiply by 1 + weight."""
-CONVOLUTIONS = ("conv", "conv_q", "conv_k", "conv_v")
 DECAY_RATES = (1.0, 16.0)
 """Range of exp(a_log), the decay rates of linear attention (arXiv:2405.21060, as in the code of arXiv:2412.06464)."""
 TIME_STEPS = (1e-3, 1e-1)
@@ -63,35 +57,37 @@ def logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ..
 
 def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int) -> Tensor:
     """Return the whole logical tensor of a name: the same on every rank, and under every mapping."""
-    spec = model_weights(cfg).get(name)
-    if spec is not None and spec.initial:
+    if is_adapter(name):
+        return _initial_adapter(name, shape, seed)
+    weights = model_weights(cfg)
+    # One of several experts has a number at the end, and rows that are drawn for them a word.
+    spec = weights.get(name) or weights[name.rpartition(".")[0]]
+    if spec.initial:
         rows = torch.tensor(spec.initial).view(-1, *[1] * (len(shape) - 1))
         return rows.expand(shape).clone()
-    leaf = [part for part in name.split(".") if not part.isdigit()][-1]
-    if is_adapter(name):
-        return _initial_adapter(name, shape, leaf, seed)
-    if leaf in BIASES:
-        return torch.zeros(shape)
-    if "norm" in name:
-        is_centered = cfg.norm.zero_centered and not name.endswith(WEIGHTED_NORMS)
-        return torch.zeros(shape) if is_centered else torch.ones(shape)
+    drawn = spec.drawn
+    if drawn is None and not spec.is_matrix:
+        drawn = "ones" if spec.part == "norms" and not cfg.norm.zero_centered else "zeros"
     generator = torch.Generator().manual_seed(seed_for(seed, name))
-    if leaf in CONVOLUTIONS:
-        bound = shape[1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    if leaf == "a_log":
-        return torch.empty(shape).uniform_(*DECAY_RATES, generator=generator).log()
-    if leaf == "dt_bias":
-        steps = torch.empty(shape).uniform_(*map(math.log, TIME_STEPS), generator=generator).exp()
-        # The inverse of softplus.
-        return steps + torch.log(-torch.expm1(-steps))
-    std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if leaf in OUTPUT_WEIGHTS else cfg.init_std
+    match drawn:
+        case "ones" | "zeros":
+            return torch.full(shape, float(drawn == "ones"))
+        case "convolution":
+            bound = shape[1] ** -0.5
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        case "decay_rate":
+            return torch.empty(shape).uniform_(*DECAY_RATES, generator=generator).log()
+        case "time_step":
+            steps = torch.empty(shape).uniform_(*map(math.log, TIME_STEPS), generator=generator).exp()
+            # The inverse of softplus.
+            return steps + torch.log(-torch.expm1(-steps))
+    std = cfg.init_std / math.sqrt(2 * cfg.num_layers) if drawn == "output" else cfg.init_std
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def _initial_adapter(name: str, shape: tuple[int, ...], leaf: str, seed: int) -> Tensor:
+def _initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return A [r, in], of an expert [in, r], or B, which is zero."""
-    if leaf.endswith("_b"):
+    if [part for part in name.split(".") if not part.isdigit()][-1].endswith("_b"):
         return torch.zeros(shape)
     inputs = shape[0] if EXPERT_ADAPTERS in name else shape[1]
     generator = torch.Generator().manual_seed(seed_for(seed, name))

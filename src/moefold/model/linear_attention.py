@@ -5,18 +5,20 @@ sequences, or under context parallelism of some segments of them, whose initial 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
+from moefold.model.recurrent_cache import RecurrentStates, StateShapes
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import ChunkedLinearAttention, InitialState, recurrent_linear_attention
 from moefold.ops.rope import NoRope, Rope
@@ -54,51 +56,6 @@ class WholeSequence(SequenceSegments):
         return x_SBC.new_zeros(num_tokens, *x_SBC.shape[1:])
 
 
-@dataclass(frozen=True)
-class CachedStates:
-    """Samples of one pass that continue from cached states, with equally many tokens each."""
-
-    rows_R: Tensor
-    """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
-    slots_n: Tensor
-    """Slots of the samples in the cache, int64 [n]."""
-    previous_KnC: Tensor
-    """Tokens before the tokens of the pass, [K-1, n, C]."""
-    state: Tensor
-    """[n, A, D, Dv]."""
-    num_previous_n: Tensor
-    """Earlier tokens of each sample, int64 [n]."""
-
-
-@dataclass(frozen=True)
-class StateShapes:
-    """Shapes of what is cached for one sample."""
-
-    num_previous: int
-    """Tokens before the next one that the convolutions read, K-1."""
-    width: int
-    """Channels of the convolutions, C; 0: none."""
-    state: tuple[int, int, int]
-    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""
-
-
-class StateCacheProtocol(Protocol):
-    """States and last tokens of the samples of a rank, in decoding."""
-
-    def read(self, shapes: StateShapes, like: Tensor) -> Iterable[CachedStates]:
-        """Yield the samples of the pass; zeros before a sample's first token.
-
-        Args:
-            shapes: of this layer.
-            like: a tensor of the type and device of the tokens.
-        """
-        ...
-
-    def write(self, samples: CachedStates, last_KnC: Tensor, state: Tensor) -> None:
-        """Store the last tokens and states after the tokens of the pass."""
-        ...
-
-
 Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Compute outputs [S, B, A, Dv] and the last states from q, k, v, the log decay and the write strength or None."""
 
@@ -130,7 +87,11 @@ class LinearAttention(TokenMixer):
     def __init__(self) -> None:
         super().__init__()
         self.segments: SequenceSegments = WholeSequence()
-        self.state_cache: StateCacheProtocol | None = None
+        self.state_cache: RecurrentStates | None = None
+
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return the states of each row's sample; see base class."""
+        return {"state_cache": RecurrentStates(current_pass)}
 
     @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -231,7 +192,7 @@ class LinearAttention(TokenMixer):
         out, _ = self.compute(parts, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
         return _join_segments(out, count)
 
-    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: StateCacheProtocol) -> Tensor:
+    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: RecurrentStates) -> Tensor:
         """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
         rows = [x.squeeze(1) for x in projected]
         shapes = self.state_shapes(weights)

@@ -6,110 +6,19 @@ attention. Keys are cached after RoPE. All rows of a pass are cached before any 
 attends to itself.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.comm.host_copy import copy_to_device
-from moefold.model.attention import scale_queries
-from moefold.ops.block_attention import attention_block, fold_in_sinks
-from moefold.ops.decode import DecodeRows
+from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
+from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
-from moefold.ops.rope import Rope
 
 MAX_GATHERED_ELEMENTS = 1 << 24
 """Elements of keys that are gathered from the pages at a time, 64 MiB in float32."""
-
-
-@dataclass(frozen=True)
-class PassRows:
-    """Rows of one forward pass. Consecutive rows of one sample form a segment, at consecutive positions."""
-
-    slots_R: Tensor
-    """Index of each row in the cache, page * positions of a page + offset, int64 [R]."""
-    positions_R: Tensor
-    """Position of each row in its sample, int64 [R]."""
-    tables_NP: Tensor
-    """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
-    counts: Sequence[int]
-    """Rows of each segment, [segments]."""
-    last_positions: Sequence[int]
-    """Position of the last row of each segment, [segments]; the host knows it without a wait for the device."""
-    state_slots_N: Tensor | None = None
-    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None: no layer has states."""
-    num_state_slots: int = 0
-    """Largest slot of a state, plus 1."""
-
-    @cached_property
-    def single_rows(self) -> list[int]:
-        """Segments of one row."""
-        return [i for i, count in enumerate(self.counts) if count == 1]
-
-    @cached_property
-    def chunks(self) -> list[tuple[int, slice]]:
-        """Segments of several rows, and these rows."""
-        found = []
-        start = 0
-        for i, count in enumerate(self.counts):
-            if count > 1:
-                found.append((i, slice(start, start + count)))
-            start += count
-        return found
-
-    @cached_property
-    def rows_of_singles(self) -> Tensor:
-        """Row of each segment of one row, int64."""
-        starts = [0]
-        for count in self.counts:
-            starts.append(starts[-1] + count)
-        return copy_to_device(torch.tensor([starts[i] for i in self.single_rows]), self.slots_R.device)
-
-    @cached_property
-    def segments_of_singles(self) -> Tensor:
-        """Segments of one row, int64."""
-        return copy_to_device(torch.tensor(self.single_rows), self.slots_R.device)
-
-    @cached_property
-    def row_tables(self) -> Tensor:
-        """Pages of each row, int32 [R, pages]."""
-        if len(self.single_rows) == len(self.counts):
-            return self.tables_NP
-        counts = copy_to_device(torch.tensor(self.counts), self.tables_NP.device)
-        return self.tables_NP.repeat_interleave(counts, 0, output_size=len(self.slots_R))
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """Keys up to each row, its own included, int32 [R]."""
-        return (self.positions_R + 1).int()
-
-
-class CurrentPass:
-    """The rows of the pass that runs; shared by all layers."""
-
-    single_sample = torch.zeros(1, dtype=torch.int64)
-    """The sample ids of a pass, whose rows count as one sample."""
-
-    def __init__(self) -> None:
-        self.rows: PassRows | None = None
-        self._decode_rows: tuple[PassRows, DecodeRows] | None = None
-
-    @property
-    def current(self) -> PassRows:
-        """The rows."""
-        assert self.rows is not None, "no pass runs"
-        return self.rows
-
-    def decode_rows(self, rope: Rope) -> DecodeRows:
-        """Return the rows for a `DecodeKernel`; the layers of a pass share one RoPE, and get one object."""
-        rows = self.current
-        if self._decode_rows is None or self._decode_rows[0] is not rows:
-            self._decode_rows = rows, DecodeRows(rows.slots_R, rows.row_tables, rows.lengths, rope.cos, rope.sin)
-        return self._decode_rows[1]
 
 
 class Pages:
@@ -164,7 +73,32 @@ class Pages:
             self.tensor[target] = self.tensor[source]
 
 
-class PagedAttention:
+class PagedCache(LayerCache):
+    """Cache of a layer in pages.
+
+    Args:
+        current_pass: the rows of the pass that runs, shared by the layers.
+        num_pages: pages of the cache.
+        page_positions: positions of a page.
+        num_tensors: tensors of pages.
+    """
+
+    def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, num_tensors: int = 1) -> None:
+        self._pass = current_pass
+        self._pages = tuple(Pages(num_pages, page_positions) for _ in range(num_tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages; see base class."""
+        return sum(pages.nbytes for pages in self._pages)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy the pages of all tensors; see base class."""
+        for pages in self._pages:
+            pages.copy(source, target)
+
+
+class PagedAttention(PagedCache):
     """Core attention over the tokens of this pass and the cached ones of the same samples.
 
     Args:
@@ -185,24 +119,13 @@ class PagedAttention:
         kernel: PagedAttentionKernel | None = None,
         chunk_size: int = 0,
     ) -> None:
-        self._pass = current_pass
-        self._keys = Pages(num_pages, page_positions)
-        self._values = Pages(num_pages, page_positions)
+        super().__init__(current_pass, num_pages, page_positions, 2)
+        self._keys, self._values = self._pages
         self._window = window
         self._chunk_size = chunk_size
         # The kernel reads whole pages: it gets the pages of a row's chunk.
         chunks_are_pages = chunk_size % page_positions == 0
         self._kernel = kernel if page_positions == PAGE_SIZE and chunks_are_pages else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cached keys and values; 0 before the first pass."""
-        return self._keys.nbytes + self._values.nbytes
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each."""
-        self._keys.copy(source, target)
-        self._values.copy(source, target)
 
     def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions] and [P, G, positions, D].
@@ -258,33 +181,33 @@ class PagedAttention:
         return attend_pages(q_RAD, keys, values, rows, limits, sinks, scale).unsqueeze(1)
 
 
-class PagedLatents:
+class PagedLatents(PagedCache):
     """Cache of the latents and rotated keys, one vector a token, replicated on the tensor-parallel ranks.
 
     Args: as of `PagedAttention`.
     """
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
-        self._pass = current_pass
-        self._latents = Pages(num_pages, page_positions)
+        super().__init__(current_pass, num_pages, page_positions)
+        self._latents = self._pages[0]
         self._window = window
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cached latents and keys; 0 before the first pass."""
-        return self._latents.nbytes
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each."""
-        self._latents.copy(source, target)
-
     def add(self, new_SBR: Tensor) -> None:
-        """Cache the vectors of this pass, [R, 1, latent + rotated]; see `LatentCacheProtocol`."""
+        """Cache the vectors of this pass, [R, 1, latent + rotated]."""
         if len(new_SBR):
             self._latents.write(new_SBR, self._pass.current.slots_R)
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
-        """Attend to the cached vectors; see `LatentCacheProtocol`."""
+        """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
+
+        Args:
+            query_SBAR: queries in the space of latents and rotated keys, [R, 1, A, rank + rotated].
+            rank: dims of a latent.
+            scale: factor of the scores.
+
+        Returns:
+            [R, 1, A, rank].
+        """
         if not len(query_SBAR):
             return query_SBAR[..., :rank]
         pages = self._latents.tensor

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from moefold.model.paged_cache import MAX_GATHERED_ELEMENTS, CurrentPass, Pages, PassRows
+from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.paged_cache import MAX_GATHERED_ELEMENTS, PagedCache
 from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.exact_topk import exact_topk
 from moefold.ops.sparse_attention import IndexTensors
@@ -47,8 +48,8 @@ class LastSelections:
         return found_RK.masked_fill(~is_same_RR.any(1, keepdim=True), -1)
 
 
-class PagedSelection:
-    """Cache of one layer of sparse attention; see `SelectedKeyCache`.
+class PagedSelection(PagedCache):
+    """Cache of one layer of sparse attention: keys, values and index keys.
 
     A query selects positions of its own sample. Attention then reads the selected keys alone, by their slots.
 
@@ -59,26 +60,25 @@ class PagedSelection:
     """
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int) -> None:
-        self._pass = current_pass
-        self._keys = Pages(num_pages, page_positions)
-        self._values = Pages(num_pages, page_positions)
-        self._index_keys = Pages(num_pages, page_positions)
+        super().__init__(current_pass, num_pages, page_positions, 3)
+        self._keys, self._values, self._index_keys = self._pages
         self._last = LastSelections()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache; 0 before the first pass."""
-        return self._keys.nbytes + self._values.nbytes + self._index_keys.nbytes
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages, int64 [n] each."""
-        for pages in (self._keys, self._values, self._index_keys):
-            pages.copy(source, target)
 
     def extend(
         self, index: IndexTensors, key: Tensor, value: Tensor | None, top_k: int, window: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Cache the tokens of this pass, then select keys for them; see `SelectedKeyCache`. Local."""
+        """Cache the tokens of this pass, then select keys for them; local.
+
+        Args:
+            index: projections of the pass, with its own keys only.
+            key: [R, 1, G, D].
+            value: [R, 1, G, Dv]; None: parts of the keys.
+            top_k: most keys of a query.
+            window: most keys that a query sees, its own included; 0: no limit.
+
+        Returns:
+            All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
+        """
         rows = self._pass.current
         keys, values = self.store(key, value)
         index_keys = self._index_keys.write(index.key, rows.slots_R).squeeze(2)
@@ -86,7 +86,7 @@ class PagedSelection:
         return keys, values, selected.unsqueeze(1)
 
     def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass; see `SelectedKeyCache`. Local."""
+        """Cache the tokens of this pass in a layer that selects none; returns keys and values as `extend`; local."""
         slots_R = self._pass.current.slots_R
         keys = self._keys.write(key.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
         if value is None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from moefold.config.find import is_built_in
 from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.block import NormPart
+from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.config.part import built, describe_part
-from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.attention import TokenMixer
 from moefold.model.norm import Norm
@@ -35,13 +35,13 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
     return module
 
 
-def build_ffn(layer: Layer, recipe: Config, number: int) -> nn.Module:
+def build_ffn(layer: Layer, frame: FeedForwardFrame, number: int) -> nn.Module:
     """Return the feed-forward network of a layer, given its number.
 
     Raises:
         ConfigError: see `build_attention`.
     """
-    module = built(layer.ffn, layer.ffn.build(recipe, number), nn.Module)
+    module = built(layer.ffn, layer.ffn.build(frame, number), nn.Module)
     _check_module(layer.ffn, module, layer.hidden_size)
     return module
 

@@ -1,13 +1,41 @@
 """Cached states of linear attention: for each sample of a rank, its recurrent state and the last tokens before it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.model.linear_attention import CachedStates, StateShapes
-from moefold.model.paged_cache import CurrentPass
+from moefold.model.layer_cache import CurrentPass, LayerCache
+
+
+@dataclass(frozen=True)
+class CachedStates:
+    """Samples of one pass that continue from cached states, with equally many tokens each."""
+
+    rows_R: Tensor
+    """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
+    slots_n: Tensor
+    """Slots of the samples in the cache, int64 [n]."""
+    previous_KnC: Tensor
+    """Tokens before the tokens of the pass, [K-1, n, C]."""
+    state: Tensor
+    """[n, A, D, Dv]."""
+    num_previous_n: Tensor
+    """Earlier tokens of each sample, int64 [n]."""
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """Shapes of what is cached for one sample."""
+
+    num_previous: int
+    """Tokens before the next one that the convolutions read, K-1."""
+    width: int
+    """Channels of the convolutions, C; 0: none."""
+    state: tuple[int, int, int]
+    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""
 
 
 class _Slots(NamedTuple):
@@ -17,8 +45,8 @@ class _Slots(NamedTuple):
     state_NADV: Tensor
 
 
-class RecurrentStates:
-    """States of one layer by slot, see `StateCacheProtocol`; they grow with the number of slots in use.
+class RecurrentStates(LayerCache):
+    """States of one layer by slot; they grow with the number of slots in use.
 
     A sample's first token starts from zeros, whatever its slot held before.
 
@@ -35,21 +63,20 @@ class RecurrentStates:
         """Bytes of the states; 0 before the first pass."""
         return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
 
-    def copy(self, source: Tensor, target: Tensor, num_slots: int) -> None:
-        """Copy states between slots, int64 [n] each; a slot may be both, and then its old state is copied.
-
-        Args:
-            source: slots to copy from.
-            target: slots to copy to.
-            num_slots: the largest of them, plus 1.
-        """
+    def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        """Copy states between slots; a slot may be both, and then its old state is copied. See base class."""
         if self._slots is not None:
             self._grow(num_slots, self._slots)
             for tensor in self._slots:
                 tensor[target] = tensor[source]
 
     def read(self, shapes: StateShapes, like: Tensor) -> Iterator[CachedStates]:
-        """Yield the samples with one token together, then each sample with several."""
+        """Yield the samples of the pass: all with one token together, then each with several.
+
+        Args:
+            shapes: of this layer.
+            like: a tensor of the type and device of the tokens.
+        """
         rows = self._pass.current
         if not rows.counts:
             return
@@ -67,7 +94,7 @@ class RecurrentStates:
             yield self._samples(rows_R, slots_N[i : i + 1], len(rows_R))
 
     def write(self, samples: CachedStates, last_KnC: Tensor, state: Tensor) -> None:
-        """See `StateCacheProtocol`."""
+        """Store the last tokens and states after the tokens of the pass."""
         assert self._slots is not None
         self._slots.previous_NKC[samples.slots_n] = last_KnC.transpose(0, 1)
         self._slots.state_NADV[samples.slots_n] = state

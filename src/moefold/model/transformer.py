@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from moefold.comm.resumable import Resumable, ResumableTask
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.groups.loss import LossPart
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
@@ -36,18 +40,54 @@ from moefold.topology.selection_groups import selection_sources, shares_selectio
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModuleSettings:
+    """Settings that the modules of a model read besides its shape, which `ModelConfig` has."""
+
+    train: TrainConfig
+    lora: LoraConfig
+    ffn: FeedForwardFrame
+    dtype: str
+    """Compute dtype, a key of `TORCH_DTYPES`."""
+    cp: int
+    """Context-parallel ranks, which share the tokens of the loss."""
+    vocab_rows: int
+    """Rows of the vocabulary on a rank."""
+    overlaps_experts: bool
+    """Whether layers run by `forward_resumable`, one micro-batch during the all-to-alls of another."""
+
+
+def module_settings(cfg: Config) -> ModuleSettings:
+    """Return the settings of the modules of a recipe's model."""
+    train = cfg.train
+    return ModuleSettings(
+        train=train,
+        lora=cfg.lora,
+        ffn=FeedForwardFrame(
+            hidden_size=cfg.model.hidden_size,
+            moe=cfg.moe,
+            micro_batches=train.global_batch_size // train.micro_batch_size,
+            rank_micro_batches=cfg.num_micro_batches,
+            seed=cfg.run.seed,
+        ),
+        dtype=cfg.run.dtype,
+        cp=cfg.parallel.cp,
+        vocab_rows=cfg.vocab_rows,
+        overlaps_experts=cfg.parallel.overlap_experts,
+    )
+
+
 class Block(nn.Module):
     """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
     `model.residual` says where the norms are; norms that it leaves out are None.
 
-    `parallelize` replaces `norm_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
+    `parallelize` replaces `norms_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
     """
 
-    def __init__(self, cfg: Config, number: int) -> None:
+    def __init__(self, model: ModelConfig, settings: ModuleSettings, number: int) -> None:
         super().__init__()
-        model = cfg.model
         layer = model.all_layers[number]
         hidden = model.hidden_size
         residual = layer.residual
@@ -58,7 +98,7 @@ class Block(nn.Module):
             self.attention.limit_to_chunks(layer.chunk)
         self.attention_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.ffn_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_input else None
-        self.ffn = build_ffn(layer, cfg, number)
+        self.ffn = build_ffn(layer, settings.ffn, number)
         self.ffn_output_norm: Norm | None = build_norm(layer.norm, hidden) if residual.norms_output else None
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope.interleaved
@@ -67,9 +107,9 @@ class Block(nn.Module):
         if shares_selections(model) and layer.attention.selector is not None:
             self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = layer.residual.multiplier
-        self.norm_checkpoint: OutputCheckpoint = no_checkpoint
+        self.norms_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope, TokenColumns], LayerOutput] | None = None
-        self.is_frozen = cfg.trains_indexers_only
+        self.is_frozen = settings.train.trains_indexers_only(model)
         """Whether only the indexer has gradients: the rest of the layer is computed without a graph."""
 
     def forward(
@@ -158,7 +198,9 @@ class Block(nn.Module):
 
     def _normalized(self, norm: RMSNorm | LayerNorm | None, x: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
         """Return a context with the input of attention or of the feed-forward network."""
-        return nullcontext((x,)) if norm is None else self.norm_checkpoint(norm.normalize, x, *norm.local_parameters(x))
+        if norm is None:
+            return nullcontext((x,))
+        return self.norms_checkpoint(norm.normalize, x, *norm.local_parameters(x))
 
     def _add(self, x: Tensor, y: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
         """Add an output to the residual stream."""
@@ -176,15 +218,16 @@ class MTPBlock(Block):
     predicts.
     """
 
-    def __init__(self, cfg: Config, number: int) -> None:
-        super().__init__(cfg, number)
-        hidden = cfg.model.hidden_size
-        self.embedding_norm = build_norm(cfg.model.decoder_layers[0].norm, cfg.model.hidden_size)
-        self.hidden_norm = build_norm(cfg.model.decoder_layers[0].norm, cfg.model.hidden_size)
+    def __init__(self, model: ModelConfig, settings: ModuleSettings, number: int) -> None:
+        super().__init__(model, settings, number)
+        hidden = model.hidden_size
+        norm = model.decoder_layers[0].norm
+        self.embedding_norm = build_norm(norm, hidden)
+        self.hidden_norm = build_norm(norm, hidden)
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
-        self.output_norm = build_norm(cfg.model.decoder_layers[0].norm, cfg.model.hidden_size)
+        self.output_norm = build_norm(norm, hidden)
 
     def forward(
         self,
@@ -293,28 +336,32 @@ class Transformer(nn.Module):
     multi-token prediction (MTP) follow all others, on the last stage. `loss` is computed there.
     """
 
-    def __init__(self, cfg: Config, layers: Iterable[int], *, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, settings: ModuleSettings, layers: Iterable[int], *, is_first: bool, is_last: bool
+    ) -> None:
         super().__init__()
-        model = cfg.model
-        self.cfg = cfg
-        self.dtype = TORCH_DTYPES[cfg.run.dtype]
+        train = settings.train
+        self.config = model
+        self.settings = settings
+        self.dtype = TORCH_DTYPES[settings.dtype]
         self.is_first = is_first
         self.is_last = is_last
-        self.set_loss(chosen_in(cfg.train, LossPart))
-        self.is_frozen = cfg.trains_indexers_only
+        self.set_loss(chosen_in(train, LossPart))
+        self.is_frozen = train.trains_indexers_only(model)
+        self.freezes_weights = self.is_frozen or settings.lora.trains_adapters_only
+        """Whether the weights are frozen, except for indexers' weights in their warm-up stage."""
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model, self.dtype)
-        self.layers = nn.ModuleDict({str(i): Block(cfg, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Block(model, settings, i) for i in layers})
         if is_last:
             self.head = Head(model)
             mtp_numbers = range(model.num_layers, model.num_layers + model.mtp_layers)
-            self.layers.update({str(i): MTPBlock(cfg, i) for i in mtp_numbers})
-        attach_adapters(self, cfg.model, cfg.lora)
-        num_micro_batches = cfg.train.global_batch_size // cfg.train.micro_batch_size
+            self.layers.update({str(i): MTPBlock(model, settings, i) for i in mtp_numbers})
+        attach_adapters(self, model, settings.lora)
         for number, indexer in self.indexers().items():
             # The mean over the layers that attend to its selection.
-            coefficient = cfg.train.indexer_loss / selection_sources(model).count(number)
-            indexer.set_training(cfg.train.indexer_stage, coefficient, num_micro_batches)
+            coefficient = train.indexer_loss / selection_sources(model).count(number)
+            indexer.set_training(train.indexer_stage, coefficient, settings.ffn.micro_batches)
         self.positions: Tensor | None = None
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None
@@ -329,7 +376,7 @@ class Transformer(nn.Module):
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
         if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.cfg.model.rope_settings, self.cfg.train.seq_len).to(
+            self._rope_frequencies = rope_frequencies(self.config.rope_settings, self.settings.train.seq_len).to(
                 positions.device
             )
         self.rope = self._build_rope(positions)
@@ -389,7 +436,7 @@ class Transformer(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens; where the embedding is frozen, the vectors have a gradient, which reaches every layer."""
         x: Tensor = self.embedding(tokens)
-        return x.requires_grad_() if self.cfg.freezes_weights and torch.is_grad_enabled() else x
+        return x.requires_grad_() if self.freezes_weights and torch.is_grad_enabled() else x
 
     def _blocks(self) -> list[Block]:
         """Return the layers of this stage, without the layers of multi-token prediction."""
@@ -410,10 +457,10 @@ class Transformer(nn.Module):
             starts_SB = document_starts.t()
             bounds = bounds or DocumentBounds.of_starts(document_starts)
             documents = PackedDocuments(bounds, starts_SB, weights)
-        elif weights is not None and self.cfg.model.selected_keys and self.training:
+        elif weights is not None and self.config.selected_keys and self.training:
             # Padding in samples of one document each, which the indexers' losses leave out. Outside of training there
             # is no such loss, and texts have any length.
-            length = self.cfg.train.seq_len
+            length = self.settings.train.seq_len
             starts_SB = torch.zeros(length, len(weights), dtype=torch.int64, device=weights.device)
             documents = PackedDocuments(DocumentBounds(((0, length),) * len(weights)), starts_SB, weights)
         positions = columns.get("positions")
@@ -433,13 +480,11 @@ class Transformer(nn.Module):
 
     def _output(self, normed: Tensor) -> ModelOutput:
         normed = normed.detach() if self.is_frozen else normed
-        chunk = self.cfg.loss_chunk_tokens(normed.device.type)
-        recorder = self._metrics_recorder()
+        settings = self.settings
+        chunk = settings.train.loss_chunk_tokens(normed.device.type, cp=settings.cp, vocab_rows=settings.vocab_rows)
+        # In evaluation a recorder that no rank reads.
+        recorder = self.loss_metrics if self.training else LossMetricRecorder(self.loss_metrics.metrics)
         return ModelOutput(normed, self.head, self._tied_weight, chunk, recorder, is_training=self.training)
-
-    def _metrics_recorder(self) -> LossMetricRecorder:
-        """Return the recorder of the step; in evaluation one that is read by no rank."""
-        return self.loss_metrics if self.training else LossMetricRecorder(self.loss_metrics.metrics)
 
     def _mtp_loss(self, normed: Tensor, columns: Mapping[str, Tensor], depth: int) -> Tensor:
         """Sum the weighted cross-entropies of the targets of an MTP layer, [1]."""
@@ -449,19 +494,19 @@ class Transformer(nn.Module):
 
     def _with_mtp_term(self, terms: Tensor, mtp_losses: list[Tensor]) -> Tensor:
         """Append the mean of the MTP losses, times its coefficient, if the model has MTP layers; 0 in evaluation."""
-        if not self.cfg.model.mtp_layers:
+        if not self.config.mtp_layers:
             return terms
         mtp_loss = sum(mtp_losses, terms.new_zeros(1))
-        return torch.cat((terms, mtp_loss * (self.cfg.train.mtp_loss / self.cfg.model.mtp_layers)))
+        return torch.cat((terms, mtp_loss * (self.settings.train.mtp_loss / self.config.mtp_layers)))
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
         """Names of the terms that the last stage returns: terms of the loss, then of multi-token prediction, if any."""
-        return (*self.loss.terms, "mtp") if self.cfg.model.mtp_layers else tuple(self.loss.terms)
+        return (*self.loss.terms, "mtp") if self.config.mtp_layers else tuple(self.loss.terms)
 
     @property
     def _tied_weight(self) -> Tensor | None:
-        return self.embedding.weight if self.cfg.model.tie_embeddings else None
+        return self.embedding.weight if self.config.tie_embeddings else None
 
     def _rope_for(self, document_starts: Tensor | None, positions: Tensor | None) -> Rope:
         assert self.positions is not None, "set_positions() must be called before forward()"
@@ -477,9 +522,9 @@ class Transformer(nn.Module):
         return self._build_rope(positions_SB)
 
     def _build_rope(self, positions: Tensor) -> Rope:
-        seq_len = self.cfg.train.seq_len
+        seq_len = self.settings.train.seq_len
         return build_rope(
-            self.cfg.model.rope_settings, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len
+            self.config.rope_settings, positions, self.dtype, self.kernels.rope, self._rope_frequencies, seq_len
         )
 
     def moe_layers(self) -> dict[int, MoELayer]:
@@ -499,4 +544,4 @@ def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:
 
 def build_model(cfg: Config) -> Transformer:
     """Build the whole model on one rank, on the current default device; weights are not initialised."""
-    return Transformer(cfg, range(cfg.model.num_layers), is_first=True, is_last=True)
+    return Transformer(cfg.model, module_settings(cfg), range(cfg.model.num_layers), is_first=True, is_last=True)

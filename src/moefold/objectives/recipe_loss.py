@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.find import find_group
-from moefold.config.groups.alignment import AlignmentPart, PreferencePart
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.loss import LossPart
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
     """Return the loss of the [align] section; `train.loss` if it asks for none."""
     method = chosen_in(align, AlignmentPart)
-    if not isinstance(method, PreferencePart):
+    if method.preference is None:
         return chosen_in(train, LossPart)
     from moefold.objectives.preference import PreferenceLoss
 
-    return PreferenceLoss(method=method)
+    return PreferenceLoss(method=method.preference)
 
 
 def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":

@@ -36,6 +36,11 @@ from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.interface import unit_stride
 
 
+def scale_queries(q: Tensor, scale: float | None) -> Tensor:
+    """Return queries whose scores have this scale if a kernel multiplies them by 1/sqrt(D); None: unchanged."""
+    return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
+
+
 def fold_in_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp with the sinks; unchanged without sinks.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather, differentiable_all_reduce
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import BALANCED, ContextPart, PlannedPart
+from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.causal_blocks import zigzag
@@ -48,21 +48,17 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "AttentionPlanner | None":
     """Return what the layers plan their attention with; None: they do not, or there is nothing to send."""
-    part = chosen_in(parallel, ContextPart)
-    if not isinstance(part, PlannedPart):
-        return None
-    moves_work = part.balances_hosts and (part.pool or groups.attn.dp_cp.size) > 1
-    if not (groups.attn.cp.size > 1 or moves_work or part.placement == BALANCED):
+    context = chosen_in(parallel, ContextPart)
+    plan = context.plan
+    moves_work = plan.balances_hosts and (plan.pool or groups.attn.dp_cp.size) > 1
+    if not context.is_planned or not (groups.attn.cp.size > 1 or moves_work or plan.placement == BALANCED):
         return None
     from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, nodes_of_round
 
-    if not part.balances_hosts:
+    if not plan.balances_hosts:
         return AttentionPlanner(groups, AttentionPlanOptions())
     options = AttentionPlanOptions(
-        tolerance=part.tolerance,
-        block=part.block,
-        pool=part.pool,
-        nodes=nodes_of_round(groups),
+        tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes_of_round(groups)
     )
     return AttentionPlanner(groups, options)
 

@@ -1,6 +1,5 @@
 """Expert parallelism: the dispatcher of all layers, and what the experts of a rank must know of the others."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -43,8 +42,10 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     if part.prefers and groups.moe.experts.size == 1:
         local = make_part(part.group, "local")
         return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
+    from moefold.config.rule import ask
+
     wanted = make_part(part.group, part.prefers) if part.prefers else part
-    reason = next(chain(wanted.unsupported(cfg), wanted.unsupported_here(groups.device)), "")
+    reason = next(chain(ask(wanted.unsupported, cfg), wanted.unsupported_here(groups.device)), "")
     if not part.prefers:
         if reason:
             raise ConfigError(f"{name} cannot run: {reason}; choose 'alltoall'")
@@ -70,28 +71,21 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
     return built(part, part.build(groups, sizes), Dispatcher)
 
 
-def largest_receive_load(dispatchers: Iterable[Dispatcher[Any]]) -> Tensor | None:
-    """Return the largest `take_receive_load` of the dispatchers of this rank; None if they always have room."""
-    loads = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
-    return torch.stack(loads).max() if loads else None
-
-
 def apply_expert_parallel(
-    stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any]
+    stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any], *, is_checked: bool
 ) -> None:
-    """Give the MoE layers their dispatcher, and the ranks with which they share a micro-batch."""
-    routed = stage.cfg.model.routed
+    """Give the MoE layers their dispatcher, checked if the recipe says so, and the ranks of their micro-batch."""
+    routed = stage.config.routed
     if routed is None:
         return
     attn = groups.attn
     micro_batch_group = ShardedMicroBatch(attn.sequence, attn.stage, attn.tp, local_positions(positions, attn.tp))
-    width = routed.token_size(stage.cfg.model.hidden_size) // groups.moe.etp.size
+    width = routed.token_size(stage.config.hidden_size) // groups.moe.etp.size
     bias_slice = slice(groups.moe.etp.rank * width, (groups.moe.etp.rank + 1) * width)
-    is_checked = stage.cfg.faults.check_dispatch and groups.moe.experts.size > 1
     for number, layer in stage.moe_layers().items():
         layer.micro_batch_group = micro_batch_group
         layer.dispatcher = dispatcher
-        if is_checked:
+        if is_checked and groups.moe.experts.size > 1:
             from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 
             layer.dispatcher = ValidatingDispatcher(dispatcher, groups.moe, number, groups.device)
@@ -106,9 +100,10 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor
     world = model.groups.world
     has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
-    load = largest_receive_load(layer.dispatcher for layer in model.moe_layers().values())
-    if load is not None:
-        loads[world.rank] = load
+    dispatchers = (layer.dispatcher for layer in model.moe_layers().values())
+    own = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
+    if own:
+        loads[world.rank] = torch.stack(own).max()
     return loads
 
 

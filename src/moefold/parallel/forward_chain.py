@@ -21,6 +21,9 @@ class ForwardChain:
         groups: the process groups of its mapping.
     """
 
+    fetches_experts = False
+    """Whether ranks read each other's experts from shared memory."""
+
     def __init__(self, stages: Sequence[Transformer], stage_plan: StagePlan, groups: ParallelGroups) -> None:
         self.stages = list(stages)
         self.groups = groups
@@ -50,7 +53,7 @@ class ForwardChain:
             The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.
         """
         pp = self.groups.pp
-        shape = (num_local_tokens, tokens.shape[0], self.stages[0].cfg.model.hidden_size)
+        shape = (num_local_tokens, tokens.shape[0], self.stages[0].config.hidden_size)
         x = tokens
         stages = iter(self.stages)
         columns = {} if token_weights is None else {"token_weights": token_weights}

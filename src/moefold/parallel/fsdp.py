@@ -56,7 +56,7 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
     """Replace every meta parameter of a stage by its DTensor shard over tp, or over (ep, etp); no communication."""
     tp_mesh = groups.dense_mesh["tp"]
     expert_mesh = groups.expert_mesh["ep", "etp"]
-    weights = training_weights(stage.cfg.model, stage.cfg.lora)
+    weights = training_weights(stage.config, stage.settings.lora)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             weight = weights[f"{module_name}.{leaf}"]
@@ -76,7 +76,7 @@ def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
 
 def narrow_frozen_weights(stage: Transformer) -> None:
     """Convert the meta parameters that adapters leave frozen to the compute type, in which they are read."""
-    weights = training_weights(stage.cfg.model, stage.cfg.lora)
+    weights = training_weights(stage.config, stage.settings.lora)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             name = f"{module_name}.{leaf}"
@@ -86,7 +86,7 @@ def narrow_frozen_weights(stage: Transformer) -> None:
 
 def _full_precision_parameters(stage: Transformer) -> Iterator[tuple[nn.Module, str]]:
     """Yield the parameters outside of routers that are read in the type of the master weights: module and name."""
-    weights = training_weights(stage.cfg.model, stage.cfg.lora)
+    weights = training_weights(stage.config, stage.settings.lora)
     for module_name, module in stage.named_modules():
         for leaf, _ in list(module.named_parameters(recurse=False)):
             if weights[f"{module_name}.{leaf}"].in_exponent:

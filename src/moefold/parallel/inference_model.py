@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -10,43 +11,43 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.kernel_choices import recall_choices
+from moefold.parallel.parallel_model import ShardedStages
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.peer_experts import PeerExperts
 from moefold.topology.rollout_mapping import fetches_experts
 
 
-class InferenceModel:
+class InferenceModel(ShardedStages):
     """This rank's stage of a model without gradients; a checkpoint reader must load its weights, in `writing_weights`.
 
     Args:
-        cfg: a recipe that `check_config` passed, without virtual stages.
-        groups: the process groups of its mapping.
+        sharded: the stage.
+        fetches_experts: whether ranks read each other's experts from shared memory.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        sharded = build_sharded_stages(cfg, groups, for_training=False)
+    def __init__(self, sharded: ShardedStages, *, fetches_experts: bool = False) -> None:
+        super().__init__(**vars(sharded))
+        groups = self.groups
         recall_choices(sharded.autotuner, groups.device, groups.world)
         if groups.world.size > 1:
             # Ranks that serve requests have no common point after which all of them use what was measured.
             sharded.autotuner.stop_measuring()
-        (self.stage,) = sharded.stages
+        (self.stage,) = self.stages
         self.stage.eval().requires_grad_(False)
-        self.cfg = cfg
-        self.groups = groups
-        self.chain = ForwardChain(sharded.stages, sharded.stage_plan, groups)
-        self.positions = sharded.positions
-        """Sequence positions of this rank, int64 [S/cp]."""
-        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts(cfg.rollout) else None
+        self.chain = ForwardChain(self.stages, self.stage_plan, groups)
+        self.chain.fetches_experts = fetches_experts
+        self._peer_experts = PeerExperts(self.stage, groups) if fetches_experts else None
+
+    @classmethod
+    def build(cls, cfg: Config, groups: ParallelGroups) -> Self:
+        """Build the model of a recipe that `check_config` passed, without virtual stages."""
+        sharded = build_sharded_stages(cfg, groups, for_training=False)
+        return cls(sharded, fetches_experts=fetches_experts(cfg.rollout))
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank by their names in the full model."""
         return dict(self.stage.named_parameters())
-
-    @property
-    def named_buffers(self) -> dict[str, Tensor]:
-        """All buffers of this rank by their names in the full model."""
-        return dict(self.stage.named_buffers())
 
     @property
     def shared_names(self) -> frozenset[str]:

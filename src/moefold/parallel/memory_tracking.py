@@ -1,6 +1,6 @@
 """Memory attribution by part: wrap the methods of modules so that the memory tracker tags allocations by part."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.schedule import SchedulePart
 from moefold.metrics.memory_breakdown import DELAYED_WGRAD, PARTS, PIPELINE, RELOADED
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.attention import SelfAttention, TokenMixer
@@ -24,7 +22,7 @@ from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, LayerNorm, RMSNorm
 from moefold.model.transformer import Block, Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
-from moefold.parallel.parallel_model import ParallelModel
+from moefold.parallel.parallel_model import ParallelModel, StepRunner
 from moefold.parallel.pipeline import PipelineRunner
 from moefold.parallel.recompute import forward_method
 from moefold.parallel.wgrad_store import WeightGradStore
@@ -109,8 +107,9 @@ def _label_parts(model: ParallelModel, tracker: MemoryTracker) -> Iterator[None]
             undo.callback(wrap_method(owner, method, wrapper))
 
         for stage in model.stages:
-            _track_delayed_wgrad(stage, tracker, undo)
-            wrap(stage, forward_method(stage), partial(_track_forward, stage, tracker))
+            on_end = partial(_tag_survivors, stage, tracker, model.runner)
+            _track_delayed_wgrad(stage, on_end, undo)
+            wrap(stage, forward_method(stage), partial(_track_forward, tracker, on_end))
         for owner, method, part in _tracked_methods(model):
             wrap(owner, method, partial(tracker.scoped, part))
         yield
@@ -161,13 +160,13 @@ def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
                     tracker.tag("gradients", (param.unsharded_accumulated_grad,))
 
 
-def _track_forward(stage: Transformer, tracker: MemoryTracker, forward: Function) -> Function:
+def _track_forward(tracker: MemoryTracker, tag_survivors: Callable[[], None], forward: Function) -> Function:
     """Wrap the forward pass of a stage to track its phase, and to tag surviving tensors when backward starts."""
 
     def begin(*args: Any, **kwargs: Any) -> CallContext:
         # During an overlapped backward, its live temporaries must not be tagged as gradients.
         if not is_in_backward():
-            _tag_survivors(stage, tracker)
+            tag_survivors()
         return CallContext(in_forward, on_end)
 
     @contextmanager
@@ -178,24 +177,23 @@ def _track_forward(stage: Transformer, tracker: MemoryTracker, forward: Function
 
     def on_end(output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda grad: _tag_survivors(stage, tracker))
+            output.register_hook(lambda grad: tag_survivors())
 
     return wrap_calls(forward, begin)
 
 
-def _track_delayed_wgrad(stage: Transformer, tracker: MemoryTracker, undo: ExitStack) -> None:
+def _track_delayed_wgrad(stage: Transformer, on_end: Callable[[], None], undo: ExitStack) -> None:
     """Tag what a backward pass saves for its weight gradients at its end, before a schedule computes them."""
     for module in stage.modules():
         wgrad_store = getattr(module, "wgrad_store", None)
         if isinstance(wgrad_store, WeightGradStore) and wgrad_store.on_backward_end is None:
-            wgrad_store.on_backward_end = partial(_tag_survivors, stage, tracker)
+            wgrad_store.on_backward_end = on_end
             undo.callback(setattr, wgrad_store, "on_backward_end", None)
 
 
-def _tag_survivors(stage: Transformer, tracker: MemoryTracker) -> None:
+def _tag_survivors(stage: Transformer, tracker: MemoryTracker, runner: StepRunner) -> None:
     """Tag tensors that survived the passes so far: gradients, or tensors saved for a later pass."""
     tag_gradients(tracker, [stage])
-    p = stage.cfg.parallel
-    if p.pp > 1:
+    if isinstance(runner, PipelineRunner):
         # Without a split backward, the surviving tensors are being sent to the previous stage.
-        tracker.tag_survivors(DELAYED_WGRAD if chosen_in(p, SchedulePart).splits_backward else PIPELINE)
+        tracker.tag_survivors(DELAYED_WGRAD if runner.splits_backward else PIPELINE)

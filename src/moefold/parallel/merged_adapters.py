@@ -23,16 +23,16 @@ def merged_shards(model: ParallelModel) -> dict[str, Tensor]:
     parameters = model.named_parameters
     shards = {name: local_tensor(p) for name, p in parameters.items() if not is_adapter(name)}
     shards |= {name: local_tensor(buffer) for name, buffer in model.named_buffers.items()}
-    cfg = model.stages[0].cfg
-    if not cfg.lora.rank:
+    lora = model.stages[0].settings.lora
+    if not lora.rank:
         return shards
 
     def read(name: str, region: tuple[slice, ...]) -> Tensor:
         return full_tensor(parameters[name].data)[region]
 
-    for name in adapted_weights(cfg.model, cfg.lora):
+    for name in adapted_weights(model.stages[0].config, lora):
         if name in parameters:
             values, starts = local_slice(parameters[name].data)
             product = product_region(name, region_of(values, starts), read)
-            shards[name] = (values.to(product.dtype) + cfg.lora.scale * product).to(values.dtype)
+            shards[name] = (values.to(product.dtype) + lora.scale * product).to(values.dtype)
     return shards

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +15,14 @@ from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
-from moefold.model.attention import SelfAttention
+from moefold.model.attention import TokenMixer
 from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supports_fused
 from moefold.model.head import Head
-from moefold.model.linear_attention import LinearAttention
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
-from moefold.model.paged_cache import CurrentPass, PagedAttention, PagedLatents, PassRows
-from moefold.model.paged_selection import PagedSelection
-from moefold.model.recurrent_cache import RecurrentStates
+from moefold.model.paged_cache import PagedAttention
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -38,7 +35,6 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
-from moefold.topology.rollout_mapping import fetches_experts
 
 MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 """Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
@@ -46,11 +42,10 @@ MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 
 def modules_notice(model: InferenceModel | ParallelModel) -> str:
     """Describe the layers of this rank that decode by their modules on a CPU; "" if a kernel computes all of them."""
-    stages = model.stages if isinstance(model, ParallelModel) else [model.stage]
     if model.groups.device.type != "cpu":
         return ""
     # Blocks of multi-token prediction do not run.
-    blocks = [block for stage in stages for block in stage.layers.values() if type(block) is not MTPBlock]
+    blocks = [block for stage in model.stages for block in stage.layers.values() if type(block) is not MTPBlock]
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
     if not reasons:
         return ""
@@ -98,16 +93,6 @@ def _cast_once(model: ParallelModel) -> Iterator[None]:
         copies.drop()
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheSize:
-    """Size and contents of the paged cache."""
-
-    num_pages: int
-    page_positions: int
-    kind: Literal["latents", "heads"] = "latents"
-    """What latent attention caches: latents, or the heads that are computed from them, as in training."""
-
-
 class PickedRows:
     """Passes some rows of a pass to the head, so that only their logits are computed."""
 
@@ -130,9 +115,7 @@ class PagedDecoder:
 
     | attribute | becomes |
     | --- | --- |
-    | `core_attention`, or `latent_cache` of latent attention | attention over the pages of each row's sample |
-    | `selected_keys` of sparse attention | the keys, values and index keys of each row's sample |
-    | `state_cache` of linear attention | the states of each row's sample |
+    | what `TokenMixer.caches` names, such as `core_attention` | the cache of this layer |
     | `sequence_parallel` | one for any number of tokens |
     | `sequence_parallel` of the head | `PickedRows` |
     | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
@@ -152,8 +135,7 @@ class PagedDecoder:
         self._pass = CurrentPass()
         self._sequence_parallel = UnevenSequenceParallel(chain.groups.attn.tp)
         self._picked_rows: PickedRows | None = None
-        self._caches: list[PagedAttention | PagedLatents | PagedSelection] = []
-        self._state_caches: list[RecurrentStates] = []
+        self._caches: list[LayerCache] = []
         self._records_routing = records_routing
         self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
@@ -162,7 +144,7 @@ class PagedDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank; a layer's pages are allocated by its first pass."""
-        return sum(cache.nbytes for cache in (*self._caches, *self._state_caches))
+        return sum(cache.nbytes for cache in self._caches)
 
     def __enter__(self) -> "PagedDecoder":
         dispatcher = _replacement_dispatcher(self._chain)
@@ -185,27 +167,14 @@ class PagedDecoder:
                 stage.set_positions(positions)
         self._replaced.clear()
         self._caches.clear()
-        self._state_caches.clear()
         self._routing.clear()
 
     def _replace_attributes(self, module: nn.Module) -> None:
         has_tp = self._chain.groups.attn.tp.size > 1
-        if isinstance(module, LinearAttention):
-            states = RecurrentStates(self._pass)
-            self._state_caches.append(states)
-            self._replace(module, "state_cache", states)
-        if isinstance(module, SelfAttention) and module.selects_keys:
-            cache = PagedSelection(self._pass, self._size.num_pages, self._size.page_positions)
-            self._add_cache(module, "selected_keys", cache)
-        # Duck typing: any attention or feed-forward layer may have these attributes.
-        if isinstance(window := getattr(module, "window", None), int):
-            arguments = self._pass, self._size.num_pages, self._size.page_positions, window
-            if isinstance(module, SelfAttention) and module.caches_latents and self._size.kind == "latents":
-                self._add_cache(module, "latent_cache", PagedLatents(*arguments))
-            else:
-                kernel = module.kernels.paged_attention if isinstance(module, SelfAttention) else None
-                chunk_size = module.chunk_size if isinstance(module, SelfAttention) else 0
-                self._add_cache(module, "core_attention", PagedAttention(*arguments, kernel, chunk_size))
+        if isinstance(module, TokenMixer):
+            for attribute, cache in module.caches(self._pass, self._size).items():
+                self._caches.append(cache)
+                self._replace(module, attribute, cache)
         if isinstance(module, MoELayer):
             self._replace(module, "eval_capacity_policy", None)
         if isinstance(module, Head):
@@ -232,19 +201,13 @@ class PagedDecoder:
                 decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
                 self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
 
-    def _add_cache(
-        self, module: nn.Module, attribute: str, cache: PagedAttention | PagedLatents | PagedSelection
-    ) -> None:
-        self._caches.append(cache)
-        self._replace(module, attribute, cache)
-
     def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:
         self._replaced.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, replacement)
 
     def _record_routing(self, stage: Transformer) -> None:
         """Set a `RoutingCache` on the router of each MoE layer; layers of multi-token prediction do not run."""
-        model = self._chain.stages[0].cfg.model
+        model = self._chain.stages[0].config
         num_slots = self._size.num_pages * self._size.page_positions
         for number, layer in stage.moe_layers().items():
             if number >= model.num_layers:
@@ -264,7 +227,7 @@ class PagedDecoder:
             slots: index of each token in the cache, page * positions of a page + offset.
         """
         if not self._routing:
-            part = self._chain.stages[0].cfg.model.routed
+            part = self._chain.stages[0].config.routed
             top_k, num_choices = (part.top_k, part.num_choices) if part else (0, 0)
             return np.zeros((0, len(slots), top_k), expert_index_dtype(num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
@@ -283,11 +246,11 @@ class PagedDecoder:
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the states of linear attention between slots in all layers, (from, to)."""
-        if not copies or not self._state_caches:
+        if not copies:
             return
         source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
-        for states in self._state_caches:
-            states.copy(source, target, 1 + max(slot for pair in copies for slot in pair))
+        for cache in self._caches:
+            cache.copy_states(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.
@@ -324,14 +287,17 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
         return None
     if chain.groups.moe.experts.size == 1:
         return None
-    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, dispatch_sizes(chain.stages[0].cfg))
+    stage, layout = chain.stages[0], chain.groups.layout
+    settings = stage.settings
+    sizes = dispatch_sizes(stage.config, settings.train, settings.ffn.moe, layout.cp * layout.tp, stage.dtype.itemsize)
+    dispatcher = build_dispatcher(default_part(DispatcherPart), chain.groups.moe, sizes)
     dispatcher.use_permute_ops(layers[0].dispatcher.permute_ops)
     return dispatcher
 
 
 def shares_experts_over_samples(chain: ForwardChain) -> bool:
     """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
-    if fetches_experts(chain.stages[0].cfg.rollout):
+    if chain.fetches_experts:
         return False
     groups = chain.groups
     view = groups.layout.attention

@@ -36,27 +36,44 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ParallelModel:
-    """Sharded stages of this rank with their runner, ready to train."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedStages:
+    """Stages of this rank, sharded along every axis."""
 
     stages: list[Transformer]
     stage_plan: StagePlan
     """The stages of all ranks."""
-    runner: StepRunner
     groups: ParallelGroups
     positions: Tensor
     """Sequence positions of this rank, int64 [S/cp]."""
+    shards_data_parallel: bool
+    """Whether data-parallel ranks shard the weights."""
     message: str = ""
     """How the open choices of the recipe were resolved; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
     """Activation offload between the passes; None without offload."""
-    cast_copies: CastCopies = field(default_factory=CastCopies)
-    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
     """Choices among the kernels by time."""
+
+    @cached_property
+    def named_buffers(self) -> dict[str, Tensor]:
+        """All buffers of this rank by their names in the full model; not sharded."""
+        return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """Return the MoE layers of this rank by their number in the full model."""
+        return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParallelModel(ShardedStages):
+    """Sharded stages of this rank with their runner, ready to train."""
+
+    runner: StepRunner
+    cast_copies: CastCopies = field(default_factory=CastCopies)
+    """Copies of the weights in the compute dtype; without FSDP, which casts the weights that it gathers."""
 
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -74,22 +91,17 @@ class ParallelModel:
         """The parameters of this rank that learn, by their names in the full model."""
         return {name: parameter for name, parameter in self.named_parameters.items() if parameter.requires_grad}
 
-    @cached_property
-    def named_buffers(self) -> dict[str, Tensor]:
-        """All buffers of this rank by their names in the full model; not sharded."""
-        return {name: buffer for stage in self.stages for name, buffer in stage.named_buffers()}
-
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of the batch, reduced over every axis; return this rank's loss terms, [terms]."""
         if self.offload is not None:
             self.offload.begin_step()
         with self.cast_copies.fresh(), self.weight_cache.step():
             loss = self.runner.forward_backward(batch)
-        cfg = self.stages[0].cfg
+        stage = self.stages[0]
         sum_replicated_gradients(self.named_parameters, self.groups.attn.tp)
-        if cfg.trains_adapters_only:
+        if stage.settings.lora.trains_adapters_only:
             sum_replicated_gradients(self.named_parameters, self.groups.moe.etp, "etp")
-        if cfg.model.last_stage_needs_embedding and not cfg.freezes_weights:
+        if stage.config.last_stage_needs_embedding and not stage.freezes_weights:
             from moefold.parallel.tied_embedding import allreduce_tied_embedding_grad
 
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
@@ -99,12 +111,8 @@ class ParallelModel:
     def duplicate_params(self) -> frozenset[str]:
         """Parameters of this rank that duplicate one of another pipeline rank: the tied embedding of the last stage."""
         first, last = self.stage_plan.embedding_ranks
-        holds_copy = self.stages[0].cfg.model.last_stage_needs_embedding and first != last == self.groups.pp.rank
+        holds_copy = self.stages[0].config.last_stage_needs_embedding and first != last == self.groups.pp.rank
         return frozenset({"embedding.weight"} if holds_copy else ())
-
-    def moe_layers(self) -> dict[int, MoELayer]:
-        """Return the MoE layers of this rank by their number in the full model."""
-        return {number: layer for stage in self.stages for number, layer in stage.moe_layers().items()}
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode."""

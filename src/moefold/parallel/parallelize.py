@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,8 @@ from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
-from moefold.model.transformer import Transformer
+from moefold.model.transformer import Transformer, module_settings
 from moefold.objectives.recipe_loss import recipe_loss
-from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.context_parallel import apply_context_parallel, sequence_positions
 from moefold.parallel.expert_parallel import apply_expert_parallel, build_dispatcher, select_dispatcher
@@ -35,27 +34,13 @@ from moefold.parallel.fsdp import (
     shard_data_parallel,
     shard_model_parallel,
 )
-from moefold.parallel.parallel_model import ParallelModel, make_runner
+from moefold.parallel.parallel_model import ParallelModel, ShardedStages, make_runner
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
 from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
-from moefold.topology.pipeline_layout import StagePlan
 
 if TYPE_CHECKING:
     from moefold.offload.activations import ActivationOffload
-
-
-@dataclass(frozen=True)
-class ShardedStages:
-    """Stages of this rank, sharded along every axis, with uninitialised weights."""
-
-    stages: list[Transformer]
-    stage_plan: StagePlan
-    positions: Tensor
-    message: str
-    offload: "ActivationOffload | None"
-    weight_cache: WeightCache
-    autotuner: Autotuner
 
 
 def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None = None) -> ParallelModel:
@@ -87,18 +72,8 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
 
         recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
     message = "; ".join(filter(None, (sharded.message, recalled, recompute_message)))
-    return ParallelModel(
-        sharded.stages,
-        sharded.stage_plan,
-        runner,
-        groups,
-        sharded.positions,
-        message,
-        sharded.offload,
-        _cast_copies(sharded.stages, groups),
-        sharded.weight_cache,
-        sharded.autotuner,
-    )
+    cast_copies = _cast_copies(sharded.stages, groups)
+    return ParallelModel(**vars(sharded) | {"message": message}, runner=runner, cast_copies=cast_copies)
 
 
 def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopies:
@@ -144,9 +119,10 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     plan = plan_stages(cfg)
     of_cp_rank = sequence_positions(chosen(cfg, ContextPart), cfg.train.seq_len, layout.cp, groups.attn.cp.rank)
     positions = torch.as_tensor(of_cp_rank, device=groups.device)
+    settings = module_settings(cfg)
     with torch.device("meta"):
         stages = [
-            Transformer(cfg, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
+            Transformer(cfg.model, settings, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
@@ -159,7 +135,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         moe = replace(cfg.moe, dispatch_precision="dtype")
         cfg = replace(cfg, run=run, train=train, moe=moe)
     kernels = select_kernels(cfg, groups.device)
-    dispatcher = build_dispatcher(selection.part, groups.moe, dispatch_sizes(cfg))
+    sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, layout.cp * layout.tp, stages[0].dtype.itemsize)
+    dispatcher = build_dispatcher(selection.part, groups.moe, sizes)
     offload: ActivationOffload | None = None
     if for_training and cfg.train.offload:
         from moefold.parallel.offload import open_offload
@@ -173,8 +150,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         keep_full_precision(stage, master_weight_dtype(cfg.run))
         if for_training and cfg.trains_adapters_only:
             narrow_frozen_weights(stage)
-        apply_tensor_parallel(stage, groups.attn.tp)
-        apply_expert_parallel(stage, groups, positions, dispatcher)
+        apply_tensor_parallel(stage, groups.attn.tp, overlaps=cfg.parallel.overlap_tp)
+        apply_expert_parallel(stage, groups, positions, dispatcher, is_checked=cfg.faults.check_dispatch)
         apply_context_parallel(stage, cfg.parallel, groups)
         apply_kernels(stage, kernels)
         # In the warm-up of indexers no layer saves activations.
@@ -198,7 +175,17 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         allocate(stage, groups.device)
         stage.set_positions(positions)
     message = "; ".join(filter(None, (selection.message, kernels.message)))
-    return ShardedStages(stages, plan, positions, message, offload, kernels.weight_cache, kernels.autotuner)
+    return ShardedStages(
+        stages=stages,
+        stage_plan=plan,
+        groups=groups,
+        positions=positions,
+        shards_data_parallel=for_training and cfg.parallel.zero > 0,
+        message=message,
+        offload=offload,
+        weight_cache=kernels.weight_cache,
+        autotuner=kernels.autotuner,
+    )
 
 
 def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:

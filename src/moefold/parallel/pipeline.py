@@ -54,6 +54,7 @@ class PipelineRunner:
         zero = parallel.zero
         overlaps = parallel.overlap_experts
         self._unsharded_params = UnshardedParams(stages, zero) if overlaps else None
+        self.splits_backward = chosen_in(parallel, SchedulePart).splits_backward
         self._pipeline_stages: list[PipelineStage] = []
         num_stages = len(stage_plan.stages)
         for module, placed in zip(stages, stage_plan.of_rank(groups.pp.rank), strict=True):
@@ -65,10 +66,10 @@ class PipelineRunner:
                     module,
                     placed.number,
                     num_stages,
-                    wgrad_store=self._make_wgrad_store(module, parallel),
+                    wgrad_store=self._make_wgrad_store(module, zero),
                     reduces_at_end=zero < 2 and not overlaps,
                     resumable=partial(_forward_resumable, module) if overlaps else None,
-                    on_backward_end=self._finish_backward(module, parallel),
+                    on_backward_end=self._finish_backward(module),
                 )
             )
         layout = groups.layout
@@ -88,18 +89,18 @@ class PipelineRunner:
             for order in (rows, forward_rows(rows))
         )
 
-    def _make_wgrad_store(self, module: Transformer, parallel: ParallelConfig) -> WeightGradStore | None:
+    def _make_wgrad_store(self, module: Transformer, zero: int) -> WeightGradStore | None:
         """Delay the weight gradients of a stage if the schedule splits the backward pass."""
-        if not chosen_in(parallel, SchedulePart).splits_backward:
+        if not self.splits_backward:
             return None
         has_hooks = self._unsharded_params is None
-        store = WeightGradStore(module, reduces_each_micro_batch=parallel.zero >= 2, has_hooks=has_hooks)
+        store = WeightGradStore(module, reduces_each_micro_batch=zero >= 2, has_hooks=has_hooks)
         set_on_modules(module, "wgrad_store", store)
         return store
 
-    def _finish_backward(self, module: Transformer, parallel: ParallelConfig) -> Callable[[], None] | None:
+    def _finish_backward(self, module: Transformer) -> Callable[[], None] | None:
         """Return what accumulates the gradients of unsharded parameters after a backward pass that is not split."""
-        if self._unsharded_params is None or chosen_in(parallel, SchedulePart).splits_backward:
+        if self._unsharded_params is None or self.splits_backward:
             return None
         return partial(self._unsharded_params.finish_backward, module)
 

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.host_copy import copy_to_device
-from moefold.model.attention import scale_queries
-from moefold.ops.block_attention import fold_in_sinks, sink_gradient
+from moefold.ops.block_attention import fold_in_sinks, scale_queries, sink_gradient
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.task_attention import TaskAttention, TaskKernel
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention

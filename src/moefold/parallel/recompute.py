@@ -9,7 +9,7 @@ from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import BackwardOverlap
 from moefold.config.schema import Config
-from moefold.cost.recompute_parts import AUTO
+from moefold.config.train import AUTO
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
 from moefold.model.attention import SelfAttention
@@ -64,21 +64,19 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
     on_yield = (backward_overlap or BackwardOverlap()).resume
     for part in parts:
         match part:
-            case "norms":
-                set_on_modules(stage, "norm_checkpoint", checkpoint_without_output)
-            case "mla_up":
-                set_on_modules(stage, "up_proj_checkpoint", checkpoint_without_output)
             case "expert_activation":
                 set_on_modules(stage, "saves_fc1", False)
             case "moe" | "layer":
                 wrap_part(stage, part, partial(checkpoint_resumable, on_yield=on_yield))
-            case _:
+            case "core_attention" | "dense_mlp" | "shared_experts":
                 wrap_part(stage, part, checkpoint_wrapper)
+            case _:
+                set_on_modules(stage, f"{part}_checkpoint", checkpoint_without_output)
 
 
 def forward_method(stage: Transformer) -> str:
     """Return the method that runs the stage, its layers and its MoE layers: the resumable one if passes overlap."""
-    return "forward_resumable" if stage.cfg.parallel.overlap_experts else "forward"
+    return "forward_resumable" if stage.settings.overlaps_experts else "forward"
 
 
 def wrap_part(stage: Transformer, part: str, wrapper: Wrapper) -> None:
@@ -90,7 +88,7 @@ def wrap_part(stage: Transformer, part: str, wrapper: Wrapper) -> None:
             case "layer":
                 wrap_method(block, forward_method(stage), wrapper)
             case "norms":
-                wrap_method(block, "norm_checkpoint", wrapper)
+                wrap_method(block, "norms_checkpoint", wrapper)
             case "core_attention" if isinstance(block.attention, SelfAttention):
                 wrap_method(block.attention, "core_attention", wrapper)
             case "dense_mlp" if isinstance(ffn, SwiGLU):

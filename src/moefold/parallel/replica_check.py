@@ -209,7 +209,7 @@ class ReplicaCheck:
             yield _TensorDigest(name, digest(buffer), ("stage",))
         if self._zero > 0:
             yield from self._digest_unsharded_weights()
-        if model.stages[0].cfg.model.last_stage_needs_embedding:
+        if model.stages[0].config.last_stage_needs_embedding:
             # The first and the last pipeline rank hold the tied embedding, with the same shards.
             for name in ("embedding.weight", *(n for n in self._moments if n.startswith("embedding.weight."))):
                 copy = digest(tensors[name]) if name in tensors else self._no_digest

@@ -19,7 +19,6 @@ from moefold.comm.sharded_tensor import local_slice
 from moefold.cost.adapter_spec import is_adapter
 from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
-from moefold.cost.stages import plan_stages
 from moefold.model.local_param import local_tensor, parameter_over
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
@@ -159,10 +158,7 @@ class WeightTransfer:
 
 def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
     """Return the sharding of a model's weights."""
-    if isinstance(model, InferenceModel):
-        return WeightSharding(model.cfg.model, model.groups.layout, plan_stages(model.cfg), False)
-    cfg = model.stages[0].cfg
-    return WeightSharding(cfg.model, model.groups.layout, model.stage_plan, cfg.parallel.zero > 0)
+    return WeightSharding(model.stages[0].config, model.groups.layout, model.stage_plan, model.shards_data_parallel)
 
 
 def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:

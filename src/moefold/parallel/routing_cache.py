@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import Group
-from moefold.model.paged_cache import CurrentPass
+from moefold.model.layer_cache import CurrentPass
 from moefold.parallel.router_replay_io import torch_dtype
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.attention import RecurrentCore
 from moefold.config.groups.context import ContextPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -49,9 +48,7 @@ def triton_kernels(
 
     routing, routing_message = _router_kernel(model, moe)
     block_attention, attention_message = block_attention_kernel(run, model, parallel, device, autotuner)
-    has_recurrence = any(
-        isinstance(layer.core, RecurrentCore) and layer.core.state_size > 0 for layer in model.decoder_layers
-    )
+    has_recurrence = any(layer.core.state_size > 0 for layer in model.decoder_layers)
     return SelectedKernels(
         permute_ops=TritonPermuteOps(),
         router=routing,

@@ -40,13 +40,13 @@ from moefold.model.transformer import Transformer
 from moefold.ops.gemm import Gemm
 
 
-def apply_tensor_parallel(stage: Transformer, tp: Group) -> None:
+def apply_tensor_parallel(stage: Transformer, tp: Group, *, overlaps: bool) -> None:
     """Shard tokens and vocabulary over the tp ranks; `shard_model_parallel` shards the weights."""
     if tp.size == 1:
         return
-    sequence_parallel = AsyncTensorParallel(tp) if stage.cfg.parallel.overlap_tp else SequenceParallelTokens(tp)
+    sequence_parallel = AsyncTensorParallel(tp) if overlaps else SequenceParallelTokens(tp)
     set_on_modules(stage, "sequence_parallel", sequence_parallel)
-    set_on_modules(stage, "vocab_parallel", TPVocabParallel(tp, stage.cfg.model.vocab_size))
+    set_on_modules(stage, "vocab_parallel", TPVocabParallel(tp, stage.config.vocab_size))
     for module in stage.modules():
         if isinstance(module, TokenMixer):
             module.set_tp_rank(tp.rank, tp.size)

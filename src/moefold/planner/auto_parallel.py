@@ -6,8 +6,8 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
+from moefold.config.train import AUTO
 from moefold.cost.hardware import DetectedMachine, Device, load_device
-from moefold.cost.recompute_parts import AUTO
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import (
     BF16,

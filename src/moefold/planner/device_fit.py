@@ -5,8 +5,8 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
 from typing import Any, Literal
 
@@ -171,21 +171,22 @@ def predictions(device: Device, measured: DeviceMeasurements) -> Iterator[Fitted
 def device_toml(device: Device, comments: Sequence[str]) -> str:
     """Format a device as the file that `load_device` reads."""
     lines = [f"# {comment}" for comment in comments]
-    tables = []
-    for field in fields(device):
-        value = getattr(device, field.name)
-        if field.name == "links":
+    tables: list[str] = []
+    for key, value in asdict(device).items():
+        if isinstance(value, dict):
+            tables += _toml_table(f"[{key}]", value)
+        elif isinstance(value, tuple):
             for link in value:
-                keys = {key: number for key, number in asdict(link).items() if key != "oversubscription"}
-                tables += ["", "[[links]]", *(f"{key} = {_toml_value(item)}" for key, item in keys.items())]
-        elif field.name == "site_link":
-            if value is not None:
-                tables += ["", "[site_link]", *(f"{key} = {_toml_value(item)}" for key, item in asdict(value).items())]
-        elif isinstance(value, dict):
-            tables += ["", f"[{field.name}]", *(f"{key} = {_toml_value(item)}" for key, item in value.items())]
-        else:
-            lines.append(f"{field.name} = {_toml_value(value)}")
+                tables += _toml_table(
+                    f"[[{key}]]", {name: item for name, item in link.items() if name != "oversubscription" or item}
+                )
+        elif value is not None:
+            lines.append(f"{key} = {_toml_value(value)}")
     return "\n".join([*lines, *tables]) + "\n"
+
+
+def _toml_table(head: str, entries: Mapping[str, Any]) -> list[str]:
+    return ["", head, *(f"{key} = {_toml_value(value)}" for key, value in entries.items())]
 
 
 def _toml_value(value: Any) -> str:

@@ -5,16 +5,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from moefold.config.chosen import chosen_in
+from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import shortest, toml_value
-from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import sections
+from moefold.config.suggestions import default_of, sections
 from moefold.config.upgrade import FORMAT, FORMAT_KEY
 from moefold.errors import ConfigError
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
@@ -28,6 +27,8 @@ from moefold.topology.rollout_mapping import ROLLOUT_DEGREES
 from moefold.validate.config import check_config
 from moefold.validate.unused import idle_keys
 
+SAME_AXES = ("tp", "cp", "pp", "ep", "etp", "mbs", "schedule", "vpp", "zero", "recompute", "overlap")
+"""Axes with equal values in a mapping and in the search."""
 ALWAYS_WRITTEN = ("parallel.world_size", "train.seq_len", "train.micro_batch_size", "train.global_batch_size")
 """Keys that a planned recipe contains even where they are the default."""
 PLACEHOLDER_COMMENTS = {
@@ -50,19 +51,9 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     """
     m = mapping
     cfg = constraints.config_with(
-        {
-            "tp": m.tp,
-            "cp": m.cp,
-            "pp": m.pp,
-            "ep": m.ep,
-            "etp": m.etp,
-            "mbs": m.mbs,
-            "schedule": m.schedule,
-            "vpp": m.vpp,
-            "zero": m.zero,
+        {axis: getattr(m, axis) for axis in SAME_AXES}
+        | {
             "dispatcher": _recipe_value(constraints.base_config.parallel, m.dispatcher),
-            "recompute": m.recompute,
-            "overlap": m.overlap,
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),
             "moments": HOST if OFFLOADED_OPTIMIZER in m.offload else "none",
         }
@@ -82,30 +73,23 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     if cfg.train.offload:
         # The memory model assumes that every offload copy has finished.
         cfg = replace(cfg, train=replace(cfg.train, offload_waits=True))
-    # Another mapping may leave nothing to share, and such keys are refused.
-    cfg = _without_idle_rollout_mapping(_without_idle_attention(cfg))
+    cfg = _without_idle_keys(cfg)
     check_config(cfg)
     return cfg
 
 
-def _without_idle_attention(cfg: Config) -> Config:
-    """Return a recipe whose settings of planned attention without effect have their defaults."""
-    part = chosen_in(cfg.parallel, ContextPart)
-    changed = {field.name: field.default for field in fields(part) if getattr(part, field.name) != field.default}
-    unread = idle_keys(cfg) if changed else {}
-    idle = {name: default for name, default in changed.items() if f"{part.key}.{name}" in unread}
-    if not idle:
-        return cfg
+def _without_idle_keys(cfg: Config) -> Config:
+    """Return a recipe in which settings of the recipe's mapping that have no effect, and are refused, are unset."""
+    names = [f"rollout.{key}" for key in (*ROLLOUT_DEGREES, "experts")]
+    context = chosen_in(cfg.parallel, ContextPart)
+    names += [f"{ContextPart.key}.{field.name}" for field in fields(context)]
+    before = {name: default_of(*name.split(".", 1)) for name in names}
+    changed = [name for name in names if read_key(cfg, name) != before[name]]
+    idle = [name for name in changed if name in idle_keys(cfg)]
+    for name in idle:
+        cfg = with_key(cfg, name, before[name])
     # Without a placement there may be nothing to split.
-    return _without_idle_attention(replace(cfg, parallel=replace(cfg.parallel, context=replace(part, **idle))))
-
-
-def _without_idle_rollout_mapping(cfg: Config) -> Config:
-    """Return a recipe whose settings of a mapping that samples have their defaults where training has the same one."""
-    unread = idle_keys(cfg) if cfg.is_rl else {}
-    idle = [key for key in (*ROLLOUT_DEGREES, "experts") if f"rollout.{key}" in unread]
-    defaults = {key: getattr(RolloutConfig(), key) for key in idle}
-    return replace(cfg, rollout=replace(cfg.rollout, **defaults))
+    return _without_idle_keys(cfg) if idle else cfg
 
 
 def with_run_defaults(cfg: Config, name: str) -> Config:
@@ -126,29 +110,27 @@ def with_run_defaults(cfg: Config, name: str) -> Config:
     )
 
 
-def write_recipe(cfg: Config, path: Path, header_comments: list[str], comments: dict[str, str]) -> None:
+def write_recipe(text: str, path: Path) -> None:
     """Write a recipe, and check that it loads.
-
-    Args:
-        cfg: a config that passes `check_config`.
-        path: the file, ending in .toml.
-        header_comments: comments at its top.
-        comments: comments on its keys, by "section.key"; these keys are written even where they are the default.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    if path.suffix != ".toml":
-        raise ConfigError(f"--recipe {path} must end in .toml")
     try:
-        path.write_text(render_recipe(cfg, header_comments, comments), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--recipe {path} cannot be written: {error.strerror}") from None
     check_config(load_config(path))
 
 
 def render_recipe(cfg: Config, header_comments: list[str], comments: dict[str, str]) -> str:
-    """Render the keys that differ from the defaults, or from the preset, and those with a comment."""
+    """Render the keys that differ from the defaults, or from the preset, and those with a comment.
+
+    Args:
+        cfg: a config that passes `check_config`.
+        header_comments: comments at the top.
+        comments: comments on keys, by "section.key"; these keys are written even where they are the default.
+    """
     lines = [f"# {remark}".rstrip() for remark in header_comments]
     lines += [*([""] if lines else []), f"{FORMAT_KEY} = {FORMAT}"]
     for section in sections():

@@ -17,7 +17,7 @@ from moefold.config.suggestions import closest_match, download_advice
 from moefold.cost.flops import TRAIN_TO_FORWARD, layer_flops, train_flops_per_token
 from moefold.errors import ConfigError
 from moefold.hub import CONFIG_PATTERNS, is_hub_url, snapshot
-from moefold.planner.foreign_models import FOREIGN_MODELS, ForeignModel
+from moefold.planner.foreign_models import FOREIGN_MODELS, SYNONYMS, ForeignModel
 from moefold.recipe import load_config
 
 
@@ -104,37 +104,6 @@ def layer_parameters(layer: Layer) -> tuple[int, int]:
 
 
 _PARENTHESES = re.compile(r"\(.*?\)")
-_SYNONYMS = {
-    "nemotron3nano30ba3b": "nemotron-3-nano",
-    "nemotron3super120b": "nemotron-3-super",
-    "nemotron3super120ba12b": "nemotron-3-super",
-    "llama4scoutllm": "llama4-scout",
-    "llama318b": "llama3-8b",
-    "llama3170b": "llama3-70b",
-    "llama31405b": "llama3-405b",
-    "llama38b": "llama3-8b",
-    "llama370b": "llama3-70b",
-    "kimik2base": "kimi-k2",
-    "kimik21t": "kimi-k2",
-    "qwen3next80b": "qwen3-next-80b-a3b",
-    "qwen330b": "qwen3-30b-a3b",
-    "qwen3235b": "qwen3-235b-a22b",
-    "mixtral8x22bg8t8": "mixtral-8x22b-g8t8",
-    "qwen257b": "qwen2-57b-a14b",
-    "gptoss": "gpt-oss-120b",
-    "deepseekv3671b": "deepseek-v3",
-    "deepseekv3base": "deepseek-v3",
-    "qwen3moe30b": "qwen3-30b-a3b",
-    "qwen3moe235b": "qwen3-235b-a22b",
-    "qwen2moe57b": "qwen2-57b-a14b",
-    "nemotron3nano30b": "nemotron-3-nano",
-    "nemotron3nanov330ba3b": "nemotron-3-nano",
-    "llama4scout17b16e": "llama4-scout",
-    "llama4maverick17b128e": "llama4-maverick",
-    "llama4maverickllm": "llama4-maverick",
-    "moonlight16ba3b": "moonlight-16b",
-    "olmoe": "olmoe-1b-7b",
-}
 
 
 @lru_cache(maxsize=64)
@@ -191,7 +160,7 @@ def find_model_name(name: str) -> str | None:
     """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
     plain = _normalise_name(_PARENTHESES.sub("", name))
     names = {_normalise_name(known): known for known in (*preset_names(), *FOREIGN_MODELS)}
-    return names.get(plain) or _SYNONYMS.get(plain)
+    return names.get(plain) or SYNONYMS.get(plain)
 
 
 def _normalise_name(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.context import ContextPart, takes_selected_keys
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -76,14 +76,14 @@ class PlanRequest:
 
 
 def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
-    """Return the kind of context parallelism to search with: the recipe's, or the only one of sparse attention.
+    """Return the kind of context parallelism to search with: the recipe's, or one that goes with sparse attention.
 
     Without context parallelism `parallel.context` has no effect.
     """
     is_sparse = model.attention.selector is not None and model.has_softmax_attention
     context = chosen_in(parallel, ContextPart)
     is_illegal = is_sparse and not (context.takes_selected_keys or context.is_planned)
-    return "allgather" if is_illegal else parallel.context
+    return takes_selected_keys()[0] if is_illegal else parallel.context
 
 
 class Planner:

@@ -16,7 +16,6 @@ from moefold import __version__
 from moefold.cost.hardware import GIB, Device
 from moefold.errors import ConfigError
 from moefold.planner.colours import FAINT, INK, MEMORY_COLOURS, TIME_COLOURS
-from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import (
     ParallelMapping,
@@ -25,10 +24,10 @@ from moefold.planner.mapping import (
     format_rate,
     format_seconds,
 )
-from moefold.planner.model_spec import ModelSpec
+from moefold.planner.planner import PlanRequest
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import draw_timeline
-from moefold.planner.simulator.simulate import Noise, simulate_mapping
+from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.validation import STATED_ERROR
 
 if TYPE_CHECKING:
@@ -42,31 +41,20 @@ BAR_HEIGHT = 0.5
 """Inches of a bar with its name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """The request, and the plans that the search found."""
 
-    model: str
-    gpu: Device
-    num_gpus: int
+    request: PlanRequest
     workload: TrainingWorkload
-    model_spec: ModelSpec
+    """The workload as the best plan shares its attention."""
     plans: Sequence[PlannedMapping]
-    """Best first."""
-    noise: Noise | None = None
-    """Noise of the simulated step."""
-    reserve_gib: float = 0.0
-    """Memory that a mapping leaves free on each GPU, in GiB."""
-    source: "ReportSource | None" = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportSource:
-    """Provenance of a page, for its footer, and the recipe."""
-
-    command: str
+    """At least one, best first."""
+    timeline: Timeline
+    """The simulated step of the best plan."""
+    command: str = ""
     """Command that wrote the page."""
-    date: str
+    date: str = ""
     recipe: str = ""
     """Recipe of the best mapping; empty if none can be written."""
 
@@ -75,15 +63,10 @@ def write_report(report: PlanReport, path: Path) -> None:
     """Write the page.
 
     Raises:
-        ConfigError: the file does not end in .html or cannot be written, or there is no plan to show.
+        ConfigError: the file cannot be written.
     """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"--report {path} must end in .html")
-    if not report.plans:
-        raise ConfigError(f"--report {path}: no mapping is legal, so there is nothing to show")
-    page = render_report(report)
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(render_report(report), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--report {path} cannot be written: {error.strerror}") from None
 
@@ -91,27 +74,26 @@ def write_report(report: PlanReport, path: Path) -> None:
 def render_report(report: PlanReport) -> str:
     """Render the page as text."""
     shown = report.plans[:MAX_SHOWN_PLANS]
-    best = shown[0]
-    timeline = simulate_mapping(CostModel(report.model_spec, report.gpu, report.workload), best.mapping, report.noise)
+    gpu = report.request.device
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("moefold.planner") / "report.html").read_text(encoding="utf-8"))
     memory = [{part: size / GIB for part, size in plan.memory_parts.items()} for plan in shown]
-    limits = {"all of a GPU": report.gpu.memory_gib}
-    if report.reserve_gib:
-        limits["what a mapping may use"] = report.gpu.memory_gib - report.reserve_gib
+    limits = {"all of a GPU": gpu.memory_gib}
+    if report.request.reserve_gib:
+        limits["what a mapping may use"] = report.request.usable_device.memory_gib
     names = [format_compact_mapping(plan.mapping) for plan in shown]
     return template.render(
-        study=report,
-        source=report.source,
+        report=report,
+        request=report.request,
         version=__version__,
         stated_error=STATED_ERROR,
         names=names,
-        rows=[_cells(name, plan, report.gpu) for name, plan in zip(names, shown, strict=True)],
+        rows=[_cells(name, plan, gpu) for name, plan in zip(names, shown, strict=True)],
         memory=_picture(draw_bars(names, memory, MEMORY_COLOURS, "GiB", limits), "memory by part"),
         time=_picture(
             draw_bars(names, [plan.time.parts for plan in shown], TIME_COLOURS, "seconds", {}), "seconds by part"
         ),
-        timeline=_picture(draw_timeline(timeline), "passes of each pipeline rank"),
+        timeline=_picture(draw_timeline(report.timeline), "passes of each pipeline rank"),
         data=_embedded_json(report, shown),
     )
 
@@ -184,6 +166,7 @@ def _embedded_json(report: PlanReport, plans: Sequence[PlannedMapping]) -> Marku
         | {"step_time_s": plan.time.total_s, "mfu": plan.time.mfu, "memory_gib": plan.memory.total / GIB}
         for plan in plans
     ]
-    text = json.dumps({"model": report.model, "gpu": report.gpu.name, "num_gpus": report.num_gpus, "mappings": rows})
+    q = report.request
+    text = json.dumps({"model": q.model_spec.name, "gpu": q.device.name, "num_gpus": q.num_gpus, "mappings": rows})
     # Inside a script element, only a closing tag can end the text early.
     return Markup(text.replace("<", "\\u003c"))

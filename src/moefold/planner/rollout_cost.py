@@ -9,7 +9,7 @@ from moefold.config.rl import RolloutConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import Device
-from moefold.cost.kv_cache import kv_cache_bytes, recurrent_state_bytes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.cost.rollout_memory import sampled_itemsize
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
 from moefold.cost.unit_memory import compute_dtype_bytes
@@ -68,7 +68,8 @@ def sampling_seconds(cfg: Config, device: Device, lengths: RolloutLengths) -> tu
 def rollout_bytes(cfg: Config, num_tokens: int) -> int:
     """Return the bytes of the cache of one rollout on a rank."""
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
-    return kv_cache_bytes(sampling, num_tokens, 1, cfg.rollout.cache) + recurrent_state_bytes(sampling)
+    sizes = cache_sizes(sampling)
+    return sizes.kv_bytes(num_tokens, cfg.rollout.cache) + sizes.state_bytes
 
 
 def copy_seconds(parallel: ParallelConfig, rollout: RolloutConfig, device: Device, received_bytes: float) -> float:

@@ -16,7 +16,7 @@ with the whole step, max(t, exchange), which no implementation reaches.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any, cast
@@ -100,23 +100,15 @@ class SiteRate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers, ready for JSON."""
-        settings = self.settings
-        return {
-            "every": settings.every,
-            "precision": settings.precision,
-            "overlap": settings.overlap,
-            "exchange_s": list(self.exchanges_s),
-            "exposed_s": self.exposed_s,
-            "utilisation": self.utilisation,
-            "bytes_per_day": self.bytes_per_day,
-        }
+        rates = {key: getattr(self, key) for key in ("exposed_s", "utilisation", "bytes_per_day")}
+        return asdict(self.settings) | {"exchange_s": list(self.exchanges_s)} | rates
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRate:
     """Predicted speed of data parallelism across the sites, at best."""
 
-    step_s: float
+    step_time_s: float
     utilisation: float
     bytes_per_day: float
 
@@ -212,7 +204,6 @@ class SitePlan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan, ready for JSON."""
         cost = self.cost
-        parallel = self.data_parallel
         return {
             "count": cost.count,
             "bytes_per_s": cost.link.bytes_per_s,
@@ -222,11 +213,7 @@ class SitePlan:
             "recipe": self.recipe.as_dict(),
             "chosen": self.chosen.as_dict() | _as_tables(self.further),
             "options": [rate.as_dict() for pair in self.options for rate in dict.fromkeys(pair)],
-            "data_parallel": {
-                "step_time_s": parallel.step_s,
-                "utilisation": parallel.utilisation,
-                "bytes_per_day": parallel.bytes_per_day,
-            },
+            "data_parallel": asdict(self.data_parallel),
         }
 
 
@@ -390,7 +377,9 @@ def resolve_sites(
             option = f"--site-link {bytes_per_s:g}" if bytes_per_s is not None else f"--site-latency {latency_s:g}"
             raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add --sites")
         return cfg, None
-    return replace(cfg, sites=_with_count(cfg.sites, number, cfg.run.steps)), link
+    # A recipe without rounds gets one at the latest at its end.
+    every = cfg.sites.every if cfg.sites.is_active else min(cfg.sites.every, cfg.run.steps)
+    return replace(cfg, sites=replace(cfg.sites, count=number, every=every)), link
 
 
 def _check_options(count: int | None, bytes_per_s: float | None, latency_s: float | None) -> None:
@@ -400,9 +389,3 @@ def _check_options(count: int | None, bytes_per_s: float | None, latency_s: floa
         raise ConfigError(f"--site-link {bytes_per_s:g} must be above 0: bytes a second, one way")
     if latency_s is not None and not 0 <= latency_s < math.inf:
         raise ConfigError(f"--site-latency {latency_s:g} must be at least 0: seconds of a message, one way")
-
-
-def _with_count(sites: SitesConfig, count: int, steps: int) -> SitesConfig:
-    """Return [sites] with a number of sites; a recipe without rounds gets one at the latest at its end."""
-    every = sites.every if sites.is_active else min(sites.every, steps)
-    return replace(sites, count=count, every=every)

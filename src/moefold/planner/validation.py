@@ -10,8 +10,8 @@ import io
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from itertools import product
@@ -80,12 +80,14 @@ class PublishedRow:
 
     def positive_int(self, column: str) -> int | None:
         """Return the integer of a cell; None if it is empty."""
-        text = "" if self[column].lower() in EMPTY_CELLS else self[column]
-        if text and not text.isdecimal():
+        text = self[column]
+        if text.lower() in EMPTY_CELLS:
+            return None
+        if not text.isdecimal():
             raise SkipRowError(f"{column}={text!r} is not an integer")
-        if text and int(text) < 1:
+        if int(text) < 1:
             raise SkipRowError(f"{column}={text} is below 1")
-        return int(text) if text else None
+        return int(text)
 
     @property
     def method_and_note(self) -> str:
@@ -301,13 +303,8 @@ def _parse_recompute(row: PublishedRow) -> tuple[str, ...] | None:
         return None
     if listed[1]:
         return ("layer",)
-    return tuple(_parse_recompute_parts(listed[2]))
-
-
-def _parse_recompute_parts(text: str) -> Iterator[str]:
-    for pattern, part in _RECOMPUTE_PATTERNS.items():
-        if re.search(pattern, text.replace("_", " ")):
-            yield part
+    named = listed[2].replace("_", " ")
+    return tuple(part for pattern, part in _RECOMPUTE_PATTERNS.items() if re.search(pattern, named))
 
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -377,26 +374,19 @@ class StatedError:
 STATED_ERROR = StatedError()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorGroup:
-    """Errors of some rows, in percent."""
-
-    rows: int
-    mean_abs_error_pct: float
-    median_abs_error_pct: float
-    bias_pct: float
-    """Mean error; positive: predicted too fast."""
+ErrorStatistics = dict[str, float]
+"""Number of rows, and mean, median and bias of their errors in percent; a positive bias is predicted too fast."""
 
 
-def error_group(errors: Sequence[float]) -> ErrorGroup:
+def error_statistics(errors: Sequence[float]) -> ErrorStatistics:
     """Return the statistics of at least one error."""
     sizes = [abs(error) for error in errors]
-    return ErrorGroup(
-        rows=len(sizes),
-        mean_abs_error_pct=sum(sizes) / len(sizes),
-        median_abs_error_pct=median(sizes),
-        bias_pct=sum(errors) / len(sizes),
-    )
+    return {
+        "rows": len(sizes),
+        "mean_abs_error_pct": sum(sizes) / len(sizes),
+        "median_abs_error_pct": median(sizes),
+        "bias_pct": sum(errors) / len(sizes),
+    }
 
 
 KINDS: dict[str, Callable[["Prediction"], bool]] = {
@@ -438,8 +428,8 @@ class Accuracy:
             for name, group in sorted(groups.items())
         }
 
-    def errors_by_kind(self) -> dict[str, tuple[ErrorGroup, ErrorGroup | None]]:
-        """Return the errors of all rows, of each GPU and of each of `KINDS`, under the shipped fit and unseen.
+    def errors_by_kind(self) -> dict[str, dict[str, ErrorStatistics | None]]:
+        """Return the errors of all rows, of each GPU and of each of `KINDS`, "fitted" and "unseen".
 
         An unseen error is the error under a fit without the configuration; None if no row of a group was fitted, as
         its errors are unseen already.
@@ -448,13 +438,16 @@ class Accuracy:
         groups = {"all": rows}
         groups |= {gpu: [p for p in rows if p.row["gpu"] == gpu] for gpu in sorted({p.row["gpu"] for p in rows})}
         groups |= {name: [p for p in rows if is_kind(p)] for name, is_kind in KINDS.items()}
-        found: dict[str, tuple[ErrorGroup, ErrorGroup | None]] = {}
+        found: dict[str, dict[str, ErrorStatistics | None]] = {}
         for name, group in groups.items():
-            if group:
-                fitted = any(p.unseen_error_pct is not None for p in group)
-                unseen = [p.error_pct if p.unseen_error_pct is None else p.unseen_error_pct for p in group]
-                seen = error_group([p.error_pct for p in group if p.error_pct is not None])
-                found[name] = seen, error_group([e for e in unseen if e is not None]) if fitted else None
+            errors = [(p.error_pct, p.unseen_error_pct) for p in group if p.error_pct is not None]
+            if errors:
+                unseen = [seen if other is None else other for seen, other in errors]
+                was_fitted = any(other is not None for _, other in errors)
+                found[name] = {
+                    "fitted": error_statistics([seen for seen, _ in errors]),
+                    "unseen": error_statistics(unseen) if was_fitted else None,
+                }
         return found
 
     @property
@@ -465,13 +458,18 @@ class Accuracy:
     def as_dict(self) -> dict[str, object]:
         """Return the output of `moefold plan-accuracy --json`."""
         return {
-            "rows": [_row_as_dict(prediction) for prediction in self.predictions],
+            "rows": [
+                {
+                    **{column: p.row[column] for column in ("source", "model", "gpu", "metric")},
+                    "measured": p.measured,
+                    "predicted": p.predicted,
+                    "error_pct": p.error_pct,
+                }
+                for p in self.predictions
+            ],
             "mean_abs_error_pct": self.mean_abs_error_pct,
             "by_gpu_precision": self.by_gpu_precision,
-            "by_kind": {
-                name: {"fitted": asdict(seen), "unseen": unseen and asdict(unseen)}
-                for name, (seen, unseen) in self.errors_by_kind().items()
-            },
+            "by_kind": self.errors_by_kind(),
             "num_skipped": sum(self.skipped.values()),
             "skipped": self.skipped,
         }
@@ -523,13 +521,7 @@ def predict(case: PublishedCase) -> Prediction:
     found = _fastest_fitting(shape, case)
     predicted: float | str = OUT_OF_MEMORY if found is None else _predicted_metric(shape, case, found[0])
     mapping, workload = found or (case.mapping, case.workload)
-    return Prediction(
-        row=case.row,
-        measured=measured,
-        predicted=predicted,
-        mapping=mapping,
-        workload=workload,
-    )
+    return Prediction(row=case.row, measured=measured, predicted=predicted, mapping=mapping, workload=workload)
 
 
 def _parse_measured(text: str) -> float | str:
@@ -616,16 +608,3 @@ def _first_fitting(
         if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:
             return tried, workload
     return None
-
-
-def _row_as_dict(prediction: Prediction) -> dict[str, object]:
-    row = prediction.row
-    return {
-        "source": row["source"],
-        "model": row["model"],
-        "gpu": row["gpu"],
-        "metric": row["metric"],
-        "measured": prediction.measured,
-        "predicted": prediction.predicted,
-        "error_pct": prediction.error_pct,
-    }

@@ -7,7 +7,7 @@ from moefold.config.train import TrainConfig
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer, report_notes
 from moefold.errors import ConfigError
-from moefold.rl.reward import check_columns, check_reward, reward_names
+from moefold.rl.reward import check_columns, check_reward
 
 MAX_CHECKED_PROBLEMS = 1000
 """Problems of a task that are checked; prompts of files are all checked."""
@@ -25,7 +25,7 @@ def check_rollout_data(cfg: Config) -> int:
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
     report_notes(tokenizer)
     prompts = open_prompts(
-        cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward)), reports=True
+        cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward), reports=True
     )
     num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
     if len(prompts.train) < num_prompts:

@@ -248,9 +248,9 @@ def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Promp
         _check_function(name, prompts, reward.timeout_s)
 
 
-def check_columns(names: Sequence[str]) -> Callable[[Prompt], None]:
+def check_columns(data: DataConfig, reward: RewardConfig) -> Callable[[Prompt], None]:
     """Return a function that raises ConfigError for a prompt without the columns that verifiers read."""
-    verifiers = [name for name in names if name in VERIFIERS]
+    verifiers = [name for name in reward_names(data, reward) if name in VERIFIERS]
 
     def check(prompt: Prompt) -> None:
         for name in verifiers:

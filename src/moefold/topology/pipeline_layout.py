@@ -73,7 +73,7 @@ def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stag
     if len(bars) + 1 != num_stages:
         where = f"the first | too many is at character {bars[num_stages - 1]}" if len(bars) >= num_stages else ""
         yield (
-            f"it has {_pluralize(len(bars) + 1, 'stage')}, and parallel.pp*parallel.virtual_stages={num_stages}"
+            f"it has {len(bars) + 1} stage{'s' if bars else ''}, and parallel.pp*parallel.virtual_stages={num_stages}"
             f"{'; ' + where if where else ''}"
         )
 
@@ -228,10 +228,6 @@ def _validate_mtp_order(parts: list[LayoutSymbol]) -> Iterator[str]:
 
 def _repeat_letter(letter: str, count: int) -> str:
     return letter * count if count < 4 else f"{letter}*{count}"
-
-
-def _pluralize(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,11 @@ def fetches_experts(rollout: RolloutConfig) -> bool:
     return rollout.experts == "fetch"
 
 
-def rollout_config(cfg: Config) -> Config:
-    """Return the recipe of the inference model that samples: merged adapters, no cp, ZeRO and virtual stages."""
-    p = cfg.parallel
-    degrees = rollout_degrees(cfg.parallel, cfg.rollout)
-    parallel = ParallelConfig(
-        world_size=cfg.rollout.ranks or p.world_size,
+def rollout_parallel(p: ParallelConfig, rollout: RolloutConfig) -> ParallelConfig:
+    """Return the mapping of the inference model that samples: no cp, ZeRO and virtual stages."""
+    degrees = rollout_degrees(p, rollout)
+    return ParallelConfig(
+        world_size=rollout.ranks or p.world_size,
         tp=degrees["tp"],
         pp=degrees["pp"],
         ep=degrees["ep"],
@@ -54,7 +53,12 @@ def rollout_config(cfg: Config) -> Config:
         schedule="gpipe",
         zero=0,
     )
-    tp = degrees["tp"]
+
+
+def rollout_config(cfg: Config) -> Config:
+    """Return the recipe of the inference model that samples: its mapping, and merged adapters."""
+    parallel = rollout_parallel(cfg.parallel, cfg.rollout)
+    tp = parallel.tp
     train = replace(
         cfg.train,
         seq_len=-(-cfg.train.seq_len // tp) * tp,

@@ -25,12 +25,12 @@ class AttentionMeter:
     """
 
     def __init__(self, model: ParallelModel, parallel: ParallelConfig, train: TrainConfig) -> None:
-        context = chosen_in(parallel, ContextPart)
+        plan = chosen_in(parallel, ContextPart).plan
         self._planners = _planners(model)
         self._groups = model.groups
         # Equal on all ranks, also on those without softmax attention.
         self._num_rounds = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
-        self._plan_axes = ("stage",) if context.balances_hosts or context.moves_tokens else ("tp", "cp")
+        self._plan_axes = ("stage",) if plan.balances_hosts or plan.moves_tokens else ("tp", "cp")
 
     def begin_step(self) -> None:
         """Forget earlier passes."""

@@ -70,7 +70,7 @@ class BatchSharder:
         positions: Tensor,
     ) -> None:
         self._sampler = sampler
-        self._global_batch_size = train.global_batch_size
+        self.global_batch_size = train.global_batch_size
         self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
         self._padded_batch_size = self._samples_per_rank * parallel.dp
         self._micro_batch_size = train.micro_batch_size
@@ -78,8 +78,8 @@ class BatchSharder:
         self._vocab_size = model.vocab_size
         self._dp_group = groups.attn.dp
         self._placer: RoundPlacer | None = None
-        context = chosen_in(parallel, ContextPart)
-        if context.balances_hosts or context.moves_tokens:
+        plan = chosen_in(parallel, ContextPart).plan
+        if plan.balances_hosts or plan.moves_tokens:
             from moefold.train import round_placement
 
             self._placer = round_placement.RoundPlacer(parallel, train, groups)
@@ -92,11 +92,11 @@ class BatchSharder:
     def own_samples(self) -> range:
         """Indices in a global batch of the samples of this data-parallel rank, without padding."""
         end = self._first_in_batch + self._samples_per_rank
-        return range(min(self._first_in_batch, self._global_batch_size), min(end, self._global_batch_size))
+        return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
 
     def batch(self, first_sample: int) -> Batch:
         """Return `to_batch` of the global batch that starts at sample `first_sample` of the run."""
-        return self.to_batch(self.read(range(first_sample, first_sample + self._global_batch_size)))
+        return self.to_batch(self.read(range(first_sample, first_sample + self.global_batch_size)))
 
     def read(self, samples: Sequence[int]) -> WeightedSamples:
         """Read this rank's samples of a global batch, and compute the weights of their targets.
@@ -104,14 +104,14 @@ class BatchSharder:
         Args:
             samples: the global batch, as sample numbers of the run.
         """
-        return self._read_weighted_samples(samples, self._global_batch_size)
+        return self._read_weighted_samples(samples, self.global_batch_size)
 
     def to_batch(self, samples: WeightedSamples) -> Batch:
         """Build this rank's shard of a global batch from the samples that `read` returned.
 
         Collective over dp if samples are annotated: the mean is over the counted targets of all ranks.
         """
-        (batch,) = self._normalize_weights([samples], self._global_batch_size)
+        (batch,) = self._normalize_weights([samples], self.global_batch_size)
         return batch
 
     def eval_batches(self, num_samples: int) -> list[Batch]:
@@ -131,8 +131,8 @@ class BatchSharder:
         num_samples = max(1, min(num_samples, len(self._sampler) - self._sampler.num_dropped))
         parts: list[WeightedSamples] = []
         first = 0
-        for taken in range(0, num_samples, self._global_batch_size):
-            samples = self._sampler.next_sample_indices(first, self._global_batch_size)
+        for taken in range(0, num_samples, self.global_batch_size):
+            samples = self._sampler.next_sample_indices(first, self.global_batch_size)
             parts.append(self._read_weighted_samples(samples, num_samples - taken))
             first = samples[-1] + 1
         return parts, num_samples
@@ -146,7 +146,7 @@ class BatchSharder:
         own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
         samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
         self._check_ids(samples_of_rank.tokens)
-        is_taken = self._first_in_batch + np.arange(self._samples_per_rank) < min(num_taken, self._global_batch_size)
+        is_taken = self._first_in_batch + np.arange(self._samples_per_rank) < min(num_taken, self.global_batch_size)
         if num_taken < self._padded_batch_size:
             samples_of_rank = samples_of_rank.pad_out(~is_taken)
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]

@@ -16,6 +16,7 @@ from moefold.checkpoint.checkpoint_dir import (
     dropped_files,
     moved_data_message,
     relocated,
+    sample_order,
 )
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
@@ -130,6 +131,8 @@ class DataLoader:
         self._groups = groups
         self._positions = positions
         self._program_data = program_data
+        self.order = sample_order(cfg)
+        """The settings that determine the text of sample n."""
         self._data_files = resolve_data_files(cfg.data, current_world())
         self.fingerprints = self._data_files.by_name
         """Fingerprints of the files as they are now."""
@@ -150,9 +153,8 @@ class DataLoader:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        resumed_meta = None
-        if meta is not None and continues_data(cfg, meta, self.fingerprints):
-            resumed_meta = relocated(meta, cfg, self.fingerprints)
+        change = "" if meta is None else self.order_change(meta)
+        resumed_meta = None if meta is None or change else relocated(meta, self.order, self.fingerprints)
         self._shards = resolve_token_files(cfg.model, cfg.data, self._data_files, resumed_meta, current_world())
         data = self._program_data or open_dataset(
             cfg.data,
@@ -170,18 +172,14 @@ class DataLoader:
             self.train_sampler = StridedSampler(data.train, sites.count, sites.number)
         self.validation_sampler = data.validation
         self.reference = data.reference if isinstance(data, Dataset) else None
-        self.train_sharder = BatchSharder(
-            self.train_sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
-        )
-        self._validation_sharder = BatchSharder(
-            data.validation, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
-        )
+        self.train_sharder = self.sharder(self.train_sampler)
+        self._validation_sharder = self.sharder(data.validation)
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
-        if meta is not None and resumed_meta is None:
-            self.message = f"the data restarts at sample 0: {data_order_change(meta, cfg, self.fingerprints)}"
+        if change:
+            self.message = f"the data restarts at sample 0: {change}"
         if resumed_meta is not None:
             self._initial_fingerprints = resumed_meta.data_files
-            self.message = moved_data_message(resumed_meta, cfg)
+            self.message = moved_data_message(resumed_meta, self.order)
         if already_dropped:
             names = format_list([f"data file {name} ({reason})" for name, reason in already_dropped.items()])
             self.message = "; ".join(filter(None, [self.message, f"still left out: {names}"]))
@@ -194,6 +192,15 @@ class DataLoader:
         if resumed_meta is None and self._can_drop_files:
             dropped = skipped_files | {**dropped}
         self._add_events({name: reason for name, reason in dropped.items() if name not in already_dropped})
+
+    def order_change(self, meta: CheckpointMeta) -> str:
+        """Describe why the run does not go on after the samples of a checkpoint, but at sample 0; empty if it does."""
+        return data_order_change(meta, self.order, self.fingerprints, drops_files=self._can_drop_files)
+
+    def sharder(self, sampler: Sampler) -> BatchSharder:
+        """Return the reader of this rank's shards of global batches of a sampler."""
+        cfg = self._cfg
+        return BatchSharder(sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions)
 
     def data_state(self) -> dict[str, Any]:
         """Return the data fields of `TrainState` for a checkpoint."""
@@ -408,11 +415,6 @@ def resolve_token_files(
         found = build_token_file_set(data, vocab_size=model.vocab_size, skipped=skipped)
     shards: TokenFileSet = world.all_gather_object(found)[0]
     return shards
-
-
-def continues_data(cfg: Config, meta: CheckpointMeta | None, fingerprints: Mapping[str, str]) -> bool:
-    """Return whether a run continues after the samples of a checkpoint, rather than at sample 0."""
-    return meta is not None and not data_order_change(meta, cfg, fingerprints)
 
 
 def _read_fingerprints(data: DataConfig) -> DataFingerprints:

@@ -72,14 +72,10 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
     if cfg.is_rl:
         from moefold.data.prompts import open_prompts
         from moefold.data.tokenizer import load_tokenizer
-        from moefold.rl.reward import check_columns, reward_names
+        from moefold.rl.reward import check_columns
 
         tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)
-        return len(
-            open_prompts(
-                data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
-            ).train
-        )
+        return len(open_prompts(data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train)
     seq_len = cfg.train.seq_len
     vocab_size = cfg.model.vocab_size
     seed = cfg.run.seed

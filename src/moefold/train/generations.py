@@ -63,11 +63,11 @@ class Loss:
         lacks: bool = self.generation.plan["lacks_shards"]
         return lacks
 
-    def describe(self, cfg: Config) -> str:
+    def describe(self, dp: int) -> str:
         """Return a log message.
 
         Args:
-            cfg: the recipe of the new generation.
+            dp: data-parallel degree of the new generation.
         """
         new = self.generation
         lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
@@ -75,15 +75,15 @@ class Loss:
         spares = f", {format_ranks(new.spares)} {waits}" if new.spares else ""
         lacks = "; the memory of the others lacks shards of the lost ranks" if self.lacks_shards else ""
         return (
-            f"lost {'; '.join(lost)}; {len(new.members)} ranks go on with dp={cfg.parallel.dp}{spares}, as "
+            f"lost {'; '.join(lost)}; {len(new.members)} ranks go on with dp={dp}{spares}, as "
             f"faults.on_loss says{lacks}"
         )
 
-    def to_record(self, cfg: Config, step: int) -> dict[str, Any]:
+    def to_record(self, dp: int, step: int) -> dict[str, Any]:
         """Return the record for faults.jsonl.
 
         Args:
-            cfg: the recipe of the new generation.
+            dp: data-parallel degree of the new generation.
             step: step from which it goes on.
         """
         new = self.generation
@@ -96,7 +96,7 @@ class Loss:
             "what": [activity.strip() for activity in self.activities],
             "ranks": list(new.members),
             "spares": list(new.spares),
-            "dp": cfg.parallel.dp,
+            "dp": dp,
             "from": "checkpoint" if self.restored_step is None else "memory",
             "seconds": round(time.monotonic() - self.noticed_s, 3),
         }
@@ -112,7 +112,7 @@ class LossLog(Callback):
         """Log the loss, on rank 0."""
         if run.log is None:
             return
-        record = self._loss.to_record(run.cfg, run.position.step)
+        record = self._loss.to_record(run.groups.attn.dp.size, run.position.step)
         run.log.log_fault(record)
         source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
         run.log.message(
@@ -132,22 +132,19 @@ def _drop_frames(error: Exception) -> None:
         each.__traceback__ = None
 
 
-def with_saved_checkpoints(cfg: Config, history: SaveHistory) -> Config:
-    """Return the recipe that resumes from the newest checkpoint of this run, if it has saved one; collective.
+def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:
+    """Return the section that resumes from the newest checkpoint of this run, if it has saved one; collective.
 
     All ranks learn of the saves: one that was a spare has taken part in none of them.
     """
     world = current_world()
-    found = (
-        bool(complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)))
-        if world.is_rank0 and cfg.checkpoint.saves
-        else False
-    )
+    looks = world.is_rank0 and checkpoint.saves
+    found = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
     known = world.all_gather_object((found, history.saved_step))
     history.saved_step = max((step for _, step in known if step is not None), default=None)
     if not known[0][0] or history.saved_step is None:
-        return cfg
-    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume="auto"))
+        return checkpoint
+    return replace(checkpoint, resume="auto")
 
 
 def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Mapping[int, Any]) -> int:
@@ -262,7 +259,7 @@ class GenerationLoop:
         recorder.start_generation(generation.members)
         recorder.set_phase("connecting to the other ranks")
         self._connect(len(generation.members))
-        return self._train(cfg, (self._loss.describe(cfg),), (LossLog(self._loss),), self._history)
+        return self._train(cfg, (self._loss.describe(cfg.parallel.dp),), (LossLog(self._loss),), self._history)
 
     def _connect(self, num_ranks: int) -> None:
         rank = self._regroup.rank

@@ -56,7 +56,7 @@ def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validat
         f"learning rate {cfg.train.lr:g}, {cfg.train.warmup_steps:,} steps of warm-up, {optimizer}",
         f"ranks  {_describe_ranks(cfg.run, cfg.parallel, device_type)}",
         *_loss_lines(cfg.train, device_type, cp=cfg.parallel.cp, vocab_rows=cfg.vocab_rows),
-        *(_sampling_lines(cfg) if cfg.is_rl else []),
+        *(_sampling_lines(cfg.parallel, cfg.rl, cfg.rollout) if cfg.is_rl else []),
         f"saves  {_describe_saves(cfg.checkpoint)}",
         *([f"sites  {_describe_sites(cfg.run, cfg.model, cfg.sites)}"] if cfg.sites.is_active else []),
         *_warmup_lines(cfg.model, cfg.train),
@@ -105,14 +105,14 @@ def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> s
     return text
 
 
-def _sampling_lines(cfg: Config) -> list[str]:
-    from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
+def _sampling_lines(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> list[str]:
+    from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
 
-    if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
+    if not has_rollout_mapping(parallel, rl, rollout):
         return []
-    ranks = cfg.rollout.ranks
+    ranks = rollout.ranks
     further = f"{ranks} further rank{'s' * (ranks > 1)}; " if ranks else ""
-    return [f"sample {further}{_describe_mapping(rollout_config(cfg).parallel)}"]
+    return [f"sample {further}{_describe_mapping(rollout_parallel(parallel, rollout))}"]
 
 
 def _describe_batch(

@@ -18,7 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
-from moefold.cost.unit_memory import StateBytes, dispatch_sizes
+from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, dispatch_sizes
 from moefold.data.dataset import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
@@ -180,8 +180,11 @@ def _is_offloaded(train: TrainConfig, moment: Tensor) -> bool:
 
 def _dispatch_buffer_bytes(cfg: Config) -> int:
     """Return the bytes of the buffers that the dispatcher of a rank allocates, from buffers on the meta device."""
-    is_spread = cfg.parallel.ep * cfg.parallel.etp > 1
-    return chosen(cfg, DispatcherPart).measured_reserved_bytes(dispatch_sizes(cfg)) if is_spread else 0
+    p = cfg.parallel
+    if p.ep * p.etp == 1:
+        return 0
+    sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, compute_dtype_bytes(cfg.run))
+    return chosen(cfg, DispatcherPart).measured_reserved_bytes(sizes)
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change, moved_data_message, relocated
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, moved_data_message, relocated
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
@@ -32,7 +32,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
-from moefold.rl.reward import FailedReward, Reward, check_columns, reward_names
+from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, rollout_positions
 from moefold.rl.step_rows import StepRows, pack_step, split_steps
 from moefold.rl.table import (
@@ -46,7 +46,6 @@ from moefold.rl.table import (
     table_headers,
 )
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.batch import BatchSharder
 from moefold.train.data_loader import DataLoader
 from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
@@ -124,7 +123,9 @@ class RolloutLoader(DataLoader):
         self._link = link
         self._rollout_model = RolloutModel(cfg, groups, model)
         sampling = self._rollout_model
-        inexact = _inexact_settings(cfg, groups.device)
+        device = groups.device
+        has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
+        inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
         # Ranks on other machines may have other kernels.
         is_exact = not any(current_world().all_gather_object(bool(inexact)))
         replays, replay_message = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)
@@ -173,23 +174,19 @@ class RolloutLoader(DataLoader):
         """
         cfg = self._cfg
         self.message = self._startup_message
-        if meta is not None and (change := data_order_change(meta, cfg, self.fingerprints)):
+        if meta is not None and (change := self.order_change(meta)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
-            self._initial_fingerprints = relocated(meta, cfg, self.fingerprints).data_files
-            self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, cfg)]))
+            self._initial_fingerprints = relocated(meta, self.order, self.fingerprints).data_files
+            self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, self.order)]))
         self.reference = None
-        prompts = open_prompts(
-            cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
-        )
+        prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward))
         self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
         self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
         self._prompts = prompts
-        self.train_sharder = BatchSharder(
-            self.train_sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions
-        )
+        self.train_sharder = self.sharder(self.train_sampler)
         if self._link is None:
-            self._source = LocalRollouts(self._sampler, self._rollout_model, self.train_sampler)
+            self._source = LocalRollouts(self._sampler, self._rollout_model.update, self.train_sampler)
         else:
             start = SamplingStart(self.fingerprints)
             source = WeightSharding.from_config(cfg, for_training=True)
@@ -250,7 +247,7 @@ class RolloutLoader(DataLoader):
         self._restarts = True
         self._table = RolloutTable()
         headers = table_headers(meta.rl)
-        if not headers or data_order_change(meta, self._cfg, self.fingerprints):
+        if not headers or self.order_change(meta):
             return
         check_headers(headers, self._cfg.train, self._cfg.rl)
         arrays = empty_arrays(headers)
@@ -462,12 +459,6 @@ class RolloutLoader(DataLoader):
             reference = self._reference.log_probs(batch)
             batch = replace(batch, columns=batch.columns | {"reference_log_probs": reference})
         return batch
-
-
-def _inexact_settings(cfg: Config, device: torch.device) -> tuple[str, ...]:
-    """Return the settings under which sampling differs from training on this machine."""
-    has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
-    return inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
 
 
 def exactness_message(rl: RLConfig, inexact: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Sources of the rounds of rollouts of a run: the ranks that train, in turn with training."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class RolloutModel:
             self.cfg = rollout_config(cfg)
             layout = check_config(self.cfg, is_training=False)
             self.groups = ParallelGroups.create(layout, groups.device, groups.recorder)
-            self.model = InferenceModel(self.cfg, self.groups)
+            self.model = InferenceModel.build(self.cfg, self.groups)
             self._transfer = WeightTransfer(trained, self.model)
 
     def engine(self, *, records_routing: bool) -> VllmEngine | None:
@@ -108,14 +109,14 @@ class LocalRollouts:
     """Samples on the ranks that train, at once.
 
     Args:
-        sampler: samples rounds by the model of `model`.
-        model: gets the current weights.
+        sampler: samples rounds.
+        update: gives its model the current weights, and returns the seconds that it took.
         prompts: the prompts of the run.
     """
 
-    def __init__(self, sampler: RoundSampler, model: RolloutModel, prompts: PromptSampler) -> None:
+    def __init__(self, sampler: RoundSampler, update: Callable[[], float], prompts: PromptSampler) -> None:
         self._sampler = sampler
-        self._model = model
+        self._update = update
         self._prompts = prompts
         self._rounds: deque[Round] = deque()
         self._position = PromptPosition(0)
@@ -132,7 +133,7 @@ class LocalRollouts:
             RunError: a reward function failed.
         """
         self._position = restart or self._position
-        statistics = RoundStatistics(reshard_s=self._model.update())
+        statistics = RoundStatistics(reshard_s=self._update())
         for _ in range(count):
             one = self._sampler.sample(self._prompts, self._position, version, statistics)
             self._position = replace(self._position, first=one.prompts[-1] + 1)

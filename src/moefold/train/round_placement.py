@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.ops.documents import DocumentBounds
@@ -30,16 +30,15 @@ class RoundPlacer:
     """
 
     def __init__(self, parallel: ParallelConfig, train: TrainConfig, groups: ParallelGroups) -> None:
-        context = chosen_in(parallel, ContextPart)
-        self._shares_work = context.balances_hosts and parallel.dp * parallel.cp > 1
-        assert isinstance(context, PlannedPart), "others share no work and move no token"
-        self.kind = context.placement
-        self._block = context.block
+        plan = chosen_in(parallel, ContextPart).plan
+        self._shares_work = plan.balances_hosts and parallel.dp * parallel.cp > 1
+        self.kind = plan.placement
+        self._block = plan.block
         self._groups = groups
         self._shape = RoundShape(
             dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
         )
-        self.moves_tokens = context.moves_tokens and parallel.dp * parallel.cp > 1
+        self.moves_tokens = plan.moves_tokens and parallel.dp * parallel.cp > 1
         """Whether ranks hold other tokens than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:

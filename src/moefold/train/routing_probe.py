@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from moefold.comm.site_links import Probe
+from moefold.config.model import ModelConfig
+from moefold.config.train import TrainConfig
 from moefold.model.moe.router import Router
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
@@ -39,9 +41,16 @@ class RoutingProbe:
 
     Equal ranks of the sites have the same layers and, with the same held-out samples and global batch size, the same
     tokens: a hash of them tells whether their choices can be compared.
+
+    Args:
+        model, train: sections of the recipe.
+        site: number of this site.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelConfig, train: TrainConfig, site: int) -> None:
+        self._top_k = model.routed.top_k if model.routed else 0
+        self._train = train
+        self._site = site
         self._batches: list[Batch] | None = None
 
     def read(self, run: TrainingContext) -> Probe:
@@ -50,7 +59,7 @@ class RoutingProbe:
         The probe is empty in a run without evaluation, or if all held-out samples are lost.
         """
         if self._batches is None:
-            self._batches = run.data.eval_batches(NUM_SAMPLES) if run.cfg.train.eval_every else []
+            self._batches = run.data.eval_batches(NUM_SAMPLES) if self._train.eval_every else []
         layers = run.training.model.moe_layers()
         routers: Sequence[Router] = [layers[number].router for number in sorted(layers)]
         recorders = [_ChoiceRecorder() for _ in routers]
@@ -59,17 +68,16 @@ class RoutingProbe:
         try:
             for number, batch in enumerate(self._batches):
                 for recorder in recorders:
-                    recorder.num_samples = NUM_SAMPLES - number * run.cfg.train.global_batch_size
+                    recorder.num_samples = NUM_SAMPLES - number * self._train.global_batch_size
                 run.training.evaluate([batch])
         finally:
             for router in routers:
                 router.override = None
-        top_k = run.cfg.model.routed.top_k if run.cfg.model.routed else 0
         chosen = [part for recorder in recorders for part in recorder.chosen]
         hasher = TensorHasher(run.groups.device)
         # Sites without samples have nothing to compare.
-        keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [run.cfg.sites.number]
-        return Probe(sum(keys) % 2**62, torch.cat([torch.empty(0, top_k, dtype=torch.int16), *chosen]))
+        keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [self._site]
+        return Probe(sum(keys) % 2**62, torch.cat([torch.empty(0, self._top_k, dtype=torch.int16), *chosen]))
 
 
 def count_equal_choices(of_members: Tensor, weights: Sequence[float], own: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import (
     CheckpointMeta,
+    SampleOrder,
     checkpoint_folder,
     data_order_change,
     has_unfinished_checkpoint,
@@ -24,10 +25,12 @@ from moefold.checkpoint.checkpoint_dir import (
     quick_validate,
     read_meta,
     resume_candidate,
+    sample_order,
     step_of,
 )
 from moefold.config.bounds import keys_of_same_run
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.part import without_source
 from moefold.config.run import RunConfig
@@ -82,8 +85,8 @@ def choose_run_folder(
         return keep_resolved(given, _read_settings(folder) or {}, left_out)
 
     cfg = resolved(run_dir)
-    is_busy = run_dir != locked_folder and _is_busy_with_other_run(run_dir, cfg)
-    if not is_busy and not _contains_run(run_dir, cfg):
+    is_busy = run_dir != locked_folder and _is_busy_with_other_run(run_dir, _settings(cfg))
+    if not is_busy and not _contains_run(run_dir, cfg.checkpoint):
         return RunFolder(given)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
@@ -92,11 +95,13 @@ def choose_run_folder(
     for folder in candidates:
         cfg = resolved(folder)
         if _is_same_run(folder, cfg, locked_folder):
-            return RunFolder(_in_folder(cfg, folder), "" if folder == run_dir else _found_message(run_dir, folder))
+            message = f"run.dir={str(run_dir)!r} holds another run; this run is in {str(folder)!r}"
+            return RunFolder(_in_folder(cfg, folder), "" if folder == run_dir else message)
     for folder in candidates:
         cfg = resolved(folder)
         if _starts_over(folder, cfg):
-            return RunFolder(_in_folder(cfg, folder), _starts_over_message(folder))
+            message = f"the run in {str(folder)!r} ended before its first checkpoint: it starts over"
+            return RunFolder(_in_folder(cfg, folder), message)
     cfg = resolved(run_dir)
     reason = "a job is training it" if is_busy else _not_resumable_reason(run_dir, cfg)
     if not reason:
@@ -114,15 +119,14 @@ def _in_folder(cfg: Config, folder: Path) -> Config:
     return replace(cfg, run=replace(cfg.run, dir=str(folder)))
 
 
-def _contains_run(folder: Path, cfg: Config) -> bool:
+def _contains_run(folder: Path, checkpoint: CheckpointConfig) -> bool:
     """Return whether a run has written steps or checkpoints to a folder."""
     metrics = folder / METRICS_FILE
     try:
         has_steps = metrics.is_file() and metrics.stat().st_size > 0
     except OSError:
         return False
-    recipe = _in_folder(cfg, folder)
-    return has_steps or bool(named_checkpoints(checkpoint_folder(recipe.run, recipe.checkpoint)))
+    return has_steps or bool(named_checkpoints(checkpoint_folder(RunConfig(dir=str(folder)), checkpoint)))
 
 
 def _with_number(run_dir: Path, number: int) -> Path:
@@ -154,16 +158,16 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     """Return whether a folder holds the run that this command started: to resume, to wait for, or finished already."""
     cfg = _in_folder(cfg, folder)
     settings = _read_settings(folder)
-    if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg):
+    if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg.checkpoint):
         return False
-    differing = _changed_keys(settings, cfg)
+    differing = _changed_keys(settings, _settings(cfg))
     moved = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
     if any(not _is_free_to_change(key) for key in differing if key not in moved):
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
-    if moved and (newest is None or _data_difference(read_meta(newest), cfg)):
+    if moved and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
         return False
     if newest is None:
         # All checkpoints are damaged: the start rejects that. No checkpoint: a running job may be about to save one.
@@ -176,12 +180,12 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     return not any(_invalidates_finished_run(key) and not key.startswith(ignored) for key in differing)
 
 
-def _is_busy_with_other_run(folder: Path, cfg: Config) -> bool:
+def _is_busy_with_other_run(folder: Path, now: Settings) -> bool:
     """Return whether a job holds the lock of a folder that has the settings of another run."""
     if not is_in_use(folder):
         return False
     settings = _read_settings(folder)
-    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, cfg))
+    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, now))
 
 
 def _starts_over(folder: Path, cfg: Config) -> bool:
@@ -195,9 +199,9 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
     if settings is None or cfg.checkpoint.resume != "auto" or not cfg.checkpoint.saves:
         return False
     saved = checkpoint_folder(cfg.run, cfg.checkpoint)
-    if not _contains_run(folder, cfg) or named_checkpoints(saved):
+    if not _contains_run(folder, cfg.checkpoint) or named_checkpoints(saved):
         return False
-    differing = _changed_keys(settings, cfg)
+    differing = _changed_keys(settings, _settings(cfg))
     if any(not _is_free_to_change(key) for key in differing) or "checkpoint.dir" in differing:
         return False
     before = _settings(Config()) | settings
@@ -230,28 +234,29 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     if meta.origin:
         # A checkpoint of weights only: rejected at the start, with the way out.
         return ""
-    difference = model_differences(meta.model, cfg.model) or _data_difference(meta, cfg)
+    difference = model_differences(meta.model, cfg.model) or _data_difference(meta, cfg.data, sample_order(cfg))
     if difference:
         return f"of another model or other data: {difference}"
     if meta.step < cfg.run.steps or settings is None:
         return ""
+    now = _settings(cfg)
     changed = [
-        key for key in _changed_keys(settings, cfg) if not _is_free_to_change(key) or _invalidates_finished_run(key)
+        key for key in _changed_keys(settings, now) if not _is_free_to_change(key) or _invalidates_finished_run(key)
     ]
     return (
         f"it has {meta.step} steps, with other settings: "
-        f"{format_list([_describe_change(key, settings, cfg) for key in changed])}"
+        f"{format_list([_describe_change(key, settings, now) for key in changed])}"
     )
 
 
-def _data_difference(meta: CheckpointMeta, cfg: Config) -> str:
+def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
     """Describe how the data of a checkpoint's run differs from the recipe's; files under the same names count as same.
 
     Files that have changed under their names are rejected by name at the start.
     """
     # Only files that are named in another way need to be read for the answer.
-    needs_content = bool(meta.data_files and moved_data_message(meta, cfg))
-    return data_order_change(meta, cfg, fingerprint(cfg.data) if needs_content else None)
+    seen = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
+    return data_order_change(meta, order, seen, drops_files=data.drops_files)
 
 
 def _newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
@@ -289,10 +294,10 @@ def _flatten(tree: Mapping[str, Any]) -> Settings:
     return found
 
 
-def _changed_keys(settings: Settings, cfg: Config) -> list[str]:
+def _changed_keys(settings: Settings, now: Settings) -> list[str]:
     """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
     before = _settings(Config()) | settings
-    return [key for key, value in _settings(cfg).items() if before.get(key) != value]
+    return [key for key, value in now.items() if before.get(key) != value]
 
 
 def _is_free_to_change(key: str) -> bool:
@@ -306,18 +311,9 @@ def _invalidates_finished_run(key: str) -> bool:
     return key == "run.steps" or key.startswith("parallel.")
 
 
-def _describe_change(key: str, settings: Mapping[str, Any], cfg: Config) -> str:
-    before = (_settings(Config()) | dict(settings)).get(key)
-    now = _settings(cfg)[key]
-    return f"{key}={json.dumps(now)} (it has {'none' if before is None else json.dumps(before)})"
-
-
-def _starts_over_message(folder: Path) -> str:
-    return f"the run in {str(folder)!r} ended before its first checkpoint: it starts over"
-
-
-def _found_message(run_dir: Path, folder: Path) -> str:
-    return f"run.dir={str(run_dir)!r} holds another run; this run is in {str(folder)!r}"
+def _describe_change(key: str, settings: Settings, now: Settings) -> str:
+    before = (_settings(Config()) | settings).get(key)
+    return f"{key}={json.dumps(now[key])} (it has {'none' if before is None else json.dumps(before)})"
 
 
 def _changes_message(settings: Settings | None, cfg: Config) -> str:
@@ -328,7 +324,7 @@ def _changes_message(settings: Settings | None, cfg: Config) -> str:
         or _newest_intact_checkpoint(cfg.run, cfg.checkpoint) is None
     ):
         return ""
-    changed = [
-        _describe_change(key, settings, cfg) for key in _changed_keys(settings, cfg) if not _is_free_to_change(key)
-    ]
+    now = _settings(cfg)
+    changed = [key for key in _changed_keys(settings, now) if not _is_free_to_change(key)]
+    changed = [_describe_change(key, settings, now) for key in changed]
     return f"the run in {cfg.run.dir!r} goes on with other settings: {', '.join(changed)}" if changed else ""

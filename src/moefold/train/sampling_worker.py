@@ -18,7 +18,7 @@ from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.remote_reshard import WeightReceiver
-from moefold.rl.reward import Reward, check_columns, reward_names
+from moefold.rl.reward import Reward, check_columns
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
 from moefold.rl.table import Round
@@ -41,28 +41,30 @@ class SamplingWorker:
     Args:
         cfg: the recipe.
         layout: the folding of the training ranks.
-        groups: the process groups of the sampling ranks, see `sampling_groups`.
+        device: device of this rank.
+        recorder: of the ranks that sample.
         link: to the training ranks, which have `RemoteRollouts`.
     """
 
-    def __init__(self, cfg: Config, layout: Layout, groups: ParallelGroups, link: JobLink) -> None:
+    def __init__(
+        self, cfg: Config, layout: Layout, device: torch.device, recorder: FlightRecorder, link: JobLink
+    ) -> None:
+        sampled = rollout_config(cfg)
+        groups = ParallelGroups.create(check_config(sampled, is_training=False), device, recorder)
         self._cfg = cfg
         self._layout = layout
         self._link = link
-        self._recorder = groups.recorder
+        self._recorder = recorder
         self._recorder.set_phase("joining the ranks that train")
         self._check_data()
         tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         assert tokenizer.separator_id is not None, "checked before the run"
         self._pad_id = tokenizer.separator_id
         self._prompts = PromptSampler(
-            open_prompts(
-                cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(reward_names(cfg.data, cfg.reward))
-            ).train,
+            open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train,
             cfg.train.seq_len,
         )
-        sampled = rollout_config(cfg)
-        model = InferenceModel(sampled, groups)
+        model = InferenceModel.build(sampled, groups)
         source = WeightSharding.from_config(cfg, for_training=True)
         target = WeightSharding.from_config(sampled, for_training=False)
         self._receiver = WeightReceiver(model, source, target, link)
@@ -141,8 +143,3 @@ class SamplingWorker:
         while len(self._sends) > max_pending:
             for send in self._sends.popleft():
                 send.wait()
-
-
-def sampling_groups(cfg: Config, device: torch.device, recorder: FlightRecorder) -> ParallelGroups:
-    """Create the process groups of the sampling ranks, of their mapping; collective over them."""
-    return ParallelGroups.create(check_config(rollout_config(cfg), is_training=False), device, recorder)

@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from moefold.checkpoint.checkpoint_dir import META_FILE, check_compatible, data_order_change, find_resume, read_meta
+from moefold.checkpoint.checkpoint_dir import (
+    META_FILE,
+    check_compatible,
+    data_order_change,
+    find_resume,
+    read_meta,
+    sample_order,
+)
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
@@ -131,25 +138,25 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
                 raise ConfigError(f"{key}={path!r}: {reason}")
 
 
-def check_replay(cfg: Config) -> None:
+def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> None:
     """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written.
 
     Raises:
         ConfigError: it cannot be replayed.
     """
-    if not cfg.moe.replay:
+    if not moe.replay:
         return
     # Lazy import: rejecting a wrong key must not need numpy.
     from moefold.config.moe import TRACE_FOLDER
     from moefold.data.routing_trace import RoutingTrace, trace_shape
 
-    trace = RoutingTrace(Path(cfg.moe.replay), "moe.replay")
-    if trace.folder.resolve() == (Path(cfg.run.dir) / TRACE_FOLDER).resolve():
+    trace = RoutingTrace(Path(moe.replay), "moe.replay")
+    if trace.folder.resolve() == (Path(run.dir) / TRACE_FOLDER).resolve():
         raise ConfigError(
-            f"moe.replay={cfg.moe.replay!r} is the trace of this very run, which a new start removes; "
+            f"moe.replay={moe.replay!r} is the trace of this very run, which a new start removes; "
             "choose another run.dir"
         )
-    trace.check_replay(trace_shape(cfg.model, cfg.train), cfg.run.steps)
+    trace.check_replay(trace_shape(model, train), run.steps)
 
 
 def check_replay_content(run: RunConfig, moe: MoEConfig) -> None:
@@ -232,7 +239,7 @@ def check_machine(cfg: Config) -> None:
     check_resume(cfg.checkpoint)
     check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
     check_packages(cfg.model, cfg.parallel, cfg.metrics)
-    check_replay(cfg)
+    check_replay(cfg.run, cfg.model, cfg.moe, cfg.train)
     check_data_source(cfg.model, cfg.train, cfg.data)
     check_meeting_point(cfg.sites)
     check_offload_folder(cfg.train)
@@ -443,7 +450,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
 
     cfg = setup.folder.cfg
     meta = read_meta(setup.resume)
-    if not data_order_change(meta, cfg, fingerprint(cfg.data)):
+    if not data_order_change(meta, sample_order(cfg), fingerprint(cfg.data)):
         check_headers(table_headers(meta.rl), cfg.train, cfg.rl)
 
 
@@ -482,6 +489,7 @@ def check_rollout_cache(cfg: Config) -> None:
     Raises:
         ConfigError: it does not.
     """
+    from moefold.cost.kv_cache import cache_sizes
     from moefold.inference.engine.capacity import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request
 
@@ -494,7 +502,7 @@ def check_rollout_cache(cfg: Config) -> None:
         if cfg.rl.staleness and cfg.train.eval_every:
             mappings.append(cfg)
         for mapping in mappings:
-            num_pages = cache_pages(mapping, settings)
+            num_pages = cache_pages(cache_sizes(mapping), settings)
             assert num_pages is not None
             check_requests([longest], num_pages)
 

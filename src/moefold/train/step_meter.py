@@ -97,8 +97,8 @@ class StepMeter:
         self.clipped = clipped
         self._model = model
         self._parallel = parallel
-        self._routed = model.stages[0].cfg.model.routed
-        self._moe_numbers = model.stages[0].cfg.model.moe_layer_numbers
+        self._routed = model.stages[0].config.routed
+        self._moe_numbers = model.stages[0].config.moe_layer_numbers
         self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
         self._loss_terms = model.stages[0].loss.terms
         self._loss_metrics = model.stages[-1].loss_metrics

@@ -48,7 +48,12 @@ class TrainingStep:
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
-        self._cfg = cfg
+        self._steps = cfg.run.steps
+        self._moe_numbers = cfg.model.moe_layer_numbers
+        self._parallel = cfg.parallel
+        self._train = cfg.train
+        self._memory_every = cfg.metrics.memory_every
+        self._replica_check_every = cfg.faults.replica_check_every
         self.model = model
         state_store: StateStore | None = None
         if cfg.train.offload_optimizer != "none":
@@ -143,9 +148,7 @@ class TrainingStep:
         self.start_clock()
         self.begin_step(step, batch)
         replica_check = (
-            None
-            if self._replica_checker is None or step % self._cfg.faults.replica_check_every
-            else self._replica_checker
+            None if self._replica_checker is None or step % self._replica_check_every else self._replica_checker
         )
         if replica_check is not None:
             replica_check.enable()
@@ -154,10 +157,10 @@ class TrainingStep:
             self._owned.take_gradients()
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
-        rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
+        rate = learning_rate(self._train, self._steps, step)
         totals = self.meter.reduce(loss, step, flags(), data_s, memory_tracker, self._passes, rate)
         result = totals.result
-        check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
+        check_receive_loads(totals.receive_loads, self._parallel, f"step {step}")
         metrics = None if replica_check is None else replica_check.metrics(self.meter.own_loss(loss.detach())[0])
         decision = self.guard.decide(result.guarded_metrics(), result.mismatch(mismatch_limit))
         recorder.set_phase("optimizer")
@@ -165,14 +168,14 @@ class TrainingStep:
         if decision.updates:
             set_learning_rate(self.optimizer, rate)
             self.moment_updates += self._update_weights(totals)
-            if not self._cfg.freezes_weights:
+            if not self.model.stages[0].freezes_weights:
                 self._update_routers(totals.expert_counts, totals.thresholds)
         elif self._passes is not None:
             self._passes.restore()
         if decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self._zero_gradients()
-        every = self._cfg.train.reset_moments_every
+        every = self._train.reset_moments_every
         if every and step % every == 0:
             self.reset_moments()
         result = replace(result, decision=decision, nonfinite_report=nonfinite_report)
@@ -204,8 +207,8 @@ class TrainingStep:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
             return 1
-        if needs_clip(totals.result.grad_norm, self._cfg.train.clip_grad):
-            clip_gradients(self.meter.clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
+        if needs_clip(totals.result.grad_norm, self._train.clip_grad):
+            clip_gradients(self.meter.clipped, totals.device_grad_norm, self._train.clip_grad)
         return int(self.optimizer.step() is not False)
 
     @property
@@ -237,8 +240,7 @@ class TrainingStep:
 
     def _tracked_forward_backward(self, batch: Batch, step: int) -> "tuple[Tensor, MemoryTracker | None]":
         """Run forward and backward, with a memory tracker if the recipe measures this step."""
-        every = self._cfg.metrics.memory_every
-        if not every or step % every:
+        if not self._memory_every or step % self._memory_every:
             return self.forward_backward(batch, step), None
         with self.track_memory(batch) as memory_tracker:
             return self.forward_backward(batch, step), memory_tracker
@@ -321,10 +323,10 @@ class TrainingStep:
         self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._cfg.parallel)
+        loads = local_receive_load(self.model, self._parallel)
         if loads.numel():
             loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._cfg.parallel, "the validation")
+        check_receive_loads(loads.cpu(), self._parallel, "the validation")
         total = torch.stack([self.meter.own_loss(loss) for loss in losses]).sum(0)
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 
@@ -336,7 +338,6 @@ class TrainingStep:
 
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
-        numbers = self._cfg.model.moe_layer_numbers
         for number, layer in self.model.moe_layers().items():
-            i = numbers.index(number)
+            i = self._moe_numbers.index(number)
             layer.end_step(counts[i], thresholds[i])

@@ -3,11 +3,11 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.checkpoint.saver import open_saver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
@@ -78,10 +78,58 @@ class Trainer:
         self._flight_recorder.set_phase("opening the data")
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
-        self._checkpointing = Checkpointing(open_saver(cfg, groups), cfg.checkpoint, history)
-        measures_kernels = model.autotuner.is_enabled
-        self._callbacks = _callbacks(cfg, groups, self._checkpointing, measures_kernels=measures_kernels)
+        self._checkpointing = Checkpointing(cfg, groups, history)
+        self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
         self._further_callbacks = tuple(callbacks)
+
+    def _recipe_callbacks(self, *, measures_kernels: bool) -> tuple[Callback, ...]:
+        """Return the callbacks of the recipe in order. What a recipe does not ask for is not imported."""
+        cfg = self._cfg
+        rounds: tuple[Callback, ...] = ()
+        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train.eval_every, cfg.run.steps),)
+        rollouts: tuple[Callback, ...] = ()
+        reference: tuple[Callback, ...] = ()
+        kernels: tuple[Callback, ...] = ()
+        replicas: tuple[Callback, ...] = ()
+        if cfg.is_rl:
+            from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
+
+            evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
+            rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
+        if chosen_in(cfg.align, AlignmentPart).has_reference:
+            from moefold.train.callbacks.reference import ReferencePass
+
+            reference = (ReferencePass(cfg.checkpoint),)
+        if measures_kernels:
+            from moefold.train.callbacks.kernel_choices import KernelChoices
+
+            kernels = (KernelChoices(),)
+        if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
+            from moefold.train.callbacks.replica_check import ReplicaComparison
+
+            replicas = (ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.saver.drain),)
+        if cfg.sites.is_active:
+            from moefold.train.callbacks.site_evaluation import SiteEvaluation
+            from moefold.train.callbacks.sites import SiteRounds
+            from moefold.train.site_meeting import equal_settings
+
+            settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
+            rounds = (SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings),)
+            evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
+        return (
+            *kernels,
+            *rounds,
+            *reference,
+            *evaluations,
+            RoutingTraceSaving(),
+            MetricsLogging(
+                cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), self._groups.device
+            ),
+            *rollouts,
+            StragglerDetection(cfg.faults.straggler_factor),
+            *replicas,
+            self._checkpointing,
+        )
 
     def _open_loader(
         self, model: ParallelModel, loss: LossFunction | None, data: "ProgramData | None", link: "JobLink | None"
@@ -103,7 +151,8 @@ class Trainer:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.
             RunError: the recipe stops at a non-finite step or a spike, or data-parallel replicas have diverged.
         """
-        context = self._context(stop)
+        folder = Path(self._cfg.run.dir)
+        context = TrainingContext(folder, self._groups, self._train_step, self._data_loader, self._position, stop)
         resume = self._checkpointing.resume(context)
         first_step = self._position.step + 1
         with ExitStack() as stack:
@@ -126,9 +175,6 @@ class Trainer:
             if context.log is not None:
                 context.log.log_end(context.status, self._position.step, self._checkpointing.total_save_s)
         return context.status
-
-    def _context(self, stop: StopSignals) -> TrainingContext:
-        return TrainingContext(self._cfg, self._groups, self._train_step, self._data_loader, self._position, stop)
 
     def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
         for callback in self._each_callback():
@@ -167,13 +213,13 @@ class Trainer:
             self._position.step + 1,
             lambda: context.stop.flags,
             data_s,
-            lambda: _host_facts(context),
+            lambda: self._host_facts(context),
             self._data_loader.mismatch_limit,
         )
         step_time_s = clock() - started_s
         if context.log is not None:
             context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
-        self._checkpointing.check()
+        self._checkpointing.saver.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
         self._position.step += 1
@@ -197,6 +243,12 @@ class Trainer:
                 if count and self._data_loader.is_round_complete
             ],
         )
+
+    def _host_facts(self, context: TrainingContext) -> "list[HostFact]":
+        """Return what the replica check compares besides tensors."""
+        from moefold.train.callbacks.replica_check import host_facts
+
+        return host_facts(context, self._cfg.run.seed)
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
         """Log, skip, roll back or stop after a step at fault; return False after a rollback. Collective.
@@ -223,7 +275,7 @@ class Trainer:
             context.log.log_step_fault(step_fault)
         if action in ("log", "skip"):
             return True
-        self._checkpointing.drain()
+        self._checkpointing.saver.drain()
         if action == "stop":
             from moefold.validate.mismatch import mismatch_advice
 
@@ -238,23 +290,16 @@ class Trainer:
 
     def _startup_messages(self) -> tuple[str, ...]:
         """Return the lines to log before the first step."""
-        dp = self._cfg.parallel.dp
+        cfg = self._cfg
+        loader = self._data_loader
         messages = [
             *self._initial_messages,
-            *startup_lines(
-                self._cfg,
-                self._groups.device.type,
-                self._data_loader.train_sampler,
-                self._data_loader.validation_sampler,
-            ),
+            *startup_lines(cfg, self._groups.device.type, loader.train_sampler, loader.validation_sampler),
+            *filter(None, (self._train_step.model.message, self._checkpointing.init_message, loader.message)),
+            *self._checkpointing.resume_messages,
         ]
-        messages += [
-            message
-            for message in (self._train_step.model.message, self._checkpointing.init_message, self._data_loader.message)
-            if message
-        ]
-        messages += self._checkpointing.resume_messages
-        depends_on_dp = depends_on_data_parallel_size(self._cfg.model, self._cfg.moe)
+        dp = cfg.parallel.dp
+        depends_on_dp = depends_on_data_parallel_size(cfg.model, cfg.moe)
         checkpoint_dp = self._checkpointing.checkpoint_dp
         if depends_on_dp and checkpoint_dp not in (None, dp):
             messages.append(
@@ -262,62 +307,6 @@ class Trainer:
                 "continues with another grouping of micro-batches; 'last_global_batch' does not depend on it"
             )
         return tuple(messages)
-
-
-def _host_facts(context: TrainingContext) -> "list[HostFact]":
-    """Return what the replica check compares besides tensors."""
-    from moefold.train.callbacks.replica_check import host_facts
-
-    return host_facts(context)
-
-
-def _callbacks(
-    cfg: Config, groups: ParallelGroups, checkpointing: Checkpointing, *, measures_kernels: bool
-) -> tuple[Callback, ...]:
-    """Return the callbacks of a recipe in order. What a recipe does not ask for is not imported."""
-    rounds: tuple[Callback, ...] = ()
-    evaluations: tuple[Callback, ...] = (PeriodicEvaluation(),)
-    rollouts: tuple[Callback, ...] = ()
-    reference: tuple[Callback, ...] = ()
-    kernels: tuple[Callback, ...] = ()
-    replicas: tuple[Callback, ...] = ()
-    if cfg.is_rl:
-        from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
-
-        evaluations = (RewardEvaluation(),)
-        rollouts = (RolloutLogging(),)
-    if chosen_in(cfg.align, AlignmentPart).has_reference:
-        from moefold.train.callbacks.reference import ReferencePass
-
-        reference = (ReferencePass(),)
-    if measures_kernels:
-        from moefold.train.callbacks.kernel_choices import KernelChoices
-
-        kernels = (KernelChoices(),)
-    if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
-        from moefold.train.callbacks.replica_check import ReplicaComparison
-
-        replicas = (ReplicaComparison(checkpointing),)
-    if cfg.sites.is_active:
-        from moefold.train.callbacks.site_evaluation import SiteEvaluation
-        from moefold.train.callbacks.sites import SiteRounds
-        from moefold.train.site_meeting import equal_settings
-
-        settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
-        rounds = (SiteRounds(cfg.run, cfg.model, cfg.sites, settings),)
-        evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
-    return (
-        *kernels,
-        *rounds,
-        *reference,
-        *evaluations,
-        RoutingTraceSaving(),
-        MetricsLogging(cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), groups.device),
-        *rollouts,
-        StragglerDetection(),
-        *replicas,
-        checkpointing,
-    )
 
 
 STEPS_BETWEEN_COLLECTIONS = 50

@@ -127,10 +127,9 @@ def train_on_rank(
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:
                 # The training ranks say when to stop, after a signal too.
-                from moefold.train.sampling_worker import SamplingWorker, sampling_groups
+                from moefold.train.sampling_worker import SamplingWorker
 
-                groups = sampling_groups(cfg, device, watchdog.flight_recorder)
-                SamplingWorker(cfg, layout, groups, link).run()
+                SamplingWorker(cfg, layout, device, watchdog.flight_recorder, link).run()
             return TrainOutcome(0, Path(cfg.run.dir))
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
@@ -188,7 +187,7 @@ class _RankTraining:
             if cfg.faults.regroups:
                 from moefold.train.generations import with_saved_checkpoints
 
-                cfg = with_saved_checkpoints(cfg, history)
+                cfg = replace(cfg, checkpoint=with_saved_checkpoints(cfg.run, cfg.checkpoint, history))
             trainer = Trainer(
                 cfg,
                 groups,
@@ -211,21 +210,6 @@ def _newest_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | N
     """Return the newest complete checkpoint of a run."""
     saved = complete_checkpoints(checkpoint_folder(run, checkpoint))
     return to_path(str(saved[-1])) if saved else None
-
-
-def _reject_other_run(cfg: Config, folder: RunFolder) -> None:
-    """Reject a folder that another job wrote to while this job started or waited for the lock.
-
-    Raises:
-        ConfigError: the recipe would now choose another folder.
-    """
-    run_dir = folder.cfg.run.dir
-    locked = Path(run_dir)
-    if choose_run_folder(cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
-        raise ConfigError(
-            f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and left "
-            "nothing to go on from; start the same command again, which takes a folder of its own"
-        )
 
 
 class _RunLocks:
@@ -256,8 +240,22 @@ class _RunLocks:
         for lock in _run_locks(self._folder.cfg.run, self._folder.cfg.checkpoint, self._folder.cfg.faults):
             self._stack.enter_context(lock)
         if starts_run:
-            _reject_other_run(self._cfg, self._folder)
+            self._reject_other_run()
         self._is_held = True
+
+    def _reject_other_run(self) -> None:
+        """Reject a folder that another job wrote to while this job started or waited for the lock.
+
+        Raises:
+            ConfigError: the recipe would now choose another folder.
+        """
+        run_dir = self._folder.cfg.run.dir
+        locked = Path(run_dir)
+        if choose_run_folder(self._cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
+            raise ConfigError(
+                f"run.dir={run_dir!r} now holds the run of another job, which wrote there while this one waited and "
+                "left nothing to go on from; start the same command again, which takes a folder of its own"
+            )
 
     def release(self) -> None:
         """Release the locks, if this process holds them: another one is rank 0 now."""

@@ -7,7 +7,6 @@ training step computes from the same weights, bit by bit: the ratio of policy to
 from collections.abc import Iterator
 
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.groups.attention import SoftmaxCore
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.groups.schedule import SchedulePart
@@ -98,7 +97,7 @@ def _mapping(p: ParallelConfig, moe: MoEConfig, rl: RLConfig, rollout: RolloutCo
 
 def caches_latents(layer: Layer) -> bool:
     """Return whether decoding attends to all cached latents, by projections that training does not use."""
-    return isinstance(layer.core, SoftmaxCore) and layer.core.cached_expanded > 0 and not layer.core.selected
+    return layer.core.cached_expanded > 0 and not layer.core.selected
 
 
 def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -125,7 +124,7 @@ def _model(model: ModelConfig, train: TrainConfig, lora: LoraConfig, rollout: Ro
             "keys, which depend on the number of tokens; choose model.attention.indexer=none"
         )
     core = model.softmax_attention.core(model.hidden_size)
-    head_dim = max(core.key_width, core.value_width) if isinstance(core, SoftmaxCore) else 0
+    head_dim = max(core.key_width, core.value_width)
     if head_dim > MAX_EXACT_HEAD_DIM:
         yield f"model.attention.head_dim={head_dim}: the C attention has heads of at most {MAX_EXACT_HEAD_DIM}"
     if train.seq_len > MAX_EXACT_SEQ_LEN:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import RECOMPUTE_PARTS, TrainConfig
-from moefold.cost.recompute_parts import AUTO, containing_part, missing_reason
+from moefold.config.train import AUTO, TrainConfig
+from moefold.cost.recompute_parts import OWNERS, RECOMPUTE_PARTS, containing_part, missing_reason
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 
@@ -112,8 +112,8 @@ def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[str
 RECOMPUTE_RULES = (validate_recompute,)
 
 
-OFFLOAD_PARTS = tuple(part for part in RECOMPUTE_PARTS if part != "mla_up")
-"""Parts of a layer that can be offloaded; core_attention saves the heads that mla_up computes."""
+OFFLOAD_PARTS = tuple(part for part in RECOMPUTE_PARTS if part not in OWNERS)
+"""Parts of a layer that can be offloaded; core_attention saves the heads that parts of single attentions compute."""
 OFFLOAD_KEY = PartListKey("train.offload", OFFLOAD_PARTS, "saves nothing of its own", "includes it")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.find import is_built_in
-from moefold.config.groups.alignment import AlignmentPart, PreferencePart
-from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
-from moefold.config.groups.context import ContextPart
+from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.groups.context import ContextPart, takes_selected_keys
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
@@ -22,10 +22,11 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.pipeline_action import find_deadlock
+from moefold.config.problem import Problem
+from moefold.config.rule import ask
 from moefold.config.schema import Config
-from moefold.config.suggestions import nearest_multiples, nearest_numbers
-from moefold.config.train import TrainConfig
-from moefold.cost.recompute_parts import AUTO
+from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
+from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.errors import ConfigError
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
@@ -33,7 +34,6 @@ from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
 from moefold.topology.schedules import overlapped_schedules, runtime_slots, stage_ranks
 from moefold.validate.placement import PLACEMENT_RULES
-from moefold.validate.planned_attention import validate_attention_pool
 
 
 def validate_schedule(cfg: Config) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
         if is_built_in(type(part)):
             continue
         core = layer.core
-        if isinstance(core, SoftmaxCore) and core.heads % tp:
+        if core.heads % tp:
             yield f"parallel.tp={tp} must divide the {core.heads} heads of {describe_part(part)}"
         for weight in layer.params:
             dim = weight.tp_shard_dim(tp)
@@ -225,13 +225,12 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
         yield (
             f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
             f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
-            "sequence; choose "
-            "'allgather'"
+            f"sequence; choose {join_with_or(list(map(repr, takes_selected_keys())))}"
         )
     if not context.shards_heads or cp == 1:
         return
     tp = cfg.parallel.tp
-    cores = [layer.core for layer in cfg.model.distinct_kinds if isinstance(layer.core, SoftmaxCore)]
+    cores = [layer.core for layer in cfg.model.distinct_kinds]
     for heads, groups in dict.fromkeys((core.heads, core.kv_heads) for core in cores):
         if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0) and heads // tp % cp:
             yield (
@@ -343,7 +342,7 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
     if seq_len % step == 0:
         segment = seq_len // (2 * cp if zigzag else cp)
         cores = (layer.core for layer in cfg.model.decoder_layers)
-        taps = max((core.conv_kernel for core in cores if isinstance(core, RecurrentCore)), default=1)
+        taps = max((core.conv_kernel for core in cores), default=1)
         if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
             enough = step * -(-(taps - 1) * seq_len // segment // step)
             yield (
@@ -408,7 +407,7 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
         "run.cuda_graphs": cfg.run.uses_cuda_graphs,
         "moe.trace_every": cfg.moe.trace_every > 0,
         "moe.replay": bool(cfg.moe.replay),
-        "align.method": isinstance(chosen_in(cfg.align, AlignmentPart), PreferencePart),
+        "align.method": chosen_in(cfg.align, AlignmentPart).preference is not None,
         "rl.group_size": cfg.is_rl,
     }
     batch = cfg.train.global_batch_size
@@ -421,13 +420,21 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
             )
 
 
+def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
+    """Check that the dispatcher supports the settings, where it spreads experts over ranks."""
+    p = cfg.parallel
+    part = chosen_in(p, DispatcherPart)
+    for reason in ask(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
+        yield Problem(part.key, part.kind, f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
+
+
 PARALLEL_RULES = (
     validate_mapping_is_resolved,
     validate_degrees,
     validate_sequence_length,
     validate_batch_size,
     *PIPELINE_RULES,
-    validate_attention_pool,
+    validate_dispatch_kernels,
     *PLACEMENT_RULES,
 )
 

@@ -9,7 +9,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.groups.lr_schedule import DecayPart, LrSchedulePart
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.lora import LoraConfig
 from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig, has_dense_layers
@@ -33,14 +33,12 @@ def validate_learning_rate(
 ) -> Iterator[str]:
     """Check that min_lr is at most lr."""
     schedule = chosen_in(train, LrSchedulePart)
-    if isinstance(schedule, DecayPart) and schedule.min_lr > train.lr:
+    min_lr = getattr(schedule, "min_lr", None)
+    if min_lr is not None and min_lr > train.lr:
         settings = method_settings(train, data, align, lora, rl)
         is_default = train.lr == default_learning_rate(settings)
         default = f", the default of {describe_method(settings)}" if is_default else ""
-        yield (
-            f"{schedule.key}.min_lr={schedule.min_lr} must be at most train.lr={train.lr}{default}; "
-            f"choose 0.0 to {train.lr}"
-        )
+        yield (f"{schedule.key}.min_lr={min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}")
 
 
 def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:
@@ -52,7 +50,7 @@ def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:
 
 def validate_evaluation(train: TrainConfig, data: DataConfig) -> Iterator[str]:
     """Check that evaluation has held-out text."""
-    if train.eval_every == 0 or has_held_out_data(data):
+    if train.eval_every == 0 or has_validation_split(data) or (data.validation_fraction > 0 and not data.streaming):
         return
     if data.streaming:
         yield (
@@ -233,11 +231,6 @@ def validate_data_source(data: DataConfig) -> Iterator[str]:
 def has_validation_split(data: DataConfig) -> bool:
     """Return whether evaluation uses a split of its own."""
     return data.kind == "huggingface" and bool(data.validation_split)
-
-
-def has_held_out_data(data: DataConfig) -> bool:
-    """Return whether the data has held-out samples."""
-    return has_validation_split(data) or (data.validation_fraction > 0 and not data.streaming)
 
 
 DATA_RULES = (validate_data_weights, validate_data_source)

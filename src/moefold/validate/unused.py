@@ -9,13 +9,12 @@ from typing import Any
 
 from moefold.config.bounds import read_conditions
 from moefold.config.chosen import chosen_parts, read_key, with_key
-from moefold.config.groups.context import ContextPart, PlannedPart
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
+from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, part_keys
 from moefold.errors import raise_all
@@ -28,13 +27,6 @@ from moefold.validate.sparse import UNUSED_SPARSE_KEYS
 from moefold.validate.train import compiles_parts, has_validation_split
 from moefold.validate.unused_layers import LAYER_RULES
 from moefold.validate.unused_rule import UnusedKeyRule, why_unread
-
-_PLANNED_KEYS = " ".join(f"{ContextPart.key}.{setting}" for setting in settings_of(PlannedPart))
-
-
-def _is_planned(parallel: ParallelConfig) -> bool:
-    return isinstance(parallel.context, PlannedPart)
-
 
 UNUSED_KEY_RULES = (
     *LAYER_RULES,
@@ -79,32 +71,6 @@ UNUSED_KEY_RULES = (
         lambda cfg: cfg.moe.trace_every > cfg.run.steps,
         "the run ends earlier, after run.steps",
         "choose at most run.steps",
-    ),
-    UnusedKeyRule(
-        _PLANNED_KEYS,
-        lambda cfg: _is_planned(cfg.parallel) and not cfg.data.may_have_documents,
-        "every sample is one document, so the ranks have equal attention work",
-        "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'",
-    ),
-    UnusedKeyRule(
-        _PLANNED_KEYS,
-        lambda cfg: (
-            _is_planned(cfg.parallel)
-            and cfg.parallel.cp == 1
-            and cfg.parallel.world_size == cfg.parallel.tp * cfg.parallel.pp
-        ),
-        "dp*cp=1 rank has all tokens of a round",
-        "give the run more ranks in dp or cp",
-    ),
-    UnusedKeyRule(
-        "parallel.context.placement",
-        lambda cfg: (
-            isinstance(cfg.parallel.context, PlannedPart)
-            and cfg.parallel.context.placement == "documents"
-            and cfg.parallel.cp == 1
-        ),
-        "parallel.cp=1 leaves every sample whole on its rank",
-        "set parallel.cp above 1, or parallel.context.placement='balanced'",
     ),
     UnusedKeyRule(
         "rollout.tp rollout.pp rollout.ep rollout.etp",
@@ -210,7 +176,11 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
         for name in given:
             if is_within(name, key):
                 reasons.setdefault(name, reason)
-    raise_all(_describe_unused(cfg, name, *reason) for name, reason in reasons.items())
+    raise_all(
+        f"{name}={shown_value(read_key(cfg, name))} has no effect: {reason}; {remedy}, or leave "
+        f"{name.partition('.')[2]} out"
+        for name, (reason, remedy) in reasons.items()
+    )
 
 
 def is_within(name: str, key: str) -> bool:
@@ -243,7 +213,7 @@ def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
             found.setdefault(name, reason)
     of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
     for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):
-        for unused in part.unused_keys():
+        for unused in ask(part.unused_keys, cfg):
             for name in unused.names.split():
                 found.setdefault(name, (unused.reason, unused.remedy))
     return found
@@ -273,8 +243,3 @@ def _default_at(cfg: Config, name: str) -> Any:
     owner, _, setting = name.rpartition(".")
     part: Any = type(read_key(cfg, owner))
     return default_of_field(part, setting) if owner.count(".") else default_of(owner, setting)
-
-
-def _describe_unused(cfg: Config, name: str, reason: str, remedy: str) -> str:
-    text = shown_value(read_key(cfg, name))
-    return f"{name}={text} has no effect: {reason}; {remedy}, or leave {name.partition('.')[2]} out"

@@ -36,18 +36,11 @@ from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within
 from moefold.verify.no_formula import formula_of, no_formula
-from moefold.verify.oracle_attention import (
-    apply_rope,
-    document_positions,
-    hidden_keys,
-    nope_temperature,
-    rope_formula,
-)
+from moefold.verify.oracle_attention import apply_rope, document_positions, hidden_keys
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
-from moefold.verify.oracle_optimizer import OracleOptimizer
+from moefold.verify.oracle_optimizer import OracleOptimizer, oracle_rate
 from moefold.verify.oracle_routing import OracleRouter, RoutedBatch, RoutingContext
-from moefold.verify.oracle_schedule import oracle_rate
 from moefold.verify.read_record import ReadRecord
 
 Weights = dict[str, Tensor]
@@ -416,13 +409,11 @@ class Oracle:
             return apply_rope(model, y, dims, positions) if part.has_rope else y
 
         weights = ModuleWeights(self._weights, name)
-        score_factor = rope_formula(model).score_factor
+        score_factor = formula_of(model.rope.scaling).score_factor
         heads: SoftmaxHeads = formula(
             SoftmaxInput(weights, x, rotate, self._head_norm, score_factor, positions.double())
         )
         query = heads.queries
-        if part.has_temperature and getattr(part, "temperature", None) and not part.has_rope:
-            query = query * nope_temperature(model, positions)[:, :, None, None]
         masked = hidden_keys(model, layer, documents, positions)
         index = None
         if part.selector:

@@ -38,18 +38,6 @@ def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Te
     return masked if span is None else masked | formula_of(span)(positions)
 
 
-def nope_temperature(model: ModelConfig, positions: Tensor) -> Tensor:
-    """Return the factor of the queries of layers without RoPE, float64 [B, S], given positions in documents [B, S]."""
-    steps = (positions + 1).double() / model.attention.temperature.tokens
-    return 1 + model.attention.temperature.scale * torch.log(1 + steps.floor())
-
-
-def rope_formula(model: ModelConfig) -> RopeFormula:
-    """Return the formula of the scaling of RoPE."""
-    found: RopeFormula = formula_of(model.rope.scaling)
-    return found
-
-
 def apply_rope(
     model: ModelConfig, x: Tensor, rotary_dim: int, positions: Tensor, *, is_interleaved: bool | None = None
 ) -> Tensor:
@@ -66,7 +54,7 @@ def apply_rope(
     """
     half = rotary_dim // 2
     length = x.shape[1]
-    formula = rope_formula(model)
+    formula: RopeFormula = formula_of(model.rope.scaling)
     frequencies = [formula.frequency(i, model.rope.theta, rotary_dim, length) for i in range(half)]
     angle = positions.double()[..., None] * torch.tensor(frequencies, dtype=torch.float64)
     rotation = torch.polar(torch.full_like(angle, formula.rotated_factor(length)), angle)[:, :, None, :]

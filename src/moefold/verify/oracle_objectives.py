@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.groups.alignment import OraclePairs, PreferenceFormula
-from moefold.config.groups.loss import LossPart, OracleLoss, OracleOutput
+from moefold.config.groups.loss import OracleLoss, OracleOutput
 from moefold.config.groups.policy import CorrectionFormula, OracleToken
+from moefold.config.part import Part
 from moefold.model.loss_function import LossFunction
 from moefold.objectives.policy import PolicyGradientLoss
 from moefold.objectives.preference import PreferenceLoss
@@ -26,7 +27,7 @@ def objective_of(loss: LossFunction) -> OracleLoss:
     Raises:
         NoFormulaError: the oracle has no formula for this class of loss functions.
     """
-    if isinstance(loss, LossPart):
+    if isinstance(loss, Part):
         formula: OracleLoss = formula_of(loss)
         return formula
     # A subclass may compute anything.

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.param_spec import ParamSpec
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.verify.no_formula import formula_of
-from moefold.verify.oracle_schedule import oracle_rate
 
 
 class OracleOptimizer:
@@ -59,3 +59,11 @@ class OracleOptimizer:
         if train.reset_moments_every and self._steps % train.reset_moments_every == 0:
             self._states = {}
             self._moment_updates = 0
+
+
+def oracle_rate(train: TrainConfig, steps: int, step: int) -> float:
+    """Return the learning rate of a step, counted from 1, of a run of `steps` (docs/recipe.md, train.lr_schedule)."""
+    warmup = train.warmup_steps
+    now = min(step, steps)
+    rate = formula_of(chosen_in(train, LrSchedulePart))
+    return train.lr * now / warmup if now <= warmup else float(rate(train.lr, max(1, warmup), now, steps))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.drop import DropPart, DropScopePart, QueueEntry
-from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, ScoreFormula
+from moefold.config.groups.router import BalanceScopePart, ChoiceFormula, ChoicePart, OracleScores, ScoreFormula
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
@@ -50,8 +50,8 @@ class RoutedBatch:
     scores: Tensor
     """Router scores, [B, S, E], summing to 1."""
     logits: Tensor
-    thresholds: Tensor
-    """Quantile thresholds, [E]; 0 without quantile balancing."""
+    given: OracleScores
+    """What the choice reads."""
     num_dropped: int
     is_token: Tensor
     """Tokens that are no padding, bool [B, S]."""
@@ -101,9 +101,8 @@ class OracleRouter:
     @property
     def aux_coefficient(self) -> float:
         """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
-        # Read for every choice, so that it counts as read.
-        coefficient = self._moe.aux_loss
-        return coefficient if self._choice.has_aux_loss else 0.0
+        # A product, so that the key counts as read with every choice.
+        return self._moe.aux_loss * self._choice.has_aux_loss
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent state, by name."""
@@ -117,17 +116,15 @@ class OracleRouter:
             x = x * (1 + moe.input_jitter * (2 * self._noise(layer, x.shape, context) - 1))
         logits = x @ weight.T + (bias if bias is not None and model.ffn.moe.router.bias else 0)
         raw = self._score.scores(logits)
-        thresholds = torch.zeros(model.num_router_choices, dtype=torch.float64)
-        if self._choice.has_thresholds and context.is_training and context.is_token.any():
-            thresholds = torch.quantile(
-                raw.detach()[context.is_token], 1 - model.ffn.moe.top_k / model.num_router_choices, dim=0
-            )
+        expert_bias = self.biases.get(bias_name(layer))
+        biased = raw if expert_bias is None else raw + expert_bias.double()
+        given = OracleScores(logits.detach(), raw.detach(), biased.detach(), context.is_token, model.ffn.moe.top_k)
         mixed = None
         if self._score.choose is not None:
             mixed = self._score.choose(logits, model.ffn.moe.top_k, self._choice_noise(layer, logits, context))
             experts = mixed.experts
         else:
-            values = self._selection_scores(layer, logits.detach(), raw.detach() - thresholds, context)
+            values = self._choice.ranking(given) if context.is_training else given.biased
             experts = torch.tensor(
                 [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
             )
@@ -140,7 +137,7 @@ class OracleRouter:
         for index in drops:
             kept[index] = 0.0
         scores = raw / raw.sum(-1, keepdim=True)
-        return RoutedBatch(experts, weights * kept, scores, logits, thresholds, len(drops), context.is_token)
+        return RoutedBatch(experts, weights * kept, scores, logits, given, len(drops), context.is_token)
 
     def _choice_noise(self, layer: int, logits: Tensor, context: RoutingContext) -> Tensor | None:
         """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
@@ -198,10 +195,8 @@ class OracleRouter:
         if name not in self.biases:
             return
         rate = self._moe.bias_update_rate
-        if self._choice.has_thresholds:
-            num_tokens = [int(batch.is_token.sum()) for batch in batches]
-            thresholds = [count * batch.thresholds for count, batch in zip(num_tokens, batches, strict=True)]
-            self.biases[name] = -(torch.stack(thresholds).sum(0) / sum(num_tokens)).float()
+        if self._choice.bias is not None:
+            self.biases[name] = self._choice.bias([batch.given for batch in batches]).float()
             return
         model = self._model
         target = counts.mean()
@@ -212,14 +207,6 @@ class OracleRouter:
                 up = bool(count < target)
                 step = torch.tensor(rate, dtype=torch.float32)
                 self.biases[name][expert] += step if up else -step
-
-    def _selection_scores(self, layer: int, logits: Tensor, raw: Tensor, context: RoutingContext) -> Tensor:
-        """Return the scores by which experts are selected, [B, S, E]."""
-        bias = self.biases.get(bias_name(layer))
-        biased = raw if bias is None else raw + bias.double()
-        if not context.is_training:
-            return biased
-        return self._choice.ranking(logits, raw, biased, context.is_token)
 
     def _top_k_experts(self, values: Tensor, b: int, s: int) -> list[int]:
         """Return the chosen experts of one token, best first."""

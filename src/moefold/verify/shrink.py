@@ -10,7 +10,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.chosen import chosen_in, chosen_parts, with_part
 from moefold.config.data import DataConfig
 from moefold.config.groups.attention import AttentionPart, SpanPart
-from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import spell_layers
 from moefold.config.layers import Layer
@@ -31,8 +31,6 @@ from moefold.validate.config import check_config
 
 VOCAB_SHARD_SIZE = 32
 MIN_SEQ_LEN = 16
-MAX_ATTENTION_BLOCK = 2
-"""Documents of small recipes have about as many tokens as the vocabulary."""
 LEARNING_RATE = 1e-2
 """Learning rate; large enough that three steps change every weight."""
 MAX_LORA_RANK = 2
@@ -155,6 +153,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     to = SmallSizes(
         tp=parallel.tp,
         cp=parallel.cp,
+        dp=parallel.dp,
         ep=parallel.ep,
         etp=parallel.etp,
         shards_heads=chosen_in(parallel, ContextPart).shards_heads,
@@ -175,7 +174,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     )
     small = replace(
         cfg,
-        parallel=_shrink_attention_plan(parallel),
+        parallel=parallel,
         model=model,
         moe=replace(cfg.moe, replay=""),
         train=train,
@@ -207,16 +206,6 @@ def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
     sides = (min(weight.shape[-2:]) for weight in adapted_weights(model, lora).values())
     rank = min(lora.rank, MAX_LORA_RANK, *sides) if lora.rank else 0
     return replace(lora, rank=rank, init_from="")
-
-
-def _shrink_attention_plan(p: ParallelConfig) -> ParallelConfig:
-    """Make documents of few tokens divisible, and pools legal for lowered degrees, so that work still moves."""
-    context = p.context
-    if not isinstance(context, PlannedPart):
-        return p
-    is_legal_pool = context.pool % p.cp == 0 and context.pool and p.dp * p.cp % context.pool == 0
-    block = min(context.block, MAX_ATTENTION_BLOCK)
-    return replace(p, context=replace(context, block=block, pool=context.pool if is_legal_pool else 0))
 
 
 def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:

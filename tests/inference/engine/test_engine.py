@@ -10,10 +10,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from moefold.comm.groups import ParallelGroups
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.errors import ConfigError
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
-from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.engine import RolloutEngine, model_cache_sizes
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.parallel.parallelize import parallelize
@@ -144,7 +144,7 @@ def test_every_mapping_gives_the_completions_of_one_rank(pool, mixtral, mapping)
 def refusal(path: Path, mapping: dict[str, Any]) -> str:
     """The error of a request that only the last data-parallel rank has, and that its cache does not hold."""
     loaded = opened(path, "generate", mapping, 96, 1)
-    settings = EngineSettings(cache_gib=1.5 * kv_cache_bytes(loaded.cfg, PAGE_POSITIONS, 1) / 2**30)
+    settings = EngineSettings(cache_gib=1.5 * model_cache_sizes(loaded.model).kv_bytes(PAGE_POSITIONS) / 2**30)
     requests = [Request(prompt=(1,), max_tokens=2)]
     if loaded.groups.attn.dp_cp.rank == loaded.groups.attn.dp_cp.size - 1:
         requests.append(Request(prompt=(1,) * PAGE_POSITIONS, max_tokens=3))
@@ -216,7 +216,7 @@ def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
         for i in range(12)
     ]
     expected = [alone.generate([request])[0] for request in requests]
-    page_gib = kv_cache_bytes(model.cfg, PAGE_POSITIONS, 1) / 2**30
+    page_gib = model_cache_sizes(model).kv_bytes(PAGE_POSITIONS) / 2**30
     num_preemptions = 0
 
     @given(

@@ -35,7 +35,7 @@ def whole_text(path: Path, completions: list[tuple[int, ...]]) -> list[np.ndarra
     recorders = []
     for number, layer in model.stage.moe_layers().items():
         # Layers of multi-token prediction do not run.
-        if number < model.cfg.model.num_layers:
+        if number < model.stage.config.num_layers:
             layer.router.override = Recorder()
             recorders.append(layer.router.override)
     found = []

@@ -31,7 +31,7 @@ def answers(folder: Path, mapping: dict[str, Any]) -> list[list[NewToken]]:
     loaded = opened(folder, "generate", mapping, 40, 1)
     engine = RolloutEngine(loaded.model, EngineSettings(slots=4), SamplingParams())
     tokens: dict[int, list[NewToken]] = {}
-    with engine.open(32, JsonGrammars(ByteTokenizer(), loaded.cfg.model.vocab_size).start) as generation:
+    with engine.open(32, JsonGrammars(ByteTokenizer(), loaded.model.stage.config.vocab_size).start) as generation:
         loop = EngineLoop(generation, loaded.groups)
 
         def deliver(new: NewToken) -> None:

@@ -13,7 +13,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.rule import ask
 from moefold.config.schema import Config
-from moefold.config.train import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import (

@@ -6,9 +6,16 @@ import matplotlib as mpl
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.planner.simulator.export import TRACKS, chrome_trace, split_by_overlap, write_timeline
+from moefold.planner.simulator.export import TRACKS, chrome_trace, write_timeline
 from moefold.planner.simulator.simulate import Segment, StageSegments, StepTail, simulate, slot_rows
-from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, choose_windows, describe_windows
+from moefold.planner.simulator.timeline import (
+    COMMUNICATION,
+    COMPUTE,
+    SEND,
+    choose_windows,
+    describe_windows,
+    subtract_spans,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHAIN = (Segment("attention", 2.0), Segment("ep_comm", 1.0, COMMUNICATION), Segment("experts", 3.0))
@@ -23,7 +30,7 @@ def step(schedule="interleaved", chunks=2, micro_batches=4, *, overlap=False):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
     timeline = step(overlap=overlap)
-    events = json.loads(json.dumps(chrome_trace(timeline)))["traceEvents"]
+    events = json.loads(json.dumps(chrome_trace(timeline)))
     slices = [event for event in events if event["ph"] == "X"]
     streams = [event for event in slices if event["tid"] >= TRACKS.index(COMPUTE)]
     expected = [
@@ -47,7 +54,7 @@ def test_a_trace_has_every_event_where_perfetto_looks_for_it(overlap):
 
 def test_an_arrow_leads_from_every_message_to_the_pass_that_reads_it():
     timeline = step()
-    events = chrome_trace(timeline)["traceEvents"]
+    events = chrome_trace(timeline)
     sends = [event for event in timeline.events if event.stream == SEND]
     starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
     assert len(starts) == len(ends) == len(sends) == 4 * 6
@@ -106,16 +113,19 @@ def test_a_png_is_drawn(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_communication_is_split_where_compute_begins_and_ends():
-    event = Event(0, COMMUNICATION, "ep_comm", 2.0, 10.0, None)
-    pieces = list(split_by_overlap(event, [(0.0, 1.0), (1.5, 3.0), (4.0, 5.0), (9.0, 12.0), (13.0, 14.0)]))
-    assert pieces == [(2.0, 3.0, True), (3.0, 4.0, False), (4.0, 5.0, True), (5.0, 9.0, False), (9.0, 10.0, True)]
-    assert list(split_by_overlap(event, [])) == [(2.0, 10.0, False)]
+def test_exposed_communication_lies_where_nothing_is_computed():
+    computed = [(0.0, 1.0), (1.5, 3.0), (4.0, 5.0), (9.0, 12.0), (13.0, 14.0)]
+    assert subtract_spans([(2.0, 10.0), (10.5, 13.5)], computed) == [(3.0, 4.0), (5.0, 9.0), (12.0, 13.0)]
+    assert subtract_spans([(2.0, 10.0)], []) == [(2.0, 10.0)]
     timeline = step(overlap=True)
     for rank in range(2):
-        compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
-        shown = [p for e in timeline.events_of(rank, COMMUNICATION) for p in split_by_overlap(e, compute) if not p[2]]
-        assert sum(end - start for start, end, _ in shown) == pytest.approx(timeline.exposed_s(rank))
+        busy = timeline.spans(rank, COMMUNICATION)
+        compute = timeline.spans(rank, COMPUTE)
+        exposed = timeline.exposed(rank)
+        assert 0 < timeline.exposed_s(rank) < sum(end - start for start, end in busy)
+        # What is left of the collectives is hidden by compute, and compute hides nothing of the exposed ones.
+        assert subtract_spans(subtract_spans(busy, exposed), compute) == []
+        assert subtract_spans(exposed, compute) == exposed
 
 
 @pytest.mark.parametrize("name", ["step", "step.gif", "step.txt"])

@@ -11,7 +11,7 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.simulator.simulate import chunks_of_stages, simulate_mapping, stage_segments
-from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, Timeline, intersection_s, merge_spans
+from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, Timeline, merge_spans, subtract_spans
 from moefold.planner.stages import placed_ranks
 from moefold.recipe import load_config
 
@@ -71,7 +71,7 @@ def _shown_exchange_s(timeline: Timeline) -> float:
     """Of the experts' exchange alone: overlap also gathers all parameters before the first pass, beside nothing."""
     exchange = [(e.start_s, e.end_s) for e in timeline.events_of(0, COMMUNICATION) if e.part == "ep_comm"]
     compute = merge_spans((e.start_s, e.end_s) for e in timeline.events_of(0, COMPUTE))
-    return sum(end - start for start, end in merge_spans(exchange)) - intersection_s(merge_spans(exchange), compute)
+    return sum(end - start for start, end in subtract_spans(merge_spans(exchange), compute))
 
 
 def test_overlap_hides_most_of_the_exchange(pricer):

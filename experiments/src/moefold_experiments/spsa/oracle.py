@@ -1,4 +1,4 @@
-"""Formula of SPSA: perturbations of whole weights from a counter-based generator in NumPy, and the rounded gradient.
+"""Formula of SPSA: perturbations of whole weights from a counter-based generator, and the rounded gradient.
 
 Philox4x32-10 as its authors define it (SC 2011), with MeZO's update (arXiv:2305.17333, algorithm 1).
 """
@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,15 +30,17 @@ def philox_block(counter: tuple[int, int, int, int], key: int) -> list[int]:
 
 def normal_matrix(key: int, step: int, num_rows: int, num_columns: int) -> Tensor:
     """Return the normal numbers of a matrix, float64 with the values of float32."""
-    words = [
-        [word for block in range(math.ceil(num_columns / 4)) for word in philox_block((block, row, step, 0), key)]
-        for row in range(num_rows)
-    ]
-    pairs = np.array(words, dtype=np.float64).reshape(num_rows, -1, 2)
-    radius = np.sqrt(-2 * np.log((pairs[..., 0] + 0.5) / 2**32))
-    angle = 2 * np.pi * pairs[..., 1] / 2**32
-    numbers = np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1).reshape(num_rows, -1)
-    return torch.from_numpy(numbers[:, :num_columns].astype(np.float32)).double()
+    numbers = []
+    for row in range(num_rows):
+        words = [
+            word for block in range(math.ceil(num_columns / 4)) for word in philox_block((block, row, step, 0), key)
+        ]
+        polar = [
+            (math.sqrt(-2 * math.log((first + 0.5) / 2**32)), 2 * math.pi * second / 2**32)
+            for first, second in zip(words[::2], words[1::2], strict=True)
+        ]
+        numbers.append([x for radius, angle in polar for x in (radius * math.cos(angle), radius * math.sin(angle))])
+    return torch.tensor(numbers, dtype=torch.float32)[:, :num_columns].double()
 
 
 def run_step(part: "Spsa", step: ForwardOnlyStep) -> float:

@@ -14,6 +14,9 @@ from moefold.config.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moefold.config.data import DataConfig
+    from moefold.config.model import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairScores:
@@ -68,22 +71,51 @@ class AlignmentPart(Part):
     """Whether rewards or preferences choose the data or the loss."""
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
+    selects_rows: ClassVar[bool] = False
+    """Whether it chooses or weighs conversations (`select`)."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield that the data are of another kind, or from several sources with weights."""
-        kind = recipe.data.kind
-        if kind == "preference" and not isinstance(self, PreferencePart):
-            losses = (find_part(self.group, kind) for kind in built_in_kinds(self.group))
-            way_out = f"choose {', '.join(loss().kind for loss in losses if issubclass(loss, PreferencePart))}"
+    @property
+    def preference(self) -> "PreferencePart | None":
+        """Loss of pairs of completions; None: it has none."""
+        return None
+
+    @property
+    def reward_column(self) -> str:
+        """Column with the reward of a row; empty: it reads none."""
+        return ""
+
+    @property
+    def prompt_template(self) -> str:
+        """Text with the reward that replaces the last message before the answer; empty: it stays."""
+        return ""
+
+    def select(self, rewards: Any, members: Any) -> Any:
+        """Return the conversations that are trained on, with their weights, `data.sft.ScaledMembers`.
+
+        Args:
+            rewards: the rewards of all conversations, `data.rewards.Rewards`.
+            members: numbers of the conversations that may be taken.
+        """
+        raise AssertionError("selects_rows")
+
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
+        """Yield data of another kind or from several sources with weights, and MTP layers, which have no loss."""
+        kind = data.kind
+        if kind == "preference" and not self.preference:
+            losses = (find_part(self.group, kind)() for kind in built_in_kinds(self.group))
+            way_out = f"choose {', '.join(loss.kind for loss in losses if loss.preference)}"
             rule = f"needs a loss for pairs, and {self.key}={self.kind!r} is none"
             yield Problem(f"data.kind={_quoted(kind)}", None, rule, way_out)
         if self.data_kind and kind != self.data_kind:
-            what = " with a reward in each row" if not isinstance(self, PreferencePart) else ""
+            what = " with a reward in each row" if not self.preference else ""
             rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
             yield Problem(self.key, self.kind, rule, "set it")
-        if self.data_kind and recipe.data.weights:
+        if self.data_kind and data.weights:
             rule = "reads its rows as one data set"
             yield Problem(self.key, self.kind, rule, "leave data.weights out, and name the files in data.path")
+        if self.preference and model.mtp_layers:
+            rule = "has no loss for the MTP layers, as they would learn the rejected completions too, and "
+            yield Problem(self.key, self.kind, f"{rule}model.mtp_layers={model.mtp_layers}", "set it to 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +126,11 @@ class RewardPart(AlignmentPart):
     data_kind: ClassVar[str] = "sft"
     reward: Annotated[str, Bound("must name a column", bool)] = "reward"
     """Column with the reward of a row."""
+
+    @property
+    def reward_column(self) -> str:
+        """The setting."""
+        return self.reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +143,14 @@ class RewardPromptPart(RewardPart):
     """Reward that prompts ask for after training: generate --chat, serve, rollout and lm_eval write it into the prompt
     by the template; their option --want takes another one."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    @property
+    def prompt_template(self) -> str:
+        """The setting."""
+        return self.template
+
+    def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
         """Yield what `AlignmentPart.check` does, and what is wrong with the template."""
-        yield from super().check(recipe)
+        yield from super().check(model, data)
         yield from template_problems(self.template)
 
 
@@ -116,13 +158,10 @@ class RewardPromptPart(RewardPart):
 class RewardSelectionPart(RewardPart):
     """Conversations that are dropped or weighed by their rewards."""
 
-    def select(self, rewards: Any, members: Any) -> Any:
-        """Return the conversations that are trained on, with their weights, `data.sft.ScaledMembers`.
+    selects_rows: ClassVar[bool] = True
 
-        Args:
-            rewards: the rewards of all conversations, `data.rewards.Rewards`.
-            members: numbers of the conversations that may be taken.
-        """
+    def select(self, rewards: Any, members: Any) -> Any:
+        """Return the chosen conversations; see base class."""
         raise NotImplementedError
 
 
@@ -139,6 +178,11 @@ class PreferencePart(AlignmentPart):
     mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
     """Metrics that it records, as means over pairs."""
 
+    @property
+    def preference(self) -> "PreferencePart":
+        """The part itself."""
+        return self
+
     def pair_loss(self, scores: PairScores) -> "Tensor":
         """Return the loss of each pair, [B, K / 2], and record the metrics."""
         raise NotImplementedError
@@ -146,18 +190,6 @@ class PreferencePart(AlignmentPart):
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the loss of other data."""
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
-
-    def check(self, recipe: Any) -> Iterator[Problem]:
-        """Yield what `AlignmentPart.check` does, and that MTP layers have no loss."""
-        yield from super().check(recipe)
-        if recipe.model.mtp_layers:
-            yield Problem(
-                self.key,
-                self.kind,
-                "has no loss for the MTP layers, as they would learn the rejected completions too, and "
-                f"model.mtp_layers={recipe.model.mtp_layers}",
-                "set it to 0",
-            )
 
     def formula(self) -> PreferenceFormula | None:
         """Return the loss of one pair; None: it has no formula."""

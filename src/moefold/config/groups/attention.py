@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from moefold.config.field import POSITIVE, Most, at_least
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.limits import MAX_WIDTH
-from moefold.config.param_spec import ParamSpec
-from moefold.config.part import KindOf, Part, Table
+from moefold.config.param_spec import Distribution, ParamSpec
+from moefold.config.part import KindOf, Part, Table, make_part
 from moefold.config.small_sizes import SmallSizes
 
 LinearFormula = Callable[[Mapping[str, Any], Any, float], Any]
@@ -59,16 +59,19 @@ SoftmaxFormula = Callable[[SoftmaxInput], SoftmaxHeads]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxCore:
-    """Softmax attention without its weights: FLOPs, KV cache and exchange of keys follow from it."""
+class AttentionCore:
+    """Attention without its weights: FLOPs, caches and exchanges between ranks follow from it.
 
-    heads: int
-    """Query heads."""
-    kv_heads: int
+    Softmax attention has heads and a KV cache. A recurrence or a convolution has states of a fixed size instead.
+    """
+
+    heads: int = 0
+    """Query heads; 0: no softmax attention."""
+    kv_heads: int = 0
     """Heads of keys and values, as the core attends to them."""
-    key_width: int
+    key_width: int = 0
     """Width of a query and key head."""
-    value_width: int
+    value_width: int = 0
     """Width of a value head."""
     cached_heads: int = 0
     """Heads of keys and values in the cache, which tensor parallelism shards; with more ranks than heads each rank has
@@ -85,6 +88,16 @@ class SoftmaxCore:
     """Width of the key of the layer's own indexer; 0: it has none."""
     index_flops: int = 0
     """FLOPs of the indexer for a query and a key."""
+    state_size: int = 0
+    """Numbers of the states of one sample on all tp ranks, in float32 at least."""
+    transition_size: int = 0
+    """Numbers of the matrices [D, D] by which a segment of tokens turns all states."""
+    state_flops: int = 0
+    """Forward FLOPs of one token for the states, which no context changes."""
+    conv_width: int = 0
+    """Channels of the convolutions over neighbouring tokens, on all tp ranks; 0: none."""
+    conv_kernel: int = 1
+    """Tokens that a convolution combines."""
 
     @property
     def key_value_width(self) -> int:
@@ -94,7 +107,8 @@ class SoftmaxCore:
     def flops(self, keys: float) -> float:
         """Return the forward FLOPs of one token, given the mean number of keys in its context."""
         selected = min(keys, self.selected) if self.selected else keys
-        return 2 * selected * self.heads * (self.key_width + self.value_width) + keys * self.index_flops
+        softmax = 2 * selected * self.heads * (self.key_width + self.value_width) + keys * self.index_flops
+        return softmax + self.state_flops
 
     def cached_width(self, tp: int, *, expanded: bool = False) -> int:
         """Return the numbers that one of `tp` ranks caches of a token.
@@ -107,30 +121,6 @@ class SoftmaxCore:
             return self.heads // tp * self.cached_expanded
         sharded = max(1, self.cached_heads // tp) * (self.key_width + self.value_width) if self.cached_heads else 0
         return sharded + self.cached_whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentCore:
-    """A recurrence or a convolution instead of softmax attention: states of a fixed size instead of a KV cache."""
-
-    state_size: int = 0
-    """Numbers of the states of one sample on all tp ranks, in float32 at least."""
-    transition_size: int = 0
-    """Numbers of the matrices [D, D] by which a segment of tokens turns all states."""
-    state_flops: int = 0
-    """Forward FLOPs of one token."""
-    conv_width: int = 0
-    """Channels of the convolutions over neighbouring tokens, on all tp ranks; 0: none."""
-    conv_kernel: int = 1
-    """Tokens that a convolution combines."""
-
-    def flops(self, keys: float) -> float:
-        """Return the forward FLOPs of one token, which no context changes."""
-        return self.state_flops
-
-    def cached_width(self, tp: int, *, expanded: bool = False) -> int:
-        """Return 0: a state has the same size at any length."""
-        return 0
 
     def state_bytes(self, tp: int, item_bytes: int) -> int:
         """Return the bytes of the states of one sample on one of `tp` ranks: heads, and the last tokens."""
@@ -220,6 +210,9 @@ class AttentionPart(Part):
     """Whether its scores have the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
+    own_recompute_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts of `train.recompute` that this kind alone has: projections from latents to heads, which the core saves. A
+    module has an attribute PART_checkpoint for each, an `OutputCheckpoint`."""
     rotary_dim: ClassVar[Any] = 0
     """Of a part of another package: dims of a head to which RoPE is applied; built-in parts read the recipe's keys."""
     span: SpanPart | None = None
@@ -257,9 +250,21 @@ class AttentionPart(Part):
         """
         raise NotImplementedError
 
-    def core(self, hidden: int) -> SoftmaxCore | RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return what is computed without a weight."""
         raise NotImplementedError
+
+    def with_heads(self, hidden: int) -> Self:
+        """Return the part with a resolved width of its heads.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        return self
+
+    def with_shared_selection(self) -> Self:
+        """Return the part of a layer that attends to the keys that an earlier one selected, if an indexer does."""
+        return self
 
     def formula(self) -> LinearFormula | SoftmaxFormula | None:
         """Return the formula: of a `LinearFormula`'s output if `is_recurrent`, else of a `SoftmaxFormula`'s heads."""
@@ -286,9 +291,7 @@ class AttentionPart(Part):
             hidden: width of the residual stream.
         """
         core = self.core(hidden)
-        return (
-            ("heads of model.attention", core.heads) if isinstance(core, SoftmaxCore) else ("model.hidden_size", hidden)
-        )
+        return ("heads of model.attention", core.heads) if core.heads else ("model.hidden_size", hidden)
 
     @property
     def index_source(self) -> int:
@@ -296,7 +299,7 @@ class AttentionPart(Part):
         return 0
 
     def up_weights(self, hidden: int) -> int:
-        """Return the elements of the projections that recomputing "mla_up" multiplies again."""
+        """Return the elements of the projections that recomputing `own_recompute_parts` multiplies again."""
         return 0
 
     def saved(self, sizes: Any) -> Counter[str] | None:
@@ -359,22 +362,14 @@ class OutputGate(Table):
 class SoftmaxAttentionPart(AttentionPart):
     """Softmax attention with heads that tensor parallelism shards."""
 
-    framed: ClassVar[frozenset[str]] = frozenset({"indexer", "temperature"})
+    framed: ClassVar[frozenset[str]] = frozenset({"indexer"})
     num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
     """Query heads, A."""
     gate: OutputGate | None = None
     """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
     projection (arXiv:2505.06708)."""
-    indexer: Annotated[IndexerPart | None, KindOf("indexer", ("lightning",), "is_shared", False)] = None
+    indexer: Annotated[IndexerPart | None, KindOf("indexer", "not is_shared")] = None
     """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556); none: to all."""
-
-    def with_heads(self, hidden: int) -> "SoftmaxAttentionPart":
-        """Return the part with a resolved width of its heads.
-
-        Args:
-            hidden: width of the residual stream.
-        """
-        return self
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
         """Return the query heads; see base class."""
@@ -384,6 +379,13 @@ class SoftmaxAttentionPart(AttentionPart):
     def selector(self) -> IndexerPart | None:
         """The indexer."""
         return self.indexer
+
+    def with_shared_selection(self) -> Self:
+        """Return it with a shared indexer of the same sizes; see base class."""
+        if self.indexer is None:
+            return self
+        sizes = {field.name: getattr(self.indexer, field.name) for field in fields(self.indexer)}
+        return replace(self, indexer=make_part("indexer", "shared", **sizes))
 
     @property
     def own_indexer(self) -> IndexerPart | None:
@@ -408,13 +410,13 @@ class SoftmaxAttentionPart(AttentionPart):
 
 def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
     """Return the bytes of the sigmoid of the output gate, and of its product with the heads."""
-    heads = part.num_heads // sizes.cfg.parallel.tp
+    heads = part.num_heads // sizes.parallel.tp
     return int(sizes.gathered_bytes(heads * (part.gate_size + part.value_width))) if part.gate else 0
 
 
-def norm_param(name: str, width: int) -> ParamSpec:
-    """Return the weight of an RMSNorm."""
-    return ParamSpec(f"{name}.weight", (width,), "norms")
+def norm_param(name: str, width: int, drawn: Distribution | None = None) -> ParamSpec:
+    """Return the weight of an RMSNorm; "ones" for one that is never zero-centred."""
+    return ParamSpec(f"{name}.weight", (width,), "norms", drawn=drawn)
 
 
 def prefixed(prefix: str, weights: Iterable[ParamSpec]) -> Iterator[ParamSpec]:

@@ -5,10 +5,58 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from moefold.config.field import Bound, Most, at_least
+from moefold.config.find import built_in_kinds, find_part
 from moefold.config.limits import MAX_SAMPLE_TOKENS
-from moefold.config.part import Part, UnusedKeys
+from moefold.config.part import Part
 
 BALANCED = "balanced"
+TokenPlacement = Literal["samples", "documents", "balanced"]
+AttentionHosts = Literal["home", "balanced"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """Ranks that hold the tokens of a round of micro-batches, and that compute their attention."""
+
+    placement: TokenPlacement = "samples"
+    """Tokens of a rank. samples: two chunks of each sample. documents: two chunks of each document of its samples.
+    balanced: documents of all dp x cp ranks, whole where they fit, so that few keys are sent."""
+    hosts: AttentionHosts = "home"
+    """Ranks that compute the attention of a token. home: the rank that holds it. balanced: rows of queries leave ranks
+    with too much attention work, and their outputs return (arXiv:2510.18121)."""
+    tolerance: Annotated[
+        float, Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1)
+    ] = 0.1
+    """Attention work above the mean that a rank keeps, over the mean (hosts "balanced")."""
+    pool: Annotated[int, at_least(0, "0: all ranks")] = 0
+    """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (hosts "balanced")."""
+    block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
+    """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
+    hosts "balanced")."""
+
+    @property
+    def balances_hosts(self) -> bool:
+        """Return whether ranks with too much attention work send queries to others."""
+        return self.hosts == BALANCED
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Return whether ranks hold other tokens than the usual parts of their samples."""
+        return self.placement != "samples"
+
+    @property
+    def shares_work(self) -> bool:
+        """Return whether the attention of a sample may be computed by ranks outside of its context-parallel group."""
+        return BALANCED in (self.hosts, self.placement)
+
+    def exchange_ranks(self, cp: int, dp: int) -> int:
+        """Return the consecutive ranks of dp x cp that exchange rows of keys or queries."""
+        if self.placement == BALANCED:
+            return cp * dp
+        return self.pool or cp * dp if self.balances_hosts else cp
+
+
+_UNPLANNED = RoundPlan()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +77,13 @@ class ContextPart(Part):
     """Whether the runtime plans the attention of each round by its documents; then `build` is not called."""
 
     @property
-    def balances_hosts(self) -> bool:
-        """Return whether ranks with too much attention work send queries to others."""
-        return False
+    def plan(self) -> RoundPlan:
+        """Return how rounds are planned; where they are not, samples are divided among their ranks."""
+        return _UNPLANNED
 
-    @property
-    def moves_tokens(self) -> bool:
-        """Return whether ranks hold other tokens than the usual parts of their samples."""
-        return False
-
-    @property
-    def shares_work(self) -> bool:
-        """Return whether the attention of a sample may be computed by ranks outside of its context-parallel group."""
-        return False
+    def variants(self) -> Iterator["ContextPart"]:
+        """Yield the part with each setting that a search for samples of documents tries, whatever a recipe chooses."""
+        yield from ()
 
     def build(self, cp: Any, window: int, chunk_size: int) -> Callable[..., Any]:
         """Build the core attention of a rank: a `CoreAttention` (`model/attention.py`) over its share of the tokens.
@@ -54,49 +96,7 @@ class ContextPart(Part):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedPart(ContextPart):
-    """Attention that the runtime plans for each round by its documents."""
-
-    is_planned: ClassVar[bool] = True
-
-    placement: Literal["samples", "documents", "balanced"] = "samples"
-    """Tokens of a rank. samples: two chunks of each sample. documents: two chunks of each document of its samples.
-    balanced: documents of all dp x cp ranks, whole where they fit, so that few keys are sent."""
-    hosts: Literal["home", "balanced"] = "home"
-    """Ranks that compute the attention of a token. home: the rank that holds it. balanced: rows of queries leave ranks
-    with too much attention work, and their outputs return (arXiv:2510.18121)."""
-    tolerance: Annotated[
-        float, Bound("must lie between 0 and 1: 0.1 keeps 10 % above the mean", lambda tolerance: 0 <= tolerance <= 1)
-    ] = 0.1
-    """Attention work above the mean that a rank keeps, over the mean (hosts "balanced")."""
-    pool: Annotated[int, at_least(0, "0: all ranks")] = 0
-    """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (hosts "balanced")."""
-    block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
-    """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
-    hosts "balanced")."""
-
-    @property
-    def balances_hosts(self) -> bool:
-        """Return whether the hosts are balanced; see base class."""
-        return self.hosts == BALANCED
-
-    @property
-    def moves_tokens(self) -> bool:
-        """Return whether documents are placed; see base class."""
-        return self.placement != "samples"
-
-    @property
-    def shares_work(self) -> bool:
-        """Return whether hosts or documents are balanced over all ranks of a round; see base class."""
-        return BALANCED in (self.hosts, self.placement)
-
-    def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield settings of balanced hosts, and of documents that are split."""
-        if self.balances_hosts:
-            return
-        reason, remedy = f"nothing reads it with {self.key}.hosts={self.hosts!r}", f"set {self.key}.hosts={BALANCED!r}"
-        yield UnusedKeys(f"{self.key}.tolerance {self.key}.pool", reason, remedy)
-        if self.placement != "documents":
-            reason = f"{reason} and {self.key}.placement={self.placement!r}"
-            yield UnusedKeys(f"{self.key}.block", reason, f"{remedy} or {self.key}.placement='documents'")
+def takes_selected_keys() -> list[str]:
+    """Return the built-in kinds that go with sparse attention."""
+    group = ContextPart.group
+    return [kind for kind in built_in_kinds(group) if find_part(group, kind).takes_selected_keys]

@@ -5,12 +5,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from moefold.config.model import has_moe_layers
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moefold.config.moe import MoEConfig
+    from moefold.config.parallel import ParallelConfig
+    from moefold.config.train import TrainConfig
 
 HOPPER_CAPABILITY = (9, 0)
 
@@ -142,8 +146,13 @@ class DispatcherPart(Part):
     written_as: ClassVar[str] = ""
     """The kind in recipes that the planner writes; empty: its own."""
 
-    def unsupported(self, recipe: Any) -> Iterator[str]:
-        """Yield the reasons why the settings of a recipe, a `Config`, rule the dispatcher out, one phrase each."""
+    def unsupported(self, *args: Any, **kwargs: Any) -> Iterator[str]:
+        """Yield the reasons why the settings of a recipe rule the dispatcher out, one phrase each.
+
+        Args:
+            args: sections of the recipe, as of `check`.
+            kwargs: none.
+        """
         yield from ()
 
     def unsupported_here(self, device: Any) -> Iterator[str]:
@@ -168,10 +177,12 @@ class DispatcherPart(Part):
             return False
         return not self.kernel_package or importlib.util.find_spec(self.kernel_package) is not None
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(
+        self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
+    ) -> Iterator[Problem]:
         """Yield what the dispatcher does not go with. Of a mapping, ep, etp, and the tokens of a dispatch may count."""
-        p = recipe.parallel
-        has_experts = self.has_work(recipe)
+        p = parallel
+        has_experts = has_moe_layers(model)
         is_spread = p.ep * p.etp > 1
         if self.needs_spread_experts and has_experts and not is_spread:
             yield self._problem(
@@ -183,7 +194,7 @@ class DispatcherPart(Part):
                 f"sends tokens to whole experts, and parallel.etp={p.etp} shards the experts",
                 "choose 'alltoall', or etp=1",
             )
-        if self.needs_whole_experts and recipe.moe.pad_to_capacity:
+        if self.needs_whole_experts and moe.pad_to_capacity:
             yield self._problem(
                 "has a row for a token and a rank, and moe.pad_to_capacity=true pads the rows of an expert",
                 "choose 'alltoall', or pad_to_capacity=false",
@@ -192,17 +203,6 @@ class DispatcherPart(Part):
             yield self._problem(
                 f"needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}", "choose 'alltoall' or 'allgather'"
             )
-        if is_spread and has_experts:
-            yield from self.check_kernels(recipe)
-
-    def has_work(self, recipe: Any) -> bool:
-        """Return whether a recipe has layers whose tokens are dispatched."""
-        return has_moe_layers(recipe.model)
-
-    def check_kernels(self, recipe: Any) -> Iterator[Problem]:
-        """Yield the reasons of `unsupported` as problems."""
-        for reason in self.unsupported(recipe):
-            yield self._problem(f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
 
     def _problem(self, rule: str, way_out: str) -> Problem:
         return Problem(self.key, self.kind, rule, way_out)

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.part import Part
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moefold.config.model import ModelConfig
+    from moefold.config.moe import MoEConfig
 
 QueueEntry = tuple[float, int, tuple[int, int, int]]
 """Routed token of an expert: probability, index of the token in the micro-batch; sample, position and choice."""
@@ -36,9 +39,9 @@ class DropPart(Part):
         """Return a function that sorts the queue of an expert; None: it has no formula."""
         return None
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
         """Yield a capacity that leaves tokens without an expert or drops nothing, and padding without a capacity."""
-        part, moe = recipe.model.routed, recipe.moe
+        part = model.routed
         if part is None or part.top_k > part.num_experts:
             return
         for key in ("capacity_factor", "eval_capacity_factor"):

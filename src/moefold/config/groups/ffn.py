@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from moefold.config.field import SAME_TENSORS, Judged, Most, ReadIf, at_least
 from moefold.config.groups.block import ActivationPart
@@ -11,6 +11,9 @@ from moefold.config.groups.router import RouterScorePart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import KindOf, Part, Table, by_default
+
+if TYPE_CHECKING:
+    from moefold.config.moe import MoEConfig
 
 
 class ChosenExperts(Protocol):
@@ -36,12 +39,32 @@ dispatched tokens -> output, and output of routed experts or None; both are adde
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeedForwardFrame:
+    """Settings that the networks of all layers take from outside of their parts."""
+
+    hidden_size: int
+    moe: "MoEConfig"
+    micro_batches: int
+    """Micro-batches of a step, of all ranks."""
+    rank_micro_batches: int
+    """Micro-batches per data-parallel rank and step."""
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class FeedForwardPart(Part):
     """Feed-forward network of a layer."""
 
     group: ClassVar[str] = "ffn"
+    recompute_parts: ClassVar[frozenset[str]] = frozenset()
+    """Parts of `train.recompute` that it may have."""
     is_routed: ClassVar[bool] = False
     """Whether a router sends each token to some experts."""
+
+    @property
+    def routed(self) -> "RoutedPart | None":
+        """The part, if it `is_routed`."""
+        return None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the module, by their names in it and in its order.
@@ -51,23 +74,13 @@ class FeedForwardPart(Part):
         """
         raise NotImplementedError
 
-    def build(self, recipe: Any, number: int) -> Any:
-        """Return the module, with the parameters of `params`.
-
-        Args:
-            recipe: a `Config`.
-            number: number of the layer.
-        """
+    def build(self, frame: FeedForwardFrame, number: int) -> Any:
+        """Return the module of layer `number`, with the parameters of `params`."""
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:
         """Return the network in float64; None: it has no formula."""
         return None
-
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """Parts of `train.recompute` that it has."""
-        return frozenset()
 
     @property
     def tp_unit(self) -> tuple[str, int]:
@@ -160,6 +173,11 @@ class RoutedPart(FeedForwardPart):
     output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
 
     @property
+    def routed(self) -> "RoutedPart":
+        """The part itself."""
+        return self
+
+    @property
     def shared_width(self) -> int:
         """Inner width of the shared expert; 0: there is none."""
         return self.shared.intermediate_size if self.shared else 0
@@ -192,14 +210,14 @@ def swiglu_params(part: ModelPart, hidden: int, ffn: int) -> Iterator[ParamSpec]
     """Yield the parameters of `SwiGLU`."""
     yield ParamSpec("w_gate", (ffn, hidden), part, tp_dim=0)
     yield ParamSpec("w_up", (ffn, hidden), part, tp_dim=0)
-    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1)
+    yield ParamSpec("w_down", (hidden, ffn), part, tp_dim=1, drawn="output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Networks(Table):
     """Feed-forward networks of the layers."""
 
-    dense: Annotated[DensePart, KindOf("ffn", ("swiglu",))] = by_default("ffn", "swiglu")
+    dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = by_default("ffn", "swiglu")
     """Network of layers 'dense' of model.layers."""
-    moe: Annotated[RoutedPart, KindOf("ffn", ("moe",))] = by_default("ffn", "moe")
+    moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = by_default("ffn", "moe")
     """Network of layers 'moe' of model.layers: a mixture of experts."""

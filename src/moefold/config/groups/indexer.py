@@ -72,7 +72,7 @@ class IndexerPart(Part):
             sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
             key_width: numbers of the keys and values of a token on this rank.
         """
-        p = sizes.cfg.parallel
+        p = sizes.parallel
         saved = self.index_bytes(sizes)
         if p.cp > 1:
             saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
@@ -80,14 +80,14 @@ class IndexerPart(Part):
 
     def selection_bytes(self, sizes: Any) -> Counter[str]:
         """Return the bytes of the selected keys' numbers, which layers that share a selection have once."""
-        selected = min(self.top_k, sizes.cfg.train.seq_len)
+        selected = min(self.top_k, sizes.train.seq_len)
         return Counter({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
 
     def index_bytes(self, sizes: Any) -> Counter[str]:
         """Return the bytes of the queries, weights and keys of an indexer, or of their gradients."""
         own = self.num_heads * self.head_dim * sizes.item_bytes
         own += self.num_heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
-        keys = sizes.cfg.parallel.cp * sizes.gathered_bytes(self.head_dim)
+        keys = sizes.parallel.cp * sizes.gathered_bytes(self.head_dim)
         return Counter(attention=sizes.tokens * own + keys)
 
     def saved_in_warmup(self, sizes: Any, num_heads: int, source: int) -> Counter[str]:
@@ -104,18 +104,18 @@ class IndexerPart(Part):
         saved = self.index_bytes(sizes)
         # The loss keeps the gradients of the gathered keys, and nothing of this rank's own.
         saved["attention"] -= sizes.tokens * self.head_dim * sizes.item_bytes
-        p = sizes.cfg.parallel
-        num_own = sizes.cfg.train.seq_len // (p.cp * p.tp)
+        p = sizes.parallel
+        num_own = sizes.train.seq_len // (p.cp * p.tp)
         num_blocks = -(-num_own // self._warmup_block_rows(sizes, num_heads))
         saved["attention"] += (num_blocks - 1) * p.cp * sizes.gathered_bytes(self.head_dim)
         if not self.is_shared:
-            widths = sizes.cfg.model.hidden_size + source + self.head_dim
+            widths = sizes.model.hidden_size + source + self.head_dim
             saved["attention"] += sizes.tokens * (widths * sizes.item_bytes + 2 * sizes.high_precision_bytes)
         return saved
 
     def warmup_loss_bytes(self, sizes: Any, num_heads: int) -> int:
         """Return the temporary bytes of the loss over all visible keys: of the scores of a block of queries."""
-        train = sizes.cfg.train
+        train = sizes.train
         scores: int = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
         copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
         num_bytes: float = copies * scores * sizes.high_precision_bytes
@@ -123,9 +123,9 @@ class IndexerPart(Part):
 
     def _warmup_block_rows(self, sizes: Any, num_heads: int) -> int:
         """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""
-        train = sizes.cfg.train
+        train = sizes.train
         elements: int = max(num_heads, self.num_heads) * train.seq_len * train.micro_batch_size
-        num_own: int = train.seq_len // (sizes.cfg.parallel.cp * sizes.cfg.parallel.tp)
+        num_own: int = train.seq_len // (sizes.parallel.cp * sizes.parallel.tp)
         limit: int = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements
         return max(1, min(num_own, limit))
 
@@ -139,10 +139,10 @@ class IndexerPart(Part):
             copies: temporary numbers over copied ones, in float32 and in bfloat16.
         """
         copied_width, key_width = widths
-        train = sizes.cfg.train
+        train = sizes.train
         selected = min(self.top_k, train.seq_len)
         rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, heads))
-        rows = max(1, min(train.seq_len // sizes.cfg.parallel.cp, rows_of_block))
+        rows = max(1, min(train.seq_len // sizes.parallel.cp, rows_of_block))
         is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
         numbers = copies[is_low_precision] * rows * selected * copied_width
         return Counter({"core attention": round(numbers * sizes.high_precision_bytes)})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.attention import AttentionPart, RecurrentCore
+from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.problem import Problem
@@ -50,7 +50,7 @@ class LinearAttentionPart(AttentionPart):
             value_head_dim=to.head_dim + 2,
         )
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self) -> Iterator[Problem]:
         """Yield value heads that the key heads do not divide."""
         if self.num_value_heads % self.num_key_heads:
             yield Problem(
@@ -106,7 +106,7 @@ class LinearAttentionPart(AttentionPart):
 
     def saved(self, sizes: Any) -> Counter[str]:
         """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         saved: Counter[str] = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(self.projected_width(tp) + self.low_ranks)
         if self.low_ranks and tp > 1:
@@ -117,14 +117,14 @@ class LinearAttentionPart(AttentionPart):
 
     def delayed_wgrad(self, sizes: Any) -> Counter[str]:
         """Return the bytes of the projections, and of the inputs of the low ranks; see base class."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         inputs = 3 if self.low_ranks else 2
-        width = inputs * sizes.cfg.model.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
+        width = inputs * sizes.model.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
         return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
 
     def transient(self, sizes: Any) -> Counter[str]:
         """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         key, value, heads = self.widths(tp)
         factors = self.c_recurrence if sizes.has_c_recurrence else self.torch_recurrence
         is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
@@ -154,9 +154,9 @@ class DeltaRulePart(LinearAttentionPart):
         """Return it with short convolutions; see base class."""
         return replace(super().shrink(to), conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the states; each is read twice, written once, and decays."""
-        return RecurrentCore(
+        return AttentionCore(
             state_size=self.state_size,
             transition_size=self.transition_size,
             state_flops=8 * self.state_size,
@@ -171,7 +171,8 @@ class DeltaRulePart(LinearAttentionPart):
         for name, width in widths.items():
             yield ParamSpec(f"w{name}", (width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wb", (heads, hidden), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, self.value_width), "attention", tp_dim=1, drawn="output")
         for name, width in widths.items():
-            yield ParamSpec(f"conv_{name}", (width, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True)
+            shape = width, self.conv_kernel
+            yield ParamSpec(f"conv_{name}", shape, "attention", tp_dim=0, never_as_matrix=True, drawn="convolution")
+        yield ParamSpec("a_log", (heads,), "attention", tp_dim=0, in_exponent=True, drawn="decay_rate")

@@ -100,7 +100,7 @@ class FactorScaling(RopeScalingPart):
     factor: Annotated[float, at_least(1)] = 1.0
     """Scaling factor, at least 1."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
         """Yield a factor that changes nothing."""
         if self.factor == 1:
             rule = "changes nothing with model.rope.scaling.factor=1.0"

@@ -228,18 +228,29 @@ class ChoiceInputs:
     """Choices of the largest values [T, E], of all experts."""
 
 
+class OracleScores(NamedTuple):
+    """Scores of a micro-batch in float64, [B, S, E], without a gradient, for the oracle."""
+
+    logits: "Tensor"
+    scores: "Tensor"
+    biased: "Tensor"
+    """Scores and expert bias."""
+    is_token: "Tensor"
+    """Tokens that are no padding, bool [B, S]."""
+    top_k: int
+
+
 class ChoiceFormula(NamedTuple):
     """A choice in float64, for the oracle, which takes one token after another."""
 
-    has_aux_loss: bool
+    ranking: Callable[[OracleScores], "Tensor"]
+    """Values of a micro-batch in training, [B, S, E]; in evaluation the biased scores decide."""
+    has_aux_loss: bool = False
     """Whether the load-balancing loss goes with it."""
-    has_thresholds: bool
-    """Whether quantiles of the scores of a micro-batch are subtracted in training, and become the expert bias."""
-    ranking: Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
-    """Values in training from logits, scores less thresholds, biased scores [B, S, E], and the tokens that are no
-    padding, bool [B, S]."""
     forced: Callable[[int, int, int], list[int]] | None = None
     """Experts by the number of a token, K and E, whatever the values are; None: the best values decide."""
+    bias: Callable[[list[OracleScores]], "Tensor"] | None = None
+    """Expert bias after a step, [E], from its micro-batches; None: steps toward an even load."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from heapq import nlargest
 
-from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, kv_cache_bytes, num_state_slots, recurrent_state_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes, num_state_slots
 from moefold.errors import ConfigError
 from moefold.inference.engine.pages import pages_for
 from moefold.inference.engine.requests import EngineSettings, Request
@@ -14,7 +13,7 @@ MIN_PAGE_BYTES = 1024
 """Bytes that a page counts at least: in a model with linear attention alone, its entries in the page tables."""
 
 
-def cache_pages(cfg: Config, settings: EngineSettings) -> int | None:
+def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
     """Return the pages that fit into the cache of a rank; None if the cache is as large as the requests need.
 
     Raises:
@@ -22,8 +21,8 @@ def cache_pages(cfg: Config, settings: EngineSettings) -> int | None:
     """
     if settings.cache_gib == 0:
         return None
-    page_bytes = max(kv_cache_bytes(cfg, PAGE_POSITIONS, 1, settings.cache), MIN_PAGE_BYTES)
-    state_bytes = num_state_slots(settings.slots) * recurrent_state_bytes(cfg)
+    page_bytes = max(sizes.kv_bytes(PAGE_POSITIONS, settings.cache), MIN_PAGE_BYTES)
+    state_bytes = num_state_slots(settings.slots) * sizes.state_bytes
     num_pages = int((settings.cache_gib * 2**30 - state_bytes) // page_bytes)
     if num_pages < 1 and state_bytes:
         raise ConfigError(

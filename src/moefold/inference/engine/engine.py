@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
-from moefold.cost.kv_cache import PAGE_POSITIONS
+from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import NO_TOKEN, Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
@@ -27,11 +27,11 @@ from moefold.inference.engine.requests import (
     Request,
 )
 from moefold.inference.sampling import SamplingParams
+from moefold.model.layer_cache import CacheSize, PassRows
 from moefold.model.loss import token_losses
-from moefold.model.paged_cache import PassRows
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
-from moefold.parallel.paged_decoder import CacheSize, PagedDecoder, forward_chain, shares_experts_over_samples
+from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import merge_over_tp
 
@@ -77,6 +77,12 @@ class _Open:
         return Draw(self.sampling, 0.0 if is_greedy else self.uniforms[len(self.tokens)])
 
 
+def model_cache_sizes(model: InferenceModel | ParallelModel) -> CacheSizes:
+    """Return what the ranks of a model cache."""
+    stage = model.stages[0]
+    return CacheSizes(stage.config, model.stage_plan, model.groups.layout.tp, stage.dtype.itemsize)
+
+
 class RolloutEngine:
     """Generates completions of any number of requests at once.
 
@@ -105,8 +111,7 @@ class RolloutEngine:
         self._settings = settings
         self._sampling = sampling
         self._records_routing = records_routing
-        cfg = model.cfg if isinstance(model, InferenceModel) else model.stages[0].cfg
-        self._max_pages = cache_pages(cfg, settings)
+        self._max_pages = cache_pages(model_cache_sizes(model), settings)
 
     @contextmanager
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, cache_bytes
+from moefold.cost.kv_cache import PAGE_POSITIONS, cache_sizes
 from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.listen import check_port
@@ -97,9 +97,10 @@ def prepare_server(
         template = open_chat_template(source, options.tokenizer, options.chat_template)
         check_reasons(template.source_for(None), template.location)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
+    sizes = cache_sizes(cfg)
     with reworded_errors(*ENGINE_OPTIONS):
         settings.check()
-        num_pages = cache_pages(cfg, settings)
+        num_pages = cache_pages(sizes, settings)
     assert num_pages is not None
     # The last token of a completion is never fed to the model.
     num_tokens = num_pages * PAGE_POSITIONS + 1
@@ -108,7 +109,7 @@ def prepare_server(
             f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is {options.max_length}; "
             "set a larger --cache-gib, or a smaller --max-length"
         )
-    cache = {f"the cache of --cache-gib {options.cache_gib:g}": cache_bytes(cfg, num_pages, options.slots)}
+    cache = {f"the cache of --cache-gib {options.cache_gib:g}": sizes.total_bytes(num_pages, options.slots)}
     device_type = choose_inference_device(cfg, source, rank_env, cache, OOM_HINT)
     max_length = options.max_length or min(source.context, num_tokens)
     name = options.name or Path(model).resolve().name

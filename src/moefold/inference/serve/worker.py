@@ -27,7 +27,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
         log = AccessLog(log_name).write if log_name else None
         tokenizer = open_tokenizer(job.source, job.options.tokenizer)
         loaded = load_model(job.source, job.cfg, device, tokenizer)
-        report_decoding(loaded)
+        report_decoding(loaded, job.cfg.run)
         engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
         grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
         with engine.open(job.num_pages, grammars.start) as generation:

@@ -44,8 +44,9 @@ def plan_permutation(
     device = ids_TK.device
     (num_tokens, top_k) = ids_TK.shape
     ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, num_experts)
-    # A radix sort takes a pass for each byte.
-    sorted_ids, order = ids_TK.flatten().to(narrow_dtype(num_experts)).sort(stable=True)
+    # A radix sort takes a pass for each byte; narrower types do not sort fast.
+    narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int64
+    sorted_ids, order = ids_TK.flatten().to(narrow).sort(stable=True)
     bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device, dtype=sorted_ids.dtype))
     counts_E = bounds.diff()
     if padded_capacity is None:
@@ -73,11 +74,6 @@ def plan_permutation(
         kept_TK,
         non_padding,
     )
-
-
-def narrow_dtype(num_experts: int) -> torch.dtype:
-    """Return the narrowest dtype that sorts fast and holds the numbers 0 to `num_experts`."""
-    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int64
 
 
 def truncate_permutation(permutation: Permutation, num_rows: int) -> Permutation:

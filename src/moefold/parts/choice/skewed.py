@@ -61,4 +61,4 @@ class Skewed(ChoicePart):
             is_skewed = math.floor((token + 1) * self.share) > math.floor(token * self.share)
             return [0, *others[1:]] if is_skewed else others
 
-        return ChoiceFormula(False, False, lambda logits, scores, biased, is_token: biased, forced)
+        return ChoiceFormula(lambda given: given.biased, forced=forced)

@@ -21,4 +21,4 @@ class BestScores(ChoicePart):
 
     def formula(self) -> ChoiceFormula:
         """Return the choice by the biased scores."""
-        return ChoiceFormula(True, False, lambda logits, scores, biased, is_token: biased)
+        return ChoiceFormula(lambda given: given.biased, has_aux_loss=True)

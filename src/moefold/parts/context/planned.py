@@ -1,21 +1,69 @@
 """Planned attention: of packed documents, only visible pairs are computed and only the rows that they need are sent."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar, Self, get_args
 
-from moefold.config.groups.context import PlannedPart
+from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, RoundPlan, TokenPlacement
+from moefold.config.part import UnusedKeys
 from moefold.config.problem import Problem
+from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
+    from moefold.config.data import DataConfig
     from moefold.config.model import ModelConfig
+    from moefold.config.parallel import ParallelConfig
     from moefold.config.rl import RLConfig
     from moefold.config.train import TrainConfig
 
+MAX_SMALL_BLOCK = 2
+"""Most tokens of a block in a small recipe, whose documents have few tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedContext(PlannedPart):
+class PlannedContext(RoundPlan, ContextPart):
     """A plan for each round of micro-batches says which rank holds a token and which computes its attention."""
+
+    is_planned: ClassVar[bool] = True
+
+    @property
+    def plan(self) -> RoundPlan:
+        """The part itself."""
+        return self
+
+    def variants(self) -> Iterator[ContextPart]:
+        """Yield each placement with each choice of hosts."""
+        for placement, hosts in product(get_args(TokenPlacement), get_args(AttentionHosts)):
+            yield replace(self, placement=placement, hosts=hosts)
+
+    def shrink(self, to: SmallSizes) -> Self:
+        """Return it with documents of few tokens divisible, and a legal pool, so that work still moves."""
+        is_legal = self.pool and self.pool % to.cp == 0 and to.dp * to.cp % self.pool == 0
+        return replace(self, block=min(self.block, MAX_SMALL_BLOCK), pool=self.pool if is_legal else 0)
+
+    def unused_keys(self, data: "DataConfig", parallel: "ParallelConfig") -> Iterator[UnusedKeys]:
+        """Yield settings of balanced hosts, of documents that are split, and all where there is nothing to plan."""
+        keys = " ".join(f"{self.key}.{setting.name}" for setting in fields(self))
+        if not data.may_have_documents:
+            reason = "every sample is one document, so the ranks have equal attention work"
+            way_out = "set data.document_end or data.document_index, or a data.kind with documents such as 'sft'"
+            yield UnusedKeys(keys, reason, way_out)
+        if parallel.cp == 1:
+            if parallel.world_size == parallel.tp * parallel.pp:
+                reason = "dp*cp=1 rank has all tokens of a round"
+                yield UnusedKeys(keys, reason, "give the run more ranks in dp or cp")
+            if self.placement == "documents":
+                reason = "parallel.cp=1 leaves every sample whole on its rank"
+                remedy = "set parallel.cp above 1, or parallel.context.placement='balanced'"
+                yield UnusedKeys(f"{self.key}.placement", reason, remedy)
+        if self.balances_hosts:
+            return
+        reason, remedy = f"nothing reads it with {self.key}.hosts={self.hosts!r}", f"set {self.key}.hosts={BALANCED!r}"
+        yield UnusedKeys(f"{self.key}.tolerance {self.key}.pool", reason, remedy)
+        if self.placement != "documents":
+            reason = f"{reason} and {self.key}.placement={self.placement!r}"
+            yield UnusedKeys(f"{self.key}.block", reason, f"{remedy} or {self.key}.placement='documents'")
 
     def check(self, model: "ModelConfig", train: "TrainConfig", rl: "RLConfig") -> Iterator[Problem]:
         """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""

@@ -16,5 +16,5 @@ class LightningIndexerPart(IndexerPart):
         yield ParamSpec("wq", (self.num_heads * self.head_dim, source), "attention")
         yield ParamSpec("wk", (self.head_dim, hidden), "attention")
         yield ParamSpec("weights_proj", (self.num_heads, hidden), "attention", never_as_matrix=True)
-        yield ParamSpec("key_norm.weight", (self.head_dim,), "norms")
-        yield ParamSpec("key_norm.bias", (self.head_dim,), "norms")
+        yield ParamSpec("key_norm.weight", (self.head_dim,), "norms", drawn="ones")
+        yield ParamSpec("key_norm.bias", (self.head_dim,), "norms", drawn="zeros")

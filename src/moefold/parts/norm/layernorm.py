@@ -18,7 +18,7 @@ class LayerNormPart(NormPart):
 
     saved_numbers: ClassVar[int] = 2
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self) -> Iterator[Problem]:
         """Yield weights around zero."""
         if self.zero_centered:
             yield Problem(
@@ -31,7 +31,7 @@ class LayerNormPart(NormPart):
     def params(self, name: str, width: int) -> Iterator[ParamSpec]:
         """Yield weight and bias."""
         yield from super().params(name, width)
-        yield ParamSpec(f"{name}.bias", (width,), "norms")
+        yield ParamSpec(f"{name}.bias", (width,), "norms", drawn="zeros")
 
     def build(self, width: int) -> "LayerNorm":
         """Return a `LayerNorm`."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import POSITIVE
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
@@ -23,9 +23,9 @@ class Llama3Scaling(ContextScaling):
     high_freq_factor: Annotated[float, POSITIVE] = 4.0
     """Wavelengths below original/high are not scaled."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self) -> Iterator[Problem]:
         """Yield a factor of 1, and a band with exchanged ends."""
-        yield from super().check(recipe)
+        yield from super().check()
         if self.low_freq_factor > self.high_freq_factor:
             rule = f"must be at most model.rope.scaling.high_freq_factor={self.high_freq_factor}"
             key = "model.rope.scaling.low_freq_factor"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
@@ -12,6 +12,8 @@ from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,9 @@ class LongRope(ContextScaling):
     long_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
     """The same together with long_factors."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
-        pairs = recipe.model.rope_settings.rotary_dim // 2
+        pairs = model.rope_settings.rotary_dim // 2
         for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
             key = f"{self.key}.{key}_factors"
             if len(factors) != pairs:

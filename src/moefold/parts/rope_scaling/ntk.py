@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.groups.rope_scaling import FactorScaling, RopeFormula, unscaled_frequencies
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +20,10 @@ class NtkScaling(FactorScaling):
     hf_type: ClassVar[str] = "dynamic"
     hf_names: ClassVar[Mapping[str, str]] = {"factor": "alpha"}
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield a factor of 1, and heads of which one pair of dims is rotated."""
-        yield from super().check(recipe)
-        rotary_dim = recipe.model.rope_settings.rotary_dim
+        yield from super().check()
+        rotary_dim = model.rope_settings.rotary_dim
         if rotary_dim <= 2:
             rule = f"needs more than the {rotary_dim} dimensions that RoPE rotates"
             yield Problem(self.key, self.kind, rule, "choose 'linear', or more dimensions")

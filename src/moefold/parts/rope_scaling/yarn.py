@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import POSITIVE, at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
@@ -11,6 +11,8 @@ from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +37,15 @@ class Yarn(ContextScaling):
     mscale_all_dim: Annotated[float, at_least(0, "0: not given")] = 0.0
     """See attention_factor; 0: not given. With mla, m(mscale_all_dim) squared scales the scores."""
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield a factor of 1, a blend outside of the head, and factors that contradict each other."""
-        yield from super().check(recipe)
+        yield from super().check()
         if self.beta_slow > self.beta_fast:
             rule = f"must be at most model.rope.scaling.beta_fast={self.beta_fast}"
             yield Problem("model.rope.scaling.beta_slow", self.beta_slow, rule, "the published pair is 1.0 and 32.0")
             return
         minimum = math.floor(2 * math.pi * self.beta_slow) + 1
-        maximum = math.ceil(2 * math.pi * self.beta_fast * recipe.model.rope.theta) - 1
+        maximum = math.ceil(2 * math.pi * self.beta_fast * model.rope.theta) - 1
         if not minimum <= self.original_seq_len <= maximum:
             rule = (
                 "must be above 2*pi*beta_slow and below 2*pi*beta_fast*theta, so that some frequencies "
@@ -59,7 +61,7 @@ class Yarn(ContextScaling):
         if self.mscale and not self.mscale_all_dim:
             rule = "is divided by the factor of model.rope.scaling.mscale_all_dim, not given"
             yield Problem("model.rope.scaling.mscale", self.mscale, rule, "give both or neither")
-        scales_scores = any(layer.attention.has_score_factor for layer in recipe.model.decoder_layers)
+        scales_scores = any(layer.attention.has_score_factor for layer in model.decoder_layers)
         if self.mscale_all_dim and not self.mscale and not scales_scores:
             rule = "divides the factor of model.rope.scaling.mscale, which is not given"
             yield Problem("model.rope.scaling.mscale_all_dim", self.mscale_all_dim, rule, "give both or neither")

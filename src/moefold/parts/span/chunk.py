@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +22,9 @@ class ChunkSpan(SpanPart):
         """Return it with few tokens."""
         return replace(self, tokens=min(self.tokens, to.span))
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield a chunk of no token, and an indexer."""
-        key, pattern, topk = "model.layers", recipe.model.layers, recipe.model.selected_keys
+        key, pattern, topk = "model.layers", model.layers, model.selected_keys
         if not self.tokens:
             yield Problem(
                 key,

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from moefold.config.groups.attention import SpanPart
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+
+if TYPE_CHECKING:
+    from moefold.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +22,12 @@ class WindowSpan(SpanPart):
         """Return it with few tokens."""
         return replace(self, tokens=min(self.tokens, to.span))
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield a window of no token."""
         if not self.tokens:
             yield Problem(
                 "model.layers",
-                recipe.model.layers,
+                model.layers,
                 "has layers 'window', which attend to model.sliding_window=0 tokens",
                 "set model.sliding_window, or choose 'full'",
             )

@@ -7,7 +7,6 @@ touched in the mean. Not calibrated: no published measurement of decoding is in 
 
 from dataclasses import dataclass
 
-from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
 from moefold.cost.hardware import Device
@@ -89,13 +88,12 @@ class DecodeCost:
         dense = sum(weight.numel for weight in shards if not weight.is_expert)
         experts = sum(weight.numel for weight in shards if weight.is_expert)
         # Sparse attention reads the index keys of all tokens, and keys and values of the selected ones.
-        selected = min(keys, core.selected) if isinstance(core, SoftmaxCore) and core.selected else keys
-        index_width = core.index_width if isinstance(core, SoftmaxCore) and selected < keys else 0
+        selected = min(keys, core.selected) if core.selected else keys
+        index_width = core.index_width if selected < keys else 0
         width = core.cached_width(degrees.tp, expanded=self._cache == "heads")
         cached = selected * (width - index_width) + keys * index_width
         num_bytes = dense * self._itemsize + rows * cached * self._itemsize
-        if isinstance(core, RecurrentCore):
-            num_bytes += 2 * states * core.state_bytes(degrees.tp, self._itemsize)
+        num_bytes += 2 * states * core.state_bytes(degrees.tp, self._itemsize)
         flops = 2.0 * dense * rows + core.flops(keys) * rows / degrees.tp
         tp_group = RankGroup(degrees.tp, 1)
         hidden_bytes = rows * model.hidden_size * self._itemsize

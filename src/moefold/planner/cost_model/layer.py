@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from moefold.config.groups.attention import RecurrentCore, SoftmaxCore
+from moefold.config.groups.attention import AttentionCore
 from moefold.config.groups.dispatcher import DispatcherPart, SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
@@ -111,8 +111,9 @@ def projections_of(layer: Layer) -> Projections:
     own = [weight for weight in matrices if weight not in indexer and not weight.name.startswith("conv")]
     into_heads = [weight for weight in own if weight.tp_dim == 0]
     sharded_width = sum(weight.shape[0] for weight in into_heads)
-    is_recurrent = isinstance(layer.core, RecurrentCore)
-    latent_width = 0 if is_recurrent else sum(weight.shape[0] for weight in own if weight.tp_dim is None)
+    latent_width = (
+        0 if layer.attention.is_recurrent else sum(weight.shape[0] for weight in own if weight.tp_dim is None)
+    )
     return Projections(
         sharded_width=sharded_width,
         output_width=sum(weight.shape[1] for weight in own if weight.tp_dim == 1),
@@ -138,9 +139,9 @@ def active_parameters(layer: Layer, share: float) -> float:
     """
     matrices = [weight for weight in layer.ffn.params(layer.hidden_size) if weight.is_matrix]
     found = float(sum(w.numel for w in matrices if w.part in ("dense_mlp", "shared_experts")))
-    if isinstance(layer.ffn, RoutedPart):
-        experts = sum(w.numel for w in matrices if w.is_expert) // layer.ffn.num_experts
-        found += share * layer.ffn.mean_active * experts
+    if routed := layer.ffn.routed:
+        experts = sum(w.numel for w in matrices if w.is_expert) // routed.num_experts
+        found += share * routed.mean_active * experts
     return found
 
 
@@ -239,7 +240,7 @@ class LayerCostModel:
     def _attention_load(self, layer: Layer, peers: AttentionPeers | None) -> AttentionLoad | None:
         """Return the attention work where samples hold documents; None: a sample is one document."""
         loads = self.workload.attention
-        if loads is None or isinstance(layer.core, RecurrentCore):
+        if loads is None or layer.attention.is_recurrent:
             return None
         return loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
 
@@ -248,15 +249,14 @@ class LayerCostModel:
     ) -> BlockTime:
         """Return the time of the dense MLP or the MoE block of one layer kind."""
         part = self.model_spec.kinds[kind].ffn
-        is_moe = isinstance(part, RoutedPart)
-        if not is_moe and not part.tp_unit[1]:
+        if not part.is_routed and not part.tp_unit[1]:
             return BlockTime()
         # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
         inputs = (tp, cp, mbs) if self.workload.is_coupled else (tp, mbs / cp)
-        key = (kind, *inputs, ep, etp, dispatcher) if is_moe else (kind, *inputs)
+        key = (kind, *inputs, ep, etp, dispatcher) if part.is_routed else (kind, *inputs)
         if key not in self._feed_forwards:
-            if isinstance(part, RoutedPart):
-                price = _MoECost(self, part, (tp, cp, mbs), (ep, etp, dispatcher))
+            if part.routed:
+                price = _MoECost(self, part.routed, (tp, cp, mbs), (ep, etp, dispatcher))
                 self._feed_forwards[key] = price.block_time()
             else:
                 self._feed_forwards[key] = _dense_block(self, part.tp_unit[1], tp, cp, mbs)
@@ -308,7 +308,7 @@ class _MixerCost:
         # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
         passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
         core, core_back = self._core_s()
-        if isinstance(self.layer.core, RecurrentCore):
+        if self.layer.attention.is_recurrent:
             ring, ring_back = self._state_exchange_s(self.layer.core)
         elif self.load is not None and self.load.is_planned:
             ring, ring_back = self._exchange_s(self.layer.core, self.load)
@@ -333,14 +333,15 @@ class _MixerCost:
         recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core_again)]
         if mixer.latent_rank:
             up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
-            recompute.append(("mla_up", up + gemm.memory_bound_s(heads)))
+            own = self.layer.attention.own_recompute_parts
+            recompute += [(part, up + gemm.memory_bound_s(heads)) for part in own]
         return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, recompute=tuple(recompute))
 
     @property
     def _recomputes_core(self) -> bool:
         """Return whether the backward pass recomputes the core in any case: moefold's linear attention does."""
         is_own = self.layer_costs.model_spec.is_trainable and not self.layer_costs.workload.is_megatron
-        return is_own and isinstance(self.layer.core, RecurrentCore)
+        return is_own and self.layer.attention.is_recurrent
 
     def _projections_s(self) -> tuple[float, float, float]:
         """Return the seconds of the projections: forward, input gradients and weight gradients."""
@@ -374,7 +375,7 @@ class _MixerCost:
         core = layer.core
         device = self.layer_costs.device
         seq_len = self.layer_costs.workload.seq_len
-        if isinstance(core, RecurrentCore):
+        if layer.attention.is_recurrent:
             core_bytes = RECURRENCE_BYTES if core.state_flops else CONVOLUTION_BYTES
             seconds = self.layer_costs.gemm.memory_bound_s(core_bytes * self.mixer.output_width * self.tokens / self.tp)
             if self.cp > 1 and core.state_size:
@@ -395,7 +396,7 @@ class _MixerCost:
         head = (core.key_width + core.value_width) / 2
         return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
 
-    def _exchange_s(self, core: SoftmaxCore, load: AttentionLoad) -> tuple[float, float]:
+    def _exchange_s(self, core: AttentionCore, load: AttentionLoad) -> tuple[float, float]:
         """Return the seconds of the rows that planned attention sends, forward and backward."""
         if load.exchange_ranks == 1:
             return 0.0, 0.0
@@ -405,7 +406,7 @@ class _MixerCost:
         device = self.layer_costs.device
         return exchange_s(device, group, sent[0], remote[0]), exchange_s(device, group, sent[1], remote[1])
 
-    def _exchanged_bytes(self, core: SoftmaxCore, queries: float, keys: float) -> tuple[float, float]:
+    def _exchanged_bytes(self, core: AttentionCore, queries: float, keys: float) -> tuple[float, float]:
         """Return the bytes of these rows for each token of a rank, forward and backward."""
         heads = core.heads / self.tp
         kv_heads = core.kv_heads / min(self.tp, core.kv_heads)
@@ -417,7 +418,7 @@ class _MixerCost:
         rows = self.tokens * queries, self.tokens * keys
         return exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
 
-    def _sparse_core_s(self, core: SoftmaxCore, keys: float) -> tuple[float, float]:
+    def _sparse_core_s(self, core: AttentionCore, keys: float) -> tuple[float, float]:
         """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
         costs = self.layer_costs
         selected = min(keys, core.selected)
@@ -431,7 +432,7 @@ class _MixerCost:
         copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
         return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
 
-    def _exposed_ring_s(self, core: SoftmaxCore, core_forward_s: float, core_backward_s: float) -> tuple[float, float]:
+    def _exposed_ring_s(self, core: AttentionCore, core_s: float, core_back_s: float) -> tuple[float, float]:
         """Return the exposed seconds of ring attention's KV sends, forward and backward."""
         device = self.layer_costs.device
         cp = self.cp
@@ -453,12 +454,12 @@ class _MixerCost:
         if link is not device.links[0]:
             # Sends between nodes share the cards with the sends of other ranks, and kernels with the copies.
             overlap *= HIDDEN_RING_FRACTION
-        hidden = core_forward_s * overlap, core_backward_s * overlap
+        hidden = core_s * overlap, core_back_s * overlap
         return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
             launches + merge
         )
 
-    def _state_exchange_s(self, core: RecurrentCore) -> tuple[float, float]:
+    def _state_exchange_s(self, core: AttentionCore) -> tuple[float, float]:
         """Return the seconds of the all-gathers of states and of the convolutions' tokens, forward and backward.
 
         Each rank has two segments of each sample, as in ring attention. The backward pass recomputes the forward pass

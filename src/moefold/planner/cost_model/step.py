@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
-from moefold.config.train import RECOMPUTE_PARTS
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memory_columns import ModelChunk
+from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s

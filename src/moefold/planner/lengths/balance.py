@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
-from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.groups.context import ContextPart
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers
 from moefold.planner.lengths.samples import DocumentSamples, SampleLengths, effective_length
 from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_before, plan_attention
@@ -51,13 +51,13 @@ class RoundLoads:
     """Visible (query, key) pairs that each rank computes, [rounds, ranks]."""
     kernel_rows: float
     """Query rows of a task, on average over the pairs."""
-    exchanged: Mapping[str, Floats]
+    exchanged: Mapping[str, Floats] = field(default_factory=dict)
     """Rows that each rank sends or receives, the larger number, [rounds, ranks]: of keys and values ("keys"), of
     queries ("queries"), and the part of both that leaves a node ("remote_keys", "remote_queries"); empty for other than
     planned attention."""
-    moved_queries: float
+    moved_queries: float = 0.0
     """Rows of queries that are sent to another rank, as a share of all."""
-    received_keys: float
+    received_keys: float = 0.0
     """Rows of keys and values that are sent to another rank, for each token."""
 
     @cached_property
@@ -165,11 +165,7 @@ class DocumentLoads:
 
     def _exchange_ranks(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that exchange rows."""
-        if not isinstance(self.strategy, PlannedPart):
-            return 1
-        if self.strategy.placement == "balanced":
-            return peers.cp * peers.dp
-        return peers.cp if self.strategy.hosts == "home" else self.strategy.pool or peers.cp * peers.dp
+        return self.strategy.plan.exchange_ranks(peers.cp, peers.dp) if self.strategy.is_planned else 1
 
     def _waiting(self, peers: AttentionPeers) -> int:
         """Return the consecutive ranks that wait for each other in a layer, those that exchange rows included."""
@@ -177,10 +173,9 @@ class DocumentLoads:
 
     def _depends_on_nodes(self, key: RoundKey) -> bool:
         """Return whether the nodes of the ranks change the plan of a round or the rows that leave a node."""
-        if not isinstance(self.strategy, PlannedPart) or key.ranks_per_node >= key.cp * key.dp:
+        if not self.strategy.is_planned or key.ranks_per_node >= key.cp * key.dp:
             return False
-        stays_in_sample = self.strategy.hosts == "home" and self.strategy.placement != "balanced"
-        return not stays_in_sample or key.ranks_per_node % key.cp != 0
+        return self.strategy.plan.shares_work or key.ranks_per_node % key.cp != 0
 
     def _even_load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """Return a lower bound of `load`: the busiest rank has at least the mean of the rounds that `_busiest` uses."""
@@ -288,36 +283,26 @@ def plan_of(
     lengths = np.fromiter(chain.from_iterable(samples), np.int64)
     bounds_N = np.concatenate(([0], np.cumsum(lengths)))
     assert bounds_N[-1] == shape.num_tokens, (bounds_N[-1], shape)
-    planned = strategy if isinstance(strategy, PlannedPart) else PlannedPart()
-    placement: Placement = place(planned.placement, shape, bounds_N, planned.block)
-    if not planned.balances_hosts:
+    plan = strategy.plan
+    placement: Placement = place(plan.placement, shape, bounds_N, plan.block)
+    if not plan.balances_hosts:
         return plan_attention(placement, window=window)
     return plan_attention(
-        placement,
-        window=window,
-        tolerance=planned.tolerance,
-        block=planned.block,
-        pool=planned.pool,
-        nodes=nodes,
+        placement, window=window, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes
     )
 
 
 def _head_loads(rounds: Sequence[Sequence[SampleLengths]], shape: RoundShape, window: int) -> RoundLoads:
     """Return the loads of Ulysses attention: each cp rank computes a part of the heads of whole samples."""
-    per_dp = np.empty((len(rounds), shape.dp))
-    pairs_rows = 0.0
-    for j, samples in enumerate(rounds):
-        for d in range(shape.dp):
-            lengths = np.concatenate(
-                [np.array(s) for s in samples[d * shape.micro_batch_size : (d + 1) * shape.micro_batch_size]]
-            )
+    found = []
+    for samples in rounds:
+        for first in range(0, shape.num_samples, shape.micro_batch_size):
+            own = samples[first : first + shape.micro_batch_size]
+            lengths = np.fromiter(chain.from_iterable(own), np.int64)
             pairs = pairs_before(lengths, window)
-            per_dp[j, d] = pairs.sum()
-            pairs_rows += float((pairs * lengths.astype(float)).sum())
+            found.append((float(pairs.sum()), float((pairs * lengths.astype(float)).sum())))
+    per_dp, pairs_rows = np.array(found).T
     return RoundLoads(
-        pairs=np.repeat(per_dp / shape.cp, shape.cp, axis=1),
-        kernel_rows=pairs_rows / float(per_dp.sum()),
-        exchanged={},
-        moved_queries=0.0,
-        received_keys=0.0,
+        pairs=np.repeat(per_dp.reshape(len(rounds), shape.dp) / shape.cp, shape.cp, axis=1),
+        kernel_rows=float(sum(pairs_rows) / per_dp.sum()),
     )

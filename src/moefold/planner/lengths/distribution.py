@@ -5,19 +5,20 @@ power of the length. The exponent follows from the mean length of the class, whe
 tokens too; otherwise it is -1, which makes the logarithm of the length uniform.
 """
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, ConfigDict, Field
 
-from moefold.bounded_read import MAX_TABLE_BYTES, parse_toml, read_text
+from moefold.bounded_read import MAX_TABLE_BYTES, read_text
 from moefold.config.suggestions import closest_match
+from moefold.config.typed_file import STRICT, from_table, parse_table
 from moefold.errors import ConfigError
 
 MAX_LENGTH = 2**40
@@ -28,6 +29,32 @@ SUM_TOLERANCE = 0.01
 """Largest difference from 1 of the sum of rounded shares."""
 
 Lengths = NDArray[np.int64]
+Shares = list[Annotated[float, Field(ge=0)]]
+
+
+def _check_ends(ends: list[float]) -> list[float]:
+    if not ends or any(
+        end != int(end) or not low < end <= MAX_LENGTH for low, end in zip([1, *ends], ends, strict=False)
+    ):
+        raise ValueError(f"must be ascending integers from 2 to {MAX_LENGTH}, the upper end of each class in tokens")
+    return ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistogramFile:
+    """Keys of a file with a histogram."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    upper: Annotated[list[float], AfterValidator(_check_ends)]
+    """Upper end of each class."""
+    documents: Shares
+    """Share of the documents in each class."""
+    tokens: Shares | None = None
+    """Share of the tokens in each class."""
+    mean: Annotated[float, Field(gt=0, le=MAX_LENGTH)] | None = None
+    """Mean length of all documents in tokens."""
+    source: str = ""
+    """Origin of the numbers."""
 
 
 @dataclass(frozen=True)
@@ -176,71 +203,40 @@ def _parse_list(text: str, name: str) -> ListedLengths:
 
 
 def _parse_histogram(text: str, name: str) -> LengthHistogram:
-    """Parse a histogram: `upper`, `documents`, and optionally `tokens` with `mean`, and `source`."""
-    try:
-        tree = parse_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--lengths {name!r} is no TOML: {error}") from None
-    known = ("source", "upper", "documents", "tokens", "mean")
-    if unknown := sorted(tree.keys() - set(known)):
-        raise ConfigError(f"--lengths {name!r}: key {unknown[0]!r} is unknown; a histogram has {', '.join(known)}")
-    upper = _numbers(tree, "upper", name)
-    shares = _numbers(tree, "documents", name)
-    ends = [1.0, *upper]
-    if any(end != int(end) or not before < end <= MAX_LENGTH for before, end in zip(ends, upper, strict=False)):
+    """Parse a histogram; the exponent of each class follows from the shares of the tokens if the file has them."""
+    where = f"--lengths {name!r}"
+    file = from_table(HistogramFile, parse_table(text, where), where)
+    upper = tuple(int(end) for end in file.upper)
+    if len(file.documents) != len(upper) or not sum(file.documents) > 0:
         raise ConfigError(
-            f"--lengths {name!r}: upper must be ascending integers from 2 to {MAX_LENGTH}, the upper end of each class "
-            "in tokens"
+            f"{where}: documents must have a share for each of the {len(upper)} classes of upper, and one above 0"
         )
-    if len(shares) != len(upper) or min(shares) < 0 or not sum(shares) > 0:
+    if (file.tokens is None) != (file.mean is None):
         raise ConfigError(
-            f"--lengths {name!r}: documents must have a share of at least 0 for each of the {len(upper)} classes of "
-            "upper, and one above 0"
+            f"{where}: tokens and mean need each other; give the share of the tokens in each class and the mean length "
+            "of all documents, or leave both out"
         )
-    source = tree.get("source", name)
-    if not isinstance(source, str):
-        raise ConfigError(f"--lengths {name!r}: source must be a text that says where the numbers are from")
-    exponents = _exponents(tree, [int(end) for end in upper], shares, name)
-    return LengthHistogram(name, source, tuple(int(end) for end in upper), tuple(shares), exponents)
+    exponents = (-1.0,) * len(upper)
+    if file.tokens is not None and file.mean is not None:
+        exponents = _exponents(where, upper, file.documents, file.tokens, file.mean)
+    return LengthHistogram(name, file.source or name, upper, tuple(file.documents), exponents)
 
 
-def _exponents(tree: dict[str, Any], upper: list[int], shares: list[float], name: str) -> tuple[float, ...]:
-    """Return the exponent of each class, from the shares of the tokens if the histogram has them."""
-    if ("tokens" in tree) != ("mean" in tree):
+def _exponents(
+    where: str, upper: Sequence[int], shares: Sequence[float], tokens: Sequence[float], mean: float
+) -> tuple[float, ...]:
+    if len(tokens) != len(upper) or any(abs(sum(column) - 1) > SUM_TOLERANCE for column in (tokens, shares)):
         raise ConfigError(
-            f"--lengths {name!r}: tokens and mean need each other; give the share of the tokens in each class and the "
-            "mean length of all documents, or leave both out"
-        )
-    if "tokens" not in tree:
-        return (-1.0,) * len(upper)
-    tokens = _numbers(tree, "tokens", name)
-    mean = tree["mean"]
-    if not isinstance(mean, int | float) or isinstance(mean, bool) or not 0 < mean <= MAX_LENGTH:
-        raise ConfigError(f"--lengths {name!r}: mean={mean!r} must be the mean length of all documents, in tokens")
-    if len(tokens) != len(upper) or abs(sum(tokens) - 1) > SUM_TOLERANCE or abs(sum(shares) - 1) > SUM_TOLERANCE:
-        raise ConfigError(
-            f"--lengths {name!r}: with tokens, the shares of documents and of tokens must each add up to 1, one share "
-            f"for each of the {len(upper)} classes"
+            f"{where}: with tokens, the shares of documents and of tokens must each add up to 1, one share for each of "
+            f"the {len(upper)} classes"
         )
     found = []
     for low, high, share, token_share in zip([1, *upper], upper, shares, tokens, strict=False):
         class_mean = mean * token_share / share if share else (low + high) / 2
         if not low < class_mean < high or (token_share and not share):
             raise ConfigError(
-                f"--lengths {name!r}: documents of {low} to {high} tokens would have {class_mean:.6g} on average "
+                f"{where}: documents of {low} to {high} tokens would have {class_mean:.6g} on average "
                 "(mean x tokens / documents); correct the shares"
             )
         found.append(fit_exponent(low, high, class_mean))
     return tuple(found)
-
-
-def _numbers(tree: dict[str, Any], key: str, name: str) -> list[float]:
-    """Return a list of finite numbers."""
-    values = tree.get(key)
-    is_list = isinstance(values, list) and bool(values)
-    if not is_list or any(isinstance(x, bool) or not isinstance(x, int | float) for x in tree[key]):
-        raise ConfigError(f"--lengths {name!r}: {key} must be a list of numbers, one for each class of lengths")
-    numbers = [float(x) for x in tree[key]]
-    if not np.isfinite(numbers).all():
-        raise ConfigError(f"--lengths {name!r}: {key} must have finite numbers only")
-    return numbers

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
-from moefold.config.groups.ffn import FeedForwardPart, RoutedPart
+from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
@@ -20,9 +20,10 @@ from moefold.cost.activation_columns import (
     layer_columns,
     recomputes_comm,
 )
-from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
+from moefold.cost.recompute_parts import NETWORK_PARTS
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart, KernelProfile
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -33,9 +34,6 @@ PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "
 """Parts of the memory ledger that are reported separately; the others are activations."""
 
 OFFLOADABLE_LABELS = tuple(dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels))
-
-PARTS_NOT_IN_KIND = (frozenset({"moe", "expert_activation", "shared_experts"}), frozenset({"dense_mlp"}))
-"""Recomputable parts that a dense layer does not have, and that an MoE layer does not have."""
 
 MemoryStrategy = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts to recompute, and parts to offload."""
@@ -257,7 +255,7 @@ class ActivationMemoryTable:
         Cached by the parts of the mapping and of the recomputation that this kind has.
         """
         degrees = self.cache_key(mapping) if layer.ffn.is_routed else (mapping.tp,)
-        key = (layer, *degrees, formula.recompute - PARTS_NOT_IN_KIND[layer.ffn.is_routed])
+        key = (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
         if key not in self._layer_cache:
             found = layer_columns(formula, layer)
             self._layer_cache[key] = (
@@ -340,12 +338,12 @@ def _activation_memory(
         dispatcher=_like_in_memory(mapping.dispatcher),
     )
     train = replace(cfg.train, micro_batch_size=mapping.mbs)
-    return ActivationMemory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
+    return activation_memory(replace(cfg, parallel=parallel, train=train), recompute, kernel_profile, imbalance)
 
 
 def routed_tokens_per_token(part: FeedForwardPart, workload: TrainingWorkload, ep: int) -> float:
     """Return the routed tokens that the experts of one of `ep` ranks receive, for each of its tokens."""
-    if not isinstance(part, RoutedPart):
+    if part.routed is None:
         return 0.0
     factor = workload.capacity_factor
-    return part.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)
+    return part.routed.mean_active * workload.max_over_mean(ep) * (min(1.0, factor) if factor else 1.0)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.config.groups.ffn import RoutedPart
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
@@ -135,7 +134,7 @@ class MemoryModel:
         working = 0 if self.device.name == "cpu" else EXPERT_BACKWARD_BUFFERS * w.value_bytes
         for layer in self.model_spec.kinds:
             dense, experts = layer_parameters(layer)
-            width = layer.ffn.intermediate_size if isinstance(layer.ffn, RoutedPart) else 0
+            width = layer.ffn.routed.intermediate_size if layer.ffn.routed else 0
             hidden_values = tokens * routed_tokens_per_token(layer.ffn, w, mapping.ep) * width
             for size, work in (
                 (dense / mapping.tp, 0.0),

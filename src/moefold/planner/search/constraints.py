@@ -30,13 +30,14 @@ from moefold.validate.parallel import (
     auto_layout_errors,
     validate_batch_size,
     validate_degrees,
+    validate_dispatch_kernels,
     validate_expert_overlap,
     validate_micro_batch_count,
     validate_pipeline_layout,
     validate_schedule,
     validate_sequence_length,
 )
-from moefold.validate.planned_attention import validate_attention_pool
+from moefold.validate.placement import validate_attention_pool
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
 from moefold.validate.sites import validate_site_shards
@@ -134,12 +135,6 @@ def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     return map(str, ask(chosen(cfg, group).check, cfg))
 
 
-def _validate_dispatch_kernels(cfg: Config) -> Iterator[str]:
-    """Check that the dispatcher supports the settings, among them overlap."""
-    p = cfg.parallel
-    return map(str, chosen(cfg, DispatcherPart).check_kernels(cfg)) if p.ep * p.etp > 1 else iter(())
-
-
 def _counts_tokens(dispatcher: DispatcherPart) -> bool:
     """Return whether the rules of a dispatcher may read the tokens of a dispatch: it has rules of its own."""
     return is_own(dispatcher, "check")
@@ -173,15 +168,14 @@ PIPELINE_RULES = (
     MappingRule(validate_batch_size, ("dp", "mbs")),
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
-DISPATCH_OVERLAP_RULES = (MappingRule(_validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
+DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
 VALIDATE_DISPATCHER = partial(_validate_part, DispatcherPart)
 DISPATCH_RULES = (
-    MappingRule(
-        VALIDATE_DISPATCHER, ("ep", "etp", "dispatcher", "overlap"), applies_when=("dispatcher", _counts_no_tokens)
-    ),
+    *DISPATCH_OVERLAP_RULES,
+    MappingRule(VALIDATE_DISPATCHER, ("ep", "etp", "dispatcher"), applies_when=("dispatcher", _counts_no_tokens)),
     MappingRule(
         VALIDATE_DISPATCHER,
-        ("ep", "etp", "dispatcher", "overlap", "samples_per_dispatch"),
+        ("ep", "etp", "dispatcher", "samples_per_dispatch"),
         applies_when=("dispatcher", _counts_tokens),
     ),
 )

@@ -5,21 +5,17 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from moefold.config.groups.context import ContextPart, PlannedPart
+from moefold.config.find import built_in_kinds
+from moefold.config.groups.context import ContextPart
 from moefold.config.part import make_part
 from moefold.planner.search.constraints import Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 
 
 def candidate_strategies(own: ContextPart) -> list[ContextPart]:
-    """Return the recipe's own strategy, and then planned attention with each placement and choice of hosts."""
-    base: PlannedPart = own if isinstance(own, PlannedPart) else make_part(own.group, "planned")
-    planned = [
-        replace(base, placement=placement, hosts=hosts)
-        for placement in ("samples", "documents", "balanced")
-        for hosts in ("home", "balanced")
-    ]
-    return list(dict.fromkeys([own, *planned]))
+    """Return the recipe's own strategy, and then the variants of it and of the other built-in kinds."""
+    others = (make_part(own.group, kind) for kind in built_in_kinds(own.group) if kind != own.kind)
+    return list(dict.fromkeys([own, *chain.from_iterable(part.variants() for part in (own, *others))]))
 
 
 class DocumentSearch:

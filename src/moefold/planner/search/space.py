@@ -21,7 +21,7 @@ from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import Part, word_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
-from moefold.config.train import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.mapping import PipelineVariant
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy

@@ -1,8 +1,7 @@
 """Export of a simulated step: a trace for Perfetto and Chrome, or a picture. Torch-free."""
 
 import json
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,32 +21,33 @@ from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,
     SEND,
-    Event,
     Span,
     Timeline,
     choose_windows,
     describe_windows,
     intersects,
+    subtract_spans,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TraceEvent = dict[str, Any]
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Tracks of a rank in a trace: its passes, and its streams."""
 IDLE_COLOUR = "#f1f3f6"
 HIDDEN_COMM = "hidden communication"
 EXPOSED_COMM = "exposed communication"
 LEGEND = (
-    {kind: (PASS_COLOURS[kind], name) for kind, name in PASS_NAMES.items()}
-    | {EXPOSED_COMM: (EXPOSED_COLOUR, EXPOSED_COMM), HIDDEN_COMM: (FAINT, HIDDEN_COMM)}
-    | {part: (STEP_TAIL_COLOURS[part], name) for part, name in STEP_TAIL_NAMES.items()}
+    {name: PASS_COLOURS[kind] for kind, name in PASS_NAMES.items()}
+    | {EXPOSED_COMM: EXPOSED_COLOUR, HIDDEN_COMM: FAINT}
+    | {name: STEP_TAIL_COLOURS[part] for part, name in STEP_TAIL_NAMES.items()}
 )
-"""Colour and name of everything that a picture may show."""
-WIDTH = 16.0
-LANE = 0.42
-DPI = 150
+"""Colour of everything that a picture of a step may show."""
+LANE = (-0.4, 0.4)
+UPPER_HALF = (-0.4, -0.02)
+LOWER_HALF = (0.02, 0.4)
 MIN_LABELLED_FRACTION = 0.012
 """Minimum width of a pass with a label, as a fraction of the picture's width."""
 
@@ -58,12 +58,21 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     Raises:
         ConfigError: the suffix is another one, or the file cannot be written.
     """
+    write_export(path, lambda: chrome_trace(timeline), lambda: draw_timeline(timeline))
+
+
+def write_export(path: Path, trace: Callable[[], Sequence[TraceEvent]], draw: Callable[[], "Figure"]) -> None:
+    """Write the events as a trace (.json), or what `draw` returns as a picture.
+
+    Raises:
+        ConfigError: the suffix is another one, or the file cannot be written.
+    """
     check_timeline_file(path)
     try:
         if path.suffix.lower() == ".json":
-            path.write_text(json.dumps(chrome_trace(timeline)))
+            path.write_text(json.dumps({"traceEvents": trace(), "displayTimeUnit": "ms"}))
         else:
-            draw_timeline(timeline).savefig(path)
+            draw().savefig(path)
     except OSError as error:
         raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from None
 
@@ -79,109 +88,108 @@ def check_timeline_file(path: Path) -> None:
     check_writable("--timeline", path)
 
 
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+def chrome_trace(timeline: Timeline) -> list[TraceEvent]:
     """Return the step in the trace event format.
 
     Each pipeline rank is a process, times are in microseconds, and arrows connect messages.
     """
-    return {
-        "traceEvents": [*_metadata_events(timeline), *_slice_events(timeline), *_flow_events(timeline)],
-        "displayTimeUnit": "ms",
-    }
-
-
-def _metadata_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    events: list[TraceEvent] = []
+    begins = {}
     for rank in range(timeline.num_ranks):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        events += name_track("process", f"pipeline rank {rank}", rank, {"pid": rank})
         for i, track in enumerate(TRACKS):
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": i, "args": {"name": track}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": i, "args": {"sort_index": i}}
-
-
-def _slice_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for rank in range(timeline.num_ranks):
-        for action, (start, end) in timeline.actions(rank):
-            yield _slice_event(
-                rank, _track_index(action), f"{PASS_NAMES[action.kind]} {action.micro_batch}", (start, end), action
-            )
+            events += name_track("thread", track, i, {"pid": rank, "tid": i})
+        for action, span in timeline.actions(rank):
+            track = "forward" if action.kind == "F" else "backward"
+            events.append(_slice(rank, track, f"{PASS_NAMES[action.kind]} {action.micro_batch}", span, action))
+            if action.kind != "W":
+                begins[rank, action.stage, track, action.micro_batch] = events[-1]
     for event in timeline.events:
-        track = TRACKS.index(event.stream)
-        yield _slice_event(event.rank, track, event.part, (event.start_s, event.end_s), event.action)
-
-
-def _slice_event(rank: int, track: int, name: str, span: tuple[float, float], action: Action | None) -> dict[str, Any]:
-    args = {} if action is None else {"action": str(action), "stage": action.stage, "micro_batch": action.micro_batch}
-    start, end = span
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": TRACKS[track],
-        "pid": rank,
-        "tid": track,
-        "ts": start * 1e6,
-        "dur": (end - start) * 1e6,
-        "args": args,
-    }
-
-
-def _flow_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the arrows from each message to the pass that receives it."""
-    begins = {
-        (rank, action.stage, "F" if action.kind == "F" else "B", action.micro_batch): (start, _track_index(action))
-        for rank in range(timeline.num_ranks)
-        for action, (start, _) in timeline.actions(rank)
-        if action.kind != "W"
-    }
-    messages = [event for event in timeline.events if event.stream == SEND]
+        events.append(_slice(event.rank, event.stream, event.part, (event.start_s, event.end_s), event.action))
+    # Arrows lead from each message to the pass that receives it.
+    messages = [event for event in timeline.events if event.stream == SEND and event.action is not None]
     for number, event in enumerate(messages):
         assert event.action is not None
-        way = "F" if event.action.kind == "F" else "B"
-        stage = event.action.stage + (1 if way == "F" else -1)
-        start, track = begins[event.peer, stage, way, event.action.micro_batch]
+        track, step = ("forward", 1) if event.action.kind == "F" else ("backward", -1)
+        receiver = begins[event.peer, event.action.stage + step, track, event.action.micro_batch]
         common = {"name": "message", "cat": SEND, "id": number}
-        yield {"ph": "s", "pid": event.rank, "tid": TRACKS.index(SEND), "ts": event.start_s * 1e6, **common}
-        yield {"ph": "f", "bp": "e", "pid": event.peer, "tid": track, "ts": start * 1e6, **common}
+        events.append({"ph": "s", "pid": event.rank, "tid": TRACKS.index(SEND), "ts": event.start_s * 1e6, **common})
+        events.append({"ph": "f", "bp": "e", **{key: receiver[key] for key in ("pid", "tid", "ts")}, **common})
+    return events
 
 
-def _track_index(action: Action) -> int:
-    return 0 if action.kind == "F" else 1
+def name_track(what: str, name: str, position: int, ids: Mapping[str, int]) -> Iterator[TraceEvent]:
+    """Yield the events that name and order a process or thread."""
+    yield {"ph": "M", "name": f"{what}_name", **ids, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{what}_sort_index", **ids, "args": {"sort_index": position}}
+
+
+def _slice(rank: int, track: str, name: str, span: Span, action: Action | None) -> TraceEvent:
+    args = {} if action is None else {"action": str(action), "stage": action.stage, "micro_batch": action.micro_batch}
+    return trace_slice(name, track, span, {"pid": rank, "tid": TRACKS.index(track)}, args)
+
+
+def trace_slice(name: str, category: str, span: Span, ids: Mapping[str, int], args: Mapping[str, object]) -> TraceEvent:
+    """Return the event of an interval, given in seconds."""
+    start, end = span
+    return {
+        "ph": "X", "name": name, "cat": category, **ids, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
+    }  # fmt: skip
 
 
 def draw_timeline(timeline: Timeline) -> "Figure":
     """Draw a lane for each rank: passes above, collectives below, red if exposed; a long step in windows."""
-    # No pyplot: it would select a display and keep every figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    height = 1.5 + LANE * timeline.num_ranks
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
     windows = choose_windows(timeline)
     names = [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
-    left = 0.055
-    right = 0.99
-    gap = 0.012
+    figure, panels, scale = draw_lanes(names, windows, timeline.total_s)
     drawn = set()
-    width = (right - left - gap * (len(windows) - 1)) / len(windows)
-    for i, window in enumerate(windows):
-        axes = figure.add_axes((left + i * (width + gap), 0.55 / height, width, 1 - 1.35 / height))
+    for axes, window in zip(panels, windows, strict=True):
         for rank in range(timeline.num_ranks):
-            axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE_COLOUR)
             drawn |= _draw_passes(axes, timeline, rank, (window, len(windows)), scale)
             drawn |= _draw_streams(axes, timeline, rank, window, scale)
-        axes.set(xlim=(window[0] * scale, window[1] * scale), ylim=(timeline.num_ranks - 0.5, -0.5))
-        axes.set_xlabel(unit, color=FAINT, fontsize=9, labelpad=1)
-        axes.set_yticks(range(timeline.num_ranks), names if i == 0 else [""] * timeline.num_ranks, fontsize=9)
-        axes.tick_params(colors=FAINT, labelsize=9, length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-    figure.text(0.008, 1 - 0.3 / height, format_summary(timeline), fontsize=12, fontweight="bold", color=INK)
-    faint: dict[str, Any] = {"color": FAINT, "fontsize": 9, "ha": "right"}
-    figure.text(right, 1 - 0.6 / height, describe_windows(timeline, windows), va="center", **faint)
-    _draw_legend(figure, height, drawn)
+    add_title(figure, format_summary(timeline), {name: LEGEND[name] for name in LEGEND if name in drawn})
+    figure.supxlabel(describe_windows(timeline, windows), x=0.99, ha="right", color=FAINT, fontsize=9)
     return figure
+
+
+def draw_lanes(names: Collection[str], windows: Sequence[Span], end_s: float) -> tuple["Figure", list["Axes"], float]:
+    """Draw an idle lane for each name, in a panel for each window.
+
+    Returns:
+        The figure, its panels, and the units of the horizontal axis in a second.
+    """
+    from matplotlib.figure import Figure
+
+    # No pyplot: it would select a display and keep every figure alive.
+    figure = Figure(figsize=(16, 1.5 + 0.42 * len(names)), dpi=150, facecolor="white", layout="constrained")
+    panels = list(figure.subplots(1, len(windows), sharey=True, squeeze=False)[0])
+    unit, scale = ("s", 1.0) if end_s >= 1 else ("ms", 1e3)
+    for axes, (start, end) in zip(panels, windows, strict=True):
+        for lane in range(len(names)):
+            axes.broken_barh([(0, end_s * scale)], (lane - 0.44, 0.88), facecolor=IDLE_COLOUR)
+        axes.set(xlim=(start * scale, end * scale), ylim=(len(names) - 0.5, -0.5))
+        axes.set_xlabel(unit, color=FAINT, fontsize=9)
+        axes.tick_params(colors=FAINT, labelsize=9, length=0)
+        axes.spines[:].set_visible(False)
+    panels[0].set_yticks(range(len(names)), names)
+    return figure, panels, scale
+
+
+def add_title(figure: "Figure", title: str, colours: Mapping[str, str]) -> None:
+    """Add a title, and a legend of the colours that are drawn."""
+    from matplotlib.patches import Patch
+
+    entries = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    layout: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "ncols": len(entries)}
+    figure.legend(
+        handles=entries,
+        title=title,
+        title_fontproperties={"size": 12, "weight": "bold"},
+        **layout,
+        frameon=False,
+        fontsize=9,
+        labelcolor=FAINT,
+    )
 
 
 def format_summary(timeline: Timeline) -> str:
@@ -196,67 +204,37 @@ def format_summary(timeline: Timeline) -> str:
 def _draw_passes(
     axes: "Axes", timeline: Timeline, rank: int, window_and_count: tuple[Span, int], scale: float
 ) -> set[str]:
-    """Draw the passes of a rank within one of the windows; return their kinds."""
+    """Draw the passes of a rank within one of the windows; return their names."""
     window, num_windows = window_and_count
     least = MIN_LABELLED_FRACTION * num_windows * (window[1] - window[0])
     spans = {action: span for action, span in timeline.actions(rank) if intersects(span, window)}
     for kind, colour in PASS_COLOURS.items():
-        # Where passes overlap, the forward ones have the upper half of the lane.
-        low, high = (
-            (-0.4, 0.4) if not timeline.has_overlapping_passes else (-0.4, -0.02) if kind == "F" else (0.02, 0.4)
-        )
+        low, high = LANE
+        if timeline.has_overlapping_passes:
+            # The forward passes have the upper half of the lane.
+            low, high = UPPER_HALF if kind == "F" else LOWER_HALF
         chosen = [(action, span) for action, span in spans.items() if action.kind == kind]
         bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
         axes.broken_barh(bars, (rank + low, high - low), facecolor=colour, edgecolor="white", linewidth=0.3)
         for action, (start, end) in chosen:
-            middle = (start + end) / 2
             if end - start > least and window[0] <= start and end <= window[1]:
                 at: dict[str, Any] = {"fontsize": 7, "ha": "center", "va": "center", "color": INK}
-                axes.text(middle * scale, rank + (low + high) / 2, str(action.micro_batch), **at)
-    return {action.kind for action in spans}
+                axes.text((start + end) / 2 * scale, rank + (low + high) / 2, str(action.micro_batch), **at)
+    return {PASS_NAMES[action.kind] for action in spans}
 
 
 def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
-    """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn kinds."""
-    compute = [(e.start_s, e.end_s) for e in timeline.events_of(rank, COMPUTE)]
-    pieces: dict[str, list[Span]] = {HIDDEN_COMM: [], EXPOSED_COMM: []}
+    """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn entries."""
+    exposed = timeline.exposed(rank)
+    hidden = subtract_spans(timeline.spans(rank, COMMUNICATION), exposed)
     drawn = set()
-    for event in timeline.events_of(rank, COMMUNICATION):
-        for start, end, is_hidden in split_by_overlap(event, compute):
-            if intersects((start, end), window):
-                pieces[HIDDEN_COMM if is_hidden else EXPOSED_COMM].append((start * scale, (end - start) * scale))
-    axes.broken_barh(pieces[HIDDEN_COMM], (rank + 0.34, 0.09), facecolor=FAINT)
-    axes.broken_barh(pieces[EXPOSED_COMM], (rank + 0.34, 0.09), facecolor=EXPOSED_COLOUR)
+    for name, spans in ((HIDDEN_COMM, hidden), (EXPOSED_COMM, exposed)):
+        bars = [(start * scale, (end - start) * scale) for start, end in spans if intersects((start, end), window)]
+        axes.broken_barh(bars, (rank + 0.34, 0.09), facecolor=LEGEND[name])
+        drawn |= {name} if bars else set()
     for event in timeline.events_of(rank, COMPUTE, COMMUNICATION):
         if event.action is None and intersects((event.start_s, event.end_s), window):
             bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
             axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=STEP_TAIL_COLOURS[event.part])
-            drawn.add(event.part)
-    return drawn | {kind for kind, spans in pieces.items() if spans}
-
-
-def split_by_overlap(event: Event, compute: list[tuple[float, float]]) -> Iterator[tuple[float, float, bool]]:
-    """Yield the parts of an event that overlap with one of the ordered `compute` spans, and those that do not."""
-    at = event.start_s
-    first = max(0, bisect_right(compute, (at, float("inf"))) - 1)
-    for i in range(first, len(compute)):
-        start, end = compute[i]
-        if start >= event.end_s:
-            break
-        if end > at:
-            if start > at:
-                yield at, start, False
-            yield max(at, start), min(end, event.end_s), True
-            at = min(end, event.end_s)
-    if at < event.end_s:
-        yield at, event.end_s, False
-
-
-def _draw_legend(figure: Any, height: float, drawn: set[str]) -> None:
-    """Draw the legend of the colours in the picture."""
-    left = 0.055
-    for kind, (colour, name) in LEGEND.items():
-        if kind in drawn:
-            figure.text(left, 1 - 0.6 / height, "■", color=colour, fontsize=10, va="center")
-            figure.text(left + 0.011, 1 - 0.6 / height, name, color=FAINT, fontsize=9, va="center")
-            left += 0.022 + 0.0052 * len(name)
+            drawn.add(STEP_TAIL_NAMES[event.part])
+    return drawn

@@ -1,29 +1,36 @@
 """Export of simulated rounds of reinforcement learning as a trace or a picture. Torch-free."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from moefold.errors import ConfigError
-from moefold.planner.colours import FAINT, INK
-from moefold.planner.simulator.export import DPI, LANE, WIDTH, check_timeline_file, chrome_trace
-from moefold.planner.simulator.rounds import COPY, DECODE, PREFILL, REWARD, TRAIN, RoundTimeline
+from moefold.planner.simulator.export import (
+    TraceEvent,
+    add_title,
+    chrome_trace,
+    draw_lanes,
+    name_track,
+    trace_slice,
+    write_export,
+)
+from moefold.planner.simulator.rounds import COPY, DECODE, PREFILL, REWARD, SAMPLING_PARTS, TRAIN, RoundTimeline
 from moefold.planner.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {COPY: "#8a8f98", PREFILL: "#f2a065", DECODE: "#e3c04b", REWARD: "#7fb0d3", TRAIN: "#2b5c8a"}
 
 
 def lanes_of(rounds: RoundTimeline) -> Mapping[str, tuple[str, ...]]:
     """Return the lanes of rounds, one for each set of ranks, and the parts that are drawn in each."""
-    sampling = tuple(part for part in COLOURS if part != TRAIN)
     if rounds.rounds_ahead is None:
-        return {"all ranks": (*sampling, TRAIN)}
-    return {"ranks that train": (TRAIN,), "ranks that sample": sampling}
+        return {"all ranks": (*SAMPLING_PARTS, TRAIN)}
+    return {"ranks that train": (TRAIN,), "ranks that sample": SAMPLING_PARTS}
 
 
 def write_rounds(rounds: RoundTimeline, step: Timeline, path: Path) -> None:
-    """Write rounds as a trace (.json), in which some training steps have their passes, or draw them.
+    """Write rounds as a trace (.json), in which the training steps have their passes, or draw them.
 
     Args:
         rounds: the simulated rounds.
@@ -33,79 +40,39 @@ def write_rounds(rounds: RoundTimeline, step: Timeline, path: Path) -> None:
     Raises:
         ConfigError: the suffix is another one, or the file cannot be written.
     """
-    check_timeline_file(path)
-    try:
-        if path.suffix.lower() == ".json":
-            path.write_text(json.dumps(rounds_trace(rounds, step)))
-        else:
-            _draw(rounds, path)
-    except OSError as error:
-        raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from None
+    write_export(path, lambda: rounds_trace(rounds, step), lambda: draw_rounds(rounds))
 
 
-def rounds_trace(rounds: RoundTimeline, step: Timeline) -> dict[str, Any]:
+def rounds_trace(rounds: RoundTimeline, step: Timeline) -> list[TraceEvent]:
     """Return the rounds in the trace event format: a process for each lane, and for each pipeline rank."""
-    events: list[dict[str, Any]] = []
-    inner = chrome_trace(step)["traceEvents"]
-    events += [event for event in inner if event["ph"] == "M"]
+    inner = chrome_trace(step)
+    events = [event for event in inner if event["ph"] == "M"]
     for number, (name, parts) in enumerate(lanes_of(rounds).items()):
         pid = step.num_ranks + number
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": number - 2}})
-        events += [
-            {
-                "ph": "X",
-                "name": f"{phase.part} {phase.round_number}",
-                "cat": phase.part,
-                "pid": pid,
-                "tid": 0,
-                "ts": phase.start_s * 1e6,
-                "dur": (phase.end_s - phase.start_s) * 1e6,
-                "args": {"round": phase.round_number},
-            }
-            for phase in rounds.phases
-            if phase.part in parts
-        ]
+        events += name_track("process", name, number - 2, {"pid": pid})
+        for phase in (phase for phase in rounds.phases if phase.part in parts):
+            title = f"{phase.part} {phase.round_number}"
+            span = phase.start_s, phase.end_s
+            events.append(trace_slice(title, phase.part, span, {"pid": pid, "tid": 0}, {"round": phase.round_number}))
     for number, phase in enumerate(phase for phase in rounds.phases if phase.part == TRAIN):
         for event in inner:
             if event["ph"] != "M":
                 moved = event | {"ts": event["ts"] + phase.start_s * 1e6}
                 # Arrows have a number of their own in each step.
                 events.append(moved | {"id": f"{number}.{event['id']}"} if "id" in event else moved)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return events
 
 
-def _draw(rounds: RoundTimeline, path: Path) -> None:
+def draw_rounds(rounds: RoundTimeline) -> "Figure":
     """Draw the phases in their lanes."""
-    # No pyplot: it would select a display and keep every figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lanes = lanes_of(rounds)
-    height = 1.5 + LANE * 2 * len(lanes)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
     end_s = max(phase.end_s for phase in rounds.phases)
-    unit, scale = ("s", 1.0) if end_s >= 1 else ("ms", 1e3)
-    axes = figure.add_axes((0.1, 0.55 / height, 0.89, 1 - 1.35 / height))
-    drawn = set()
+    figure, (axes,), scale = draw_lanes(lanes, [(0.0, end_s)], end_s)
     for lane, parts in enumerate(lanes.values()):
-        axes.broken_barh([(0, end_s * scale)], (lane - 0.44, 0.88), facecolor="#f1f3f6")
-        for phase in rounds.phases:
-            if phase.part in parts:
-                bar = (phase.start_s * scale, (phase.end_s - phase.start_s) * scale)
-                axes.broken_barh([bar], (lane - 0.4, 0.8), facecolor=COLOURS[phase.part], edgecolor="white", lw=0.3)
-                drawn.add(phase.part)
-    axes.set(xlim=(0, end_s * scale), ylim=(len(lanes) - 0.5, -0.5))
-    axes.set_yticks(range(len(lanes)), list(lanes), fontsize=9)
-    axes.set_xlabel(unit, color=FAINT, fontsize=9, labelpad=1)
-    axes.tick_params(colors=FAINT, labelsize=9, length=0)
-    axes.spines[:].set_visible(False)
+        for phase in (phase for phase in rounds.phases if phase.part in parts):
+            bar = (phase.start_s * scale, (phase.end_s - phase.start_s) * scale)
+            axes.broken_barh([bar], (lane - 0.4, 0.8), facecolor=COLOURS[phase.part], edgecolor="white", lw=0.3)
+    drawn = {phase.part for phase in rounds.phases}
     title = f"{rounds.step_s:.4g} s a step of reinforcement learning (decoding is not calibrated)"
-    figure.text(0.008, 1 - 0.3 / height, title, fontsize=12, fontweight="bold", color=INK)
-    left = 0.1
-    for part in (part for part in COLOURS if part in drawn):
-        figure.text(left, 1 - 0.6 / height, "■", color=COLOURS[part], fontsize=10, va="center")
-        figure.text(left + 0.011, 1 - 0.6 / height, part, color=FAINT, fontsize=9, va="center")
-        left += 0.022 + 0.0052 * len(part)
-    figure.savefig(path)
+    add_title(figure, title, {part: colour for part, colour in COLOURS.items() if part in drawn})
+    return figure

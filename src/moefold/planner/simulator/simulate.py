@@ -13,7 +13,7 @@ forward and a backward pass of two micro-batches, in the runtime's order (`topol
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moefold.config.part import Part
@@ -61,7 +61,7 @@ class StageSegments:
         return chains[kind]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Noise:
     """Stragglers and jitter. They slow down compute; collectives and messages keep their duration."""
 
@@ -312,7 +312,7 @@ def stage_segments(
     Without overlap, the layers of one kind are merged into one long layer: the times are the same, with fewer events.
     """
     plain = replace(mapping, overlap=False)
-    layers = [_LayerSegments(cost_model, plain, kind) for kind in range(len(cost_model.model_spec.kinds))]
+    layers = [_layer_segments(cost_model, plain, kind) for kind in range(len(cost_model.model_spec.kinds))]
     head = cost_model.head_and_loss_s(mapping.tp, mapping.cp, mapping.mbs)
     if chunks is None:
         chunks = cost_model.split(placed_ranks(mapping.schedule, mapping.pp, mapping.vpp))
@@ -320,55 +320,51 @@ def stage_segments(
     return tuple(_combine_stage(chunk, layers, head, send_s, keeps_layers_apart=mapping.overlap) for chunk in chunks)
 
 
-class _LayerSegments:
-    """Segments of one layer of a kind, with its launches and recomputation."""
-
-    def __init__(self, cost_model: CostModel, mapping: ParallelMapping, kind: int) -> None:
-        mixer, feed_forward = cost_model.blocks(kind, mapping)
-        priced = cost_model.layer_time(kind, mapping)
-        recompute_s = priced.part_s("recompute")
-        forward_items = mixer.forward + feed_forward.forward
-        backward_items = feed_forward.backward + mixer.backward
-        launches = float(priced.forward_s[0]) - sum(work.seconds for work in forward_items)
-        self.forward = (*map(_segment, forward_items), Segment("launch", launches))
-        recompute = Segment("recompute", recompute_s)
-        late_s = float(priced.backward_s[0]) - recompute_s - sum(work.seconds for work in backward_items)
-        late_launches = Segment("launch", late_s)
-        self.backward = (recompute, *map(_segment, backward_items), late_launches)
-        computed = sum(work.seconds for work in backward_items if not work.is_comm)
-        input_fraction = 1.0 - priced.wgrad_s / computed if computed else 1.0
-        self.input_gradient = (
-            recompute,
-            *(_scale_segment(_segment(work), 1.0 if work.is_comm else input_fraction) for work in backward_items),
-            late_launches,
-        )
-        self.weight_gradient = (Segment("weight_gradients", priced.wgrad_s),)
+def _layer_segments(cost_model: CostModel, mapping: ParallelMapping, kind: int) -> StageSegments:
+    """Return the segments of one layer of a kind, with its launches and recomputation."""
+    mixer, feed_forward = cost_model.blocks(kind, mapping)
+    priced = cost_model.layer_time(kind, mapping)
+    forward = mixer.forward + feed_forward.forward
+    backward = feed_forward.backward + mixer.backward
+    recompute = Segment("recompute", priced.part_s("recompute"))
+    launches = Segment("launch", float(priced.forward_s[0]) - sum(work.seconds for work in forward))
+    late_s = float(priced.backward_s[0]) - recompute.seconds - sum(work.seconds for work in backward)
+    late_launches = Segment("launch", late_s)
+    computed = sum(work.seconds for work in backward if not work.is_comm)
+    share = 1.0 - priced.wgrad_s / computed if computed else 1.0
+    inputs = (_scale_segment(_segment(work), 1.0 if work.is_comm else share) for work in backward)
+    return StageSegments(
+        forward=(*map(_segment, forward), launches),
+        backward=(recompute, *map(_segment, backward), late_launches),
+        input_gradient=(recompute, *inputs, late_launches),
+        weight_gradient=(Segment("weight_gradients", priced.wgrad_s),),
+    )
 
 
 def _combine_stage(
     chunk: ModelChunk,
-    layers: Sequence[_LayerSegments],
+    layers: Sequence[StageSegments],
     head: tuple[float, float],
     p2p_s: float,
     *,
     keeps_layers_apart: bool,
 ) -> StageSegments:
-    def chain(pieces_of: Callable[[_LayerSegments], Segments], *, backwards: bool) -> Segments:
+    def chain(kind: str) -> Segments:
         order = list(zip(chunk.kind_counts, layers, strict=True))
         pieces: list[Segment] = []
-        for count, layer in reversed(order) if backwards else order:
+        for count, layer in order if kind == "F" else reversed(order):
             if keeps_layers_apart:
-                pieces += pieces_of(layer) * count
+                pieces += layer.segments(kind) * count
             elif count:
-                pieces += [_scale_segment(piece, count) for piece in pieces_of(layer)]
+                pieces += [_scale_segment(piece, count) for piece in layer.segments(kind)]
         return tuple(piece for piece in pieces if piece.seconds > 0)
 
     ends = [(Segment("head", seconds),) if chunk.has_loss else () for seconds in head]
     return StageSegments(
-        forward=chain(lambda layer: layer.forward, backwards=False) + ends[0],
-        backward=ends[1] + chain(lambda layer: layer.backward, backwards=True),
-        input_gradient=ends[1] + chain(lambda layer: layer.input_gradient, backwards=True),
-        weight_gradient=chain(lambda layer: layer.weight_gradient, backwards=True),
+        forward=chain("F") + ends[0],
+        backward=ends[1] + chain("B"),
+        input_gradient=ends[1] + chain("I"),
+        weight_gradient=chain("W"),
         p2p_s=p2p_s,
     )
 

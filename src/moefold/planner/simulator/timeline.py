@@ -1,6 +1,6 @@
 """Timeline of a simulated step: events, metrics, and windows of long steps for pictures. Torch-free."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -81,11 +81,17 @@ class Timeline:
             return 0.0
         return sum(self.idle_s(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.span_s)
 
+    def exposed(self, rank: int) -> list[Span]:
+        """Return the spans in which a rank's collectives run without compute, the end of the step included."""
+        return subtract_spans(self.spans(rank, COMMUNICATION), self.spans(rank, COMPUTE))
+
     def exposed_s(self, rank: int) -> float:
         """Return the seconds in which a rank's collectives run without compute, the end of the step included."""
-        collectives = merge_spans((event.start_s, event.end_s) for event in self.events_of(rank, COMMUNICATION))
-        compute = merge_spans((event.start_s, event.end_s) for event in self.events_of(rank, COMPUTE))
-        return sum(end - start for start, end in collectives) - intersection_s(collectives, compute)
+        return sum(end - start for start, end in self.exposed(rank))
+
+    def spans(self, rank: int, stream: str) -> list[Span]:
+        """Return the spans in which a stream of a rank is busy, in order."""
+        return merge_spans((event.start_s, event.end_s) for event in self.events_of(rank, stream))
 
     def max_in_flight(self, rank: int) -> int:
         """Return the maximum number of forward passes that wait for a backward pass, including the weights' pass."""
@@ -135,18 +141,23 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def intersection_s(left: list[Span], right: list[Span]) -> float:
-    """Return the seconds in the intersection of two unions of spans."""
-    total = 0.0
-    i = 0
-    j = 0
-    while i < len(left) and j < len(right):
-        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] <= right[j][1]:
+def subtract_spans(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
+    """Return the parts of a union of spans that lie outside of another one, both in order."""
+    found: list[Span] = []
+    first = 0
+    for start, end in left:
+        while first < len(right) and right[first][1] <= start:
+            first += 1
+        at = start
+        i = first
+        while i < len(right) and right[i][0] < end:
+            if right[i][0] > at:
+                found.append((at, right[i][0]))
+            at = right[i][1]
             i += 1
-        else:
-            j += 1
-    return total
+        if at < end:
+            found.append((at, end))
+    return found
 
 
 MAX_PASSES = 160

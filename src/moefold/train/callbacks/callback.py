@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from signal import Signals
 from typing import Any
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.schema import Config
 from moefold.metrics.step_metrics import StepMetrics
 from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
@@ -36,8 +36,8 @@ class Position:
 class TrainingContext:
     """Objects of a run that its callbacks may read. Each rank has its own."""
 
-    cfg: Config
-    """Recipe with the chosen run folder as run.dir."""
+    folder: Path
+    """Chosen run folder."""
     groups: ParallelGroups
     training: TrainingStep
     """Model, optimizer and guard; `training.model.stages` are the stages of this rank."""

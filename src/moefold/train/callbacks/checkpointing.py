@@ -16,16 +16,17 @@ from moefold.checkpoint.save_load import (
     load_checkpoint,
     resolve_resume,
 )
-from moefold.checkpoint.saver import CheckpointSaver
+from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import is_collective_error
+from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change, schedule_settings
 from moefold.optim.states import step_counts
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
-from moefold.train.data_loader import continues_data
 
 if TYPE_CHECKING:
     from moefold.checkpoint.peer_snapshot import PeerSnapshots
@@ -60,25 +61,24 @@ class Checkpointing(Callback):
     training on this rank.
     """
 
-    def __init__(
-        self, saver: CheckpointSaver, checkpoint: CheckpointConfig, history: SaveHistory | None = None
-    ) -> None:
-        """Take over the snapshots of this process.
+    def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
+        """Take over the snapshots of this process, and open the saver; collective if it saves in the background.
 
         Args:
-            saver: of `open_saver`.
-            checkpoint: section of the recipe.
+            cfg: the recipe, whose settings each checkpoint records.
+            groups: the process groups of this rank.
             history: checkpoints of the run that this process knows; None for a new one.
         """
+        self._cfg = cfg
         self._history = history or SaveHistory()
-        self.saver = saver
+        self.saver = open_saver(cfg, groups)
         self.total_save_s = 0.0
         self.init_message = ""
         self.checkpoint_dp: int | None = None
         self.resume_messages: tuple[str, ...] = ()
         self._adapters: AdapterWeights | None = None
         self._eval_loss: float | None = None
-        if checkpoint.peer_every and self._history.snapshots is None:
+        if cfg.checkpoint.peer_every and self._history.snapshots is None:
             from moefold.checkpoint.peer_snapshot import PeerSnapshots
 
             self._history.snapshots = PeerSnapshots()
@@ -92,32 +92,34 @@ class Checkpointing(Callback):
             self._resume_from_peers(run, self.restored_step)
             return Resume(None)
         run.groups.recorder.set_phase("loading the checkpoint or the initial weights")
-        resume = resolve_resume(run.cfg, run.data.fingerprints)
+        resume = resolve_resume(self._cfg, run.data.fingerprints)
         self._history.resumed_from = resume.path
         run.data.open(None if resume.path is None else read_meta(resume.path))
-        if run.cfg.trains_adapters_only:
+        if self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            self._adapters = AdapterWeights.open(run.cfg.lora, run.cfg.checkpoint, run.groups, resume.path)
-            self.init_message = _load_base(run, self._adapters.base)
+            self._adapters = AdapterWeights.open(self._cfg.lora, self._cfg.checkpoint, run.groups, resume.path)
+            if self._adapters.base is not None:
+                self.init_message = self._load_weights(run, self._adapters.base)
         if resume.path is not None:
             self._load(run, resume.path)
             run.is_resumed = True
         elif self._adapters is not None:
             from moefold.train.adapter_weights import load_initial_adapters
 
-            self.init_message += load_initial_adapters(run.cfg.lora, run.cfg.checkpoint, run.training.model)
+            self.init_message += load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, run.training.model)
         else:
-            self.init_message = _load_initial_weights(run)
-            if run.cfg.trains_indexers_only and not self.init_message:
+            if self._cfg.checkpoint.init_from or self._cfg.model.upcycle_from:
+                self.init_message = self._load_weights(run)
+            if self._cfg.trains_indexers_only and not self.init_message:
                 self.init_message = (
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
                     "to start with trained ones"
                 )
-        if run.is_first_rank and run.cfg.checkpoint.saves:
+        if run.is_first_rank and self._cfg.checkpoint.saves:
             from moefold.checkpoint.run_tokenizer import save_run_tokenizer
 
-            save_run_tokenizer(run.cfg.run, run.cfg.data, run.cfg.checkpoint, is_resumed=resume.path is not None)
+            save_run_tokenizer(self._cfg.run, self._cfg.data, self._cfg.checkpoint, is_resumed=resume.path is not None)
         if resume.path is None:
             if run.training.outer is not None:
                 run.training.outer.start()
@@ -137,13 +139,14 @@ class Checkpointing(Callback):
         self.snapshots.share_progress(step, run.groups.world)
         taken = self.snapshots.snapshot(step).train_state
         assert taken is not None
-        meta = checkpoint_meta(run.cfg, taken)
+        meta = checkpoint_meta(self._cfg, taken)
         run.data.open(meta)
-        if run.cfg.trains_adapters_only:
+        if self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
             self._adapters = AdapterWeights.of_settings(taken.lora)
-            _load_base(run, self._adapters.base)
+            if self._adapters.base is not None:
+                self._load_weights(run, self._adapters.base)
         groups = run.groups
         state = checkpoint_state(*self._stored(run), run.training.optimizer)
         self.snapshots.restore(step, state, groups.world, groups.device)
@@ -154,7 +157,7 @@ class Checkpointing(Callback):
             self._progress(run),
             step_counts(run.training.optimizer, run.training.parameters),
             run.data.train_sharder.own_samples,
-            run.cfg.train.global_batch_size,
+            self._cfg.train.global_batch_size,
         )
         certify(self.snapshots, step, state, restored, groups)
 
@@ -164,7 +167,7 @@ class Checkpointing(Callback):
 
     def _take_snapshot(self, run: TrainingContext) -> None:
         """Copy the state to the memory of this rank and of its peer, if the recipe says so; collective."""
-        if self.snapshots is None or not run.cfg.checkpoint.peer_every:
+        if self.snapshots is None or not self._cfg.checkpoint.peer_every:
             return
         run.groups.recorder.set_phase("copying the state to a peer")
         started_s = run.groups.recorder.clock()
@@ -182,8 +185,8 @@ class Checkpointing(Callback):
         """
         found = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
-            own = replace(run.cfg.checkpoint, resume="auto")
-            found = resolve_resume(replace(run.cfg, checkpoint=own), run.data.fingerprints)
+            own = replace(self._cfg.checkpoint, resume="auto")
+            found = resolve_resume(replace(self._cfg, checkpoint=own), run.data.fingerprints)
         if found.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
@@ -196,22 +199,14 @@ class Checkpointing(Callback):
             self._take_snapshot(run)
         return found
 
-    def check(self) -> None:
-        """Raise the error of a save in the background."""
-        self.saver.check()
-
-    def drain(self) -> None:
-        """Wait for the save in the background."""
-        self.saver.drain()
-
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Save if it is due; collective."""
         run.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
-        if is_save_due(run.cfg.checkpoint, step):
+        if is_save_due(self._cfg.checkpoint, step):
             self.save(run)
-        if is_due(run.cfg.checkpoint.peer_every, step.number):
+        if is_due(self._cfg.checkpoint.peer_every, step.number):
             self._take_snapshot(run)
 
     def on_end(self, run: TrainingContext, status: int) -> None:
@@ -251,7 +246,7 @@ class Checkpointing(Callback):
             samples=run.position.samples,
             tokens=run.position.tokens,
             tokens_consumed=run.position.tokens_consumed,
-            schedule=schedule_settings(run.cfg.run, run.cfg.train),
+            schedule=schedule_settings(self._cfg.run, self._cfg.train),
             stream=run.data.train_sampler.state(run.position.samples),
             guard=training.guard.state(),
             checked_step=run.position.checked_step,
@@ -275,15 +270,15 @@ class Checkpointing(Callback):
     def _load(self, run: TrainingContext, path: Path) -> None:
         """Restore model, optimizer, data position and guard from a checkpoint; collective."""
         training = run.training
-        if run.cfg.sites.is_active or read_meta(path).sites:
+        if self._cfg.sites.is_active or read_meta(path).sites:
             from moefold.train.outer_state import check_expert_owner
 
-            check_expert_owner(read_meta(path), run.cfg.sites)
+            check_expert_owner(read_meta(path), self._cfg.sites)
         meta = load_checkpoint(path, *self._stored(run), training.optimizer, training.optimized)
         if training.outer is not None:
             from moefold.train.outer_state import load_outer_states
 
-            load_outer_states(training.outer, path, meta, run.cfg.run, run.cfg.model, run.cfg.sites)
+            load_outer_states(training.outer, path, meta, self._cfg.run, self._cfg.model, self._cfg.sites)
         run.data.restore(path, meta)
         self._restore_progress(run, meta)
 
@@ -296,7 +291,7 @@ class Checkpointing(Callback):
         run.position.samples = 0
         guard = meta.guard
         # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
-        if continues_data(run.cfg, meta, run.data.fingerprints):
+        if not run.data.order_change(meta):
             run.position.samples = meta.samples
             run.data.train_sampler.restore(meta.stream)
         elif isinstance(guard, dict):
@@ -305,45 +300,34 @@ class Checkpointing(Callback):
         updates = meta.step - training.guard.num_skipped if meta.moment_updates is None else meta.moment_updates
         training.restore_moment_updates(updates)
         self.checkpoint_dp = meta.dp
-        self.resume_messages = _resume_messages(run, meta)
+        self.resume_messages = self._resume_messages(run, meta)
         run.position.checked_step = meta.checked_step
 
+    def _load_weights(self, run: TrainingContext, folder: Path | None = None) -> str:
+        """Load the weights of a folder, None: those that the recipe names; collective. Returns a description."""
+        # The readers of Hugging Face folders are a tenth of the trainer's modules.
+        from moefold.convert.init_from import load_initial_weights
 
-def _load_initial_weights(run: TrainingContext) -> str:
-    """Load the weights that the recipe names, if any; collective. Returns a description."""
-    return _load_weights(run) if run.cfg.checkpoint.init_from or run.cfg.model.upcycle_from else ""
-
-
-def _load_weights(run: TrainingContext, folder: Path | None = None) -> str:
-    # The readers of Hugging Face folders are a tenth of the trainer's modules.
-    from moefold.convert.init_from import load_initial_weights
-
-    return load_initial_weights(
-        run.cfg.run,
-        run.cfg.model,
-        run.cfg.data,
-        run.cfg.checkpoint,
-        run.training.model,
-        is_first_rank=run.is_first_rank,
-        folder=folder,
-    )
-
-
-def _load_base(run: TrainingContext, base: Path | None) -> str:
-    """Load the base weights of adapters, None: the random weights of the seed; collective. Returns a description."""
-    return "" if base is None else _load_weights(run, base)
-
-
-def _resume_messages(run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
-    messages = [describe_schedule_change(meta.schedule, run.cfg.run, run.cfg.train, meta.step)]
-    has_padding = run.cfg.is_rl or run.data.train_sampler.has_annotations
-    if meta.step and meta.tokens_consumed is None and (has_padding or run.training.guard.num_skipped):
-        messages.append(
-            f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
-            "padding and with skipped updates"
+        return load_initial_weights(
+            self._cfg.run,
+            self._cfg.model,
+            self._cfg.data,
+            self._cfg.checkpoint,
+            run.training.model,
+            is_first_rank=run.is_first_rank,
+            folder=folder,
         )
-    return tuple(message for message in messages if message)
+
+    def _resume_messages(self, run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
+        """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
+        messages = [describe_schedule_change(meta.schedule, self._cfg.run, self._cfg.train, meta.step)]
+        has_padding = self._cfg.is_rl or run.data.train_sampler.has_annotations
+        if meta.step and meta.tokens_consumed is None and (has_padding or run.training.guard.num_skipped):
+            messages.append(
+                f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
+                "padding and with skipped updates"
+            )
+        return tuple(message for message in messages if message)
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:

@@ -10,7 +10,16 @@ from moefold.train.signals import SIGNALS
 
 
 class PeriodicEvaluation(Callback):
-    """Callback that computes the validation loss every train.eval_every steps and after the last step."""
+    """Callback that computes the validation loss every train.eval_every steps and after the last step.
+
+    Args:
+        every: train.eval_every; 0: never.
+        last_step: run.steps.
+    """
+
+    def __init__(self, every: int, last_step: int) -> None:
+        self._every = every
+        self._last_step = last_step
 
     def on_start(self, run: TrainingContext) -> None:
         """Run the evaluation that a signal prevented before the checkpoint was written; collective.
@@ -19,7 +28,7 @@ class PeriodicEvaluation(Callback):
         """
         step = run.position.step
         is_missing = run.log is not None and run.log.lacks_evaluation(step)
-        if not run.is_resumed or not _is_due(run) or not any(current_world().all_gather_object(is_missing)):
+        if not run.is_resumed or not self._is_due(step) or not any(current_world().all_gather_object(is_missing)):
             return
         for layer in run.training.model.moe_layers().values():
             layer.begin_step(step)
@@ -31,18 +40,16 @@ class PeriodicEvaluation(Callback):
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Evaluate if it is due and no signal stops the run; collective."""
-        if not _is_due(run):
+        # A site that has taken the state of another one is at a later step than it has trained.
+        if not self._is_due(run.position.step):
             return
         step.is_evaluated = False
         if not step.signals:
             step.eval_loss, step.signals = _evaluate(run)
             step.is_evaluated = step.eval_loss is not None or not step.signals
 
-
-def _is_due(run: TrainingContext) -> bool:
-    every = run.cfg.train.eval_every
-    step = run.position.step
-    return is_due(every, step) or (every > 0 and step == run.cfg.run.steps)
+    def _is_due(self, step: int) -> bool:
+        return is_due(self._every, step) or (self._every > 0 and step == self._last_step)
 
 
 def _evaluate(run: TrainingContext) -> tuple[float | None, list[Signals]]:

@@ -29,7 +29,8 @@ class MetricsLogging(Callback):
 
     def __init__(self, run: RunConfig, metrics: MetricsConfig, flops_per_token: float, device: torch.device) -> None:
         self._flops_per_token = flops_per_token
-        self._peak_tflops = metrics.peak_tflops or (_device_peak_tflops(device) if run.dtype == "bfloat16" else None)
+        name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
+        self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
@@ -84,10 +85,6 @@ class StepReporting(Callback):
             self._on_step(run.metrics.to_record())
 
 
-def _device_peak_tflops(device: torch.device) -> float | None:
-    return peak_bf16_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 class RoutingTraceSaving(Callback):
     """Callback that gathers the recorded routing and writes it on rank 0 (moe.trace_every)."""
 
@@ -104,18 +101,22 @@ class RoutingTraceSaving(Callback):
 
 
 class StragglerDetection(Callback):
-    """Callback that logs slow ranks with the names of their hosts (faults.straggler_factor)."""
+    """Callback that logs slow ranks with the names of their hosts.
 
-    def __init__(self) -> None:
+    Args:
+        factor: faults.straggler_factor; 0: no rank is.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
         self._stragglers: Stragglers | None = None
 
     def on_start(self, run: TrainingContext) -> None:
         """Gather the host names of all ranks; collective."""
-        factor = run.cfg.faults.straggler_factor
         layout = run.groups.layout
-        if factor and layout.world_size > 1:
+        if self._factor and layout.world_size > 1:
             hosts = current_world().all_gather_object(socket.gethostname())
-            self._stragglers = Stragglers(factor, layout.attention.groups("dp", "cp", "tp"), hosts)
+            self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Log the ranks that are slow after this step, on rank 0."""

@@ -11,11 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.config.chosen import chosen_in
-from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.data.moved_files import LOCATION_KEYS
 from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
@@ -23,7 +21,6 @@ from moefold.model.head import ModelOutput
 from moefold.objectives.sequences import Sequences
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.train.batch import BatchSharder
 from moefold.train.callbacks.callback import Callback, TrainingContext
 
 
@@ -32,7 +29,13 @@ class ReferencePass(Callback):
 
     A new run computes it with its initial weights under its own mapping and stores it in the run folder; a resumed run
     reads it from there.
+
+    Args:
+        checkpoint: section of the recipe: the run that checkpoint.resume names has the file too.
     """
+
+    def __init__(self, checkpoint: CheckpointConfig) -> None:
+        self._checkpoint = checkpoint
 
     def on_start(self, run: TrainingContext) -> None:
         """Compute or read the log-probabilities of all pairs; collective.
@@ -41,12 +44,12 @@ class ReferencePass(Callback):
             ConfigError: the run is resumed, and its folder has none for its data.
         """
         reference = run.data.reference
-        if reference is None or not chosen_in(run.cfg.align, AlignmentPart).has_reference:
+        if reference is None:
             return
         name = _file_name(run)
-        path = Path(run.cfg.run.dir) / name
+        path = run.folder / name
         if run.is_resumed:
-            reference.values = _read_on_rank0(run, name, reference.values.shape)
+            reference.values = self._read_on_rank0(run, name, reference.values.shape)
         else:
             reference.values = reference_log_probs(run, len(reference.values))
         # A run that goes on from a checkpoint of another folder has its own file from now on.
@@ -55,6 +58,34 @@ class ReferencePass(Callback):
             with draft.open("wb") as file:
                 np.save(file, reference.values)
             os.replace(draft, path)
+
+    def _read_on_rank0(self, run: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+        """Read the file on rank 0, and send its array to all ranks; collective.
+
+        It is in the run folder, or next to the checkpoints that checkpoint.resume names one of.
+        """
+        found: NDArray[np.float64] | None = None
+        folders = [run.folder]
+        if self._checkpoint.resume not in ("auto", "never"):
+            folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
+        if run.is_first_rank:
+            names = (name, _former_file_name(run))
+            path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
+            if path is not None:
+                try:
+                    found = np.load(path, allow_pickle=False)
+                except (OSError, ValueError):
+                    found = None
+                if found is not None and (found.shape != shape or found.dtype != np.float64):
+                    found = None
+        on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(found)[0]
+        if on_rank0 is None:
+            raise ConfigError(
+                f"run.dir={str(run.folder)!r} has no readable {name}, the log-probabilities of this data under the "
+                "initial weights, which are trained already; restore the file and the data, or start a new run with "
+                "checkpoint.init_from"
+            )
+        return on_rank0
 
 
 _KEYS_OF_FORMAT_1 = {
@@ -72,7 +103,7 @@ _KEYS_OF_FORMAT_1 = {
 
 def _file_name(run: TrainingContext) -> str:
     """Return a file name that changes with anything that changes the pairs or their numbers."""
-    order = sample_order(run.cfg) | _KEYS_OF_FORMAT_1
+    order = run.data.order | _KEYS_OF_FORMAT_1
     order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
     return _hashed_name([order, list(run.data.fingerprints.values())])
 
@@ -80,40 +111,11 @@ def _file_name(run: TrainingContext) -> str:
 def _former_file_name(run: TrainingContext) -> str:
     """Return the file name of earlier versions, which changed with the paths of the data."""
     fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in run.data.fingerprints.items()}
-    return _hashed_name([sample_order(run.cfg) | _KEYS_OF_FORMAT_1, fingerprints])
+    return _hashed_name([run.data.order | _KEYS_OF_FORMAT_1, fingerprints])
 
 
 def _hashed_name(identity: object) -> str:
     return f"reference-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.npy"
-
-
-def _read_on_rank0(run: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Read the file on rank 0, and send its array to all ranks; collective.
-
-    It is in the run folder, or next to the checkpoints that checkpoint.resume names one of.
-    """
-    found: NDArray[np.float64] | None = None
-    folders = [Path(run.cfg.run.dir)]
-    if run.cfg.checkpoint.resume not in ("auto", "never"):
-        folders.append(Path(run.cfg.checkpoint.resume).resolve().parent.parent)
-    if run.is_first_rank:
-        names = (name, _former_file_name(run))
-        path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
-        if path is not None:
-            try:
-                found = np.load(path, allow_pickle=False)
-            except (OSError, ValueError):
-                found = None
-            if found is not None and (found.shape != shape or found.dtype != np.float64):
-                found = None
-    on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(found)[0]
-    if on_rank0 is None:
-        raise ConfigError(
-            f"run.dir={run.cfg.run.dir!r} has no readable {name}, the log-probabilities of this data under the initial "
-            "weights, which are trained already; restore the file and the data, or start a new run with "
-            "checkpoint.init_from"
-        )
-    return on_rank0
 
 
 def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
@@ -152,10 +154,8 @@ def _epoch(sampler: Sampler, run: TrainingContext) -> Iterator[Batch]:
     """Yield this rank's shards of batches that cover each sample of an epoch."""
     if not len(sampler):
         return
-    sharder = BatchSharder(
-        sampler, run.cfg.run, run.cfg.model, run.cfg.parallel, run.cfg.train, run.groups, run.training.model.positions
-    )
-    for first in range(0, len(sampler), run.cfg.train.global_batch_size):
+    sharder = run.data.sharder(sampler)
+    for first in range(0, len(sampler), sharder.global_batch_size):
         run.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
         yield sharder.batch(first)
 

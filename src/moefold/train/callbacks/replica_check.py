@@ -3,26 +3,34 @@
 import hashlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
 
 from moefold.comm.groups import current_world
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.errors import RunError, format_list
 from moefold.parallel.replica_check import Divergence, HostFact
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.checkpointing import Checkpointing, is_save_due
+from moefold.train.callbacks.checkpointing import is_save_due
 
 
 class ReplicaComparison(Callback):
     """Callback that compares replicas before each save, and ends the run if they differ.
 
     The training step compares every faults.replica_check_every steps by itself.
+
+    Args:
+        checkpoint: section of the recipe, which says when to save.
+        seed: run.seed.
+        drain: waits for the save in the background.
     """
 
-    def __init__(self, checkpointing: Checkpointing) -> None:
-        self._checkpointing = checkpointing
+    def __init__(self, checkpoint: CheckpointConfig, seed: int, drain: Callable[[], None]) -> None:
+        self._checkpoint = checkpoint
+        self._seed = seed
+        self._drain = drain
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compare the replicas if a save is due and the step has not compared them; collective.
@@ -32,10 +40,10 @@ class ReplicaComparison(Callback):
         """
         divergences: Sequence[Divergence] = step.result.divergences
         is_checked = step.result.replicas is not None
-        if is_save_due(run.cfg.checkpoint, step) and not is_checked and run.training.checks_replicas:
+        if is_save_due(self._checkpoint, step) and not is_checked and run.training.checks_replicas:
             # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
             run.groups.recorder.set_phase("comparing replicas")
-            divergences = run.training.divergences(step.batch, step.number, step.result.lr, host_facts(run))
+            divergences = run.training.divergences(step.batch, step.number, step.result.lr, host_facts(run, self._seed))
             is_checked = True
         if divergences:
             self._raise(divergences, run, step)
@@ -46,7 +54,7 @@ class ReplicaComparison(Callback):
         """End the run, before it saves; collective."""
         if run.log is not None:
             run.log.log_fault({"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))})
-        self._checkpointing.drain()
+        self._drain()
         hosts = current_world().all_gather_object(socket.gethostname())
         odd_ranks = sorted({rank for divergence in divergences for rank in divergence.ranks})
         last = "it is unknown since when, as no check came before: resume from a checkpoint that you trust"
@@ -61,7 +69,7 @@ class ReplicaComparison(Callback):
         )
 
 
-def host_facts(run: TrainingContext) -> list[HostFact]:
+def host_facts(run: TrainingContext, seed: int) -> list[HostFact]:
     """Return the host state (RNG, data position) before the step, compared across ranks by the replica check."""
     routers = [layer.router.step for layer in run.training.model.moe_layers().values()]
     device = run.groups.device
@@ -69,7 +77,7 @@ def host_facts(run: TrainingContext) -> list[HostFact]:
     digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
     data = run.data
     return [
-        HostFact("the random number generators", f"{run.cfg.run.seed} {routers} {digests}", ("stage",)),
+        HostFact("the random number generators", f"{seed} {routers} {digests}", ("stage",)),
         HostFact("the data position", f"{run.position.samples} {json.dumps(data.data_state())}", ("world",)),
         # Data-parallel ranks read different samples, so their streams may be at different blocks.
         HostFact("the stream position", json.dumps(data.train_sampler.state(run.position.samples)), ("tp", "cp", "pp")),

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 from moefold.inference.rollouts import rollout_records, token_records
@@ -17,14 +16,22 @@ SILENT_STEPS = 20
 
 
 class RewardEvaluation(Callback):
-    """Callback that computes the mean reward of greedy completions of held-out prompts (train.eval_every)."""
+    """Callback that computes the mean reward of greedy completions of held-out prompts.
+
+    Args:
+        every: train.eval_every; 0: never.
+        reset_patience: rl.reset_patience.
+    """
+
+    def __init__(self, every: int, reset_patience: int) -> None:
+        self._every = every
+        self._reset_patience = reset_patience
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Evaluate if it is due and no signal stops the run; collective."""
-        every = run.cfg.train.eval_every
         assert step.rl is not None
         step.rl["eval_reward"] = None
-        if not (is_due(every, step.number) or (every > 0 and step.is_last)) or step.signals:
+        if not (is_due(self._every, step.number) or (self._every > 0 and step.is_last)) or step.signals:
             return
         loader = rollout_loader(run)
         reward = loader.evaluate_reward()
@@ -40,14 +47,19 @@ class RewardEvaluation(Callback):
             if run.log is not None:
                 run.log.message(
                     f"step {step.number}: the reference model is the current policy, and the optimizer moments are 0: "
-                    f"no higher reward in {run.cfg.rl.reset_patience} evaluations"
+                    f"no higher reward in {self._reset_patience} evaluations"
                 )
 
 
 class RolloutLogging(Callback):
-    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0."""
+    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0.
 
-    def __init__(self) -> None:
+    Args:
+        every: metrics.rollouts_every; 0: no rollouts are written.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
         self._file: TextIO | None = None
         self._silent_steps = 0
         self._reports_none = False
@@ -55,14 +67,14 @@ class RolloutLogging(Callback):
 
     def on_start(self, run: TrainingContext) -> None:
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
-        if not run.is_first_rank or not run.cfg.metrics.rollouts_every:
+        if not run.is_first_rank or not self._every:
             return
         assert run.log is not None
         self._file = run.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._open(run))
 
     @staticmethod
     def _open(run: TrainingContext) -> TextIO:
-        path = Path(run.cfg.run.dir) / ROLLOUTS_FILE
+        path = run.folder / ROLLOUTS_FILE
         truncate_metrics(path, run.position.step)
         return path.open("a", encoding="utf-8")
 
@@ -72,7 +84,7 @@ class RolloutLogging(Callback):
         loader = rollout_loader(run)
         if run.log is not None:
             self._report_silence(run, step)
-        if self._file is not None and is_due(run.cfg.metrics.rollouts_every, step.number):
+        if self._file is not None and is_due(self._every, step.number):
             assert run.log is not None
             records = [record for group in loader.round for record in rollout_records(group, loader.completion_text)]
             run.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._append(step.number, records))
@@ -89,7 +101,7 @@ class RolloutLogging(Callback):
         loader = rollout_loader(run)
         records = [record for group in loader.round for record in token_records(group, loader.completion_text)]
         text = "".join(json.dumps({"step": run.position.step + 1, **record}) + "\n" for record in records)
-        path = Path(run.cfg.run.dir) / MISMATCH_FILE
+        path = run.folder / MISMATCH_FILE
         run.log.outputs.attempt(MISMATCH_FILE, lambda: path.write_text(text, encoding="utf-8"))
 
     def on_end(self, run: TrainingContext, status: int) -> None:

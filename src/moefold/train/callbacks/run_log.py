@@ -199,7 +199,8 @@ class RunLog:
         for skipped in resume.skipped:
             self._progress.message(f"skipped a damaged checkpoint, {skipped}")
         if resume.path is not None:
-            self._progress.message(f"{verb} {resume.path} at step {step}{_format_removed_lines(removed_lines)}")
+            removed = f"; {removed_lines} line{'s' * (removed_lines > 1)} of metrics.jsonl beyond it removed"
+            self._progress.message(f"{verb} {resume.path} at step {step}{removed if removed_lines else ''}")
 
     def _open_writers(self, resume_step: int) -> int:
         """Open all per-step writers; entries after `resume_step` are removed.
@@ -246,9 +247,3 @@ class RunLog:
             with suppress(OSError):
                 writer.close()
         self.outputs.attempt(name, writer.close)
-
-
-def _format_removed_lines(removed_lines: int) -> str:
-    if not removed_lines:
-        return ""
-    return f"; {removed_lines} line{'s' if removed_lines > 1 else ''} of metrics.jsonl beyond it removed"

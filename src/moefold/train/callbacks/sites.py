@@ -16,6 +16,7 @@ from moefold.comm.site_links import Exchanged, SiteRound
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
+from moefold.config.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS, RunError
 from moefold.launch.meet_client import MeetError
 from moefold.launch.meeting import describe_sites
@@ -65,11 +66,13 @@ class SiteRounds(Callback):
     """Callback that takes the outer step of a round; a round that is skipped changes nothing.
 
     Args:
-        run, model, sites: sections of the recipe.
+        run, model, train, sites: sections of the recipe.
         settings: the settings that all sites must share, from `equal_settings`.
     """
 
-    def __init__(self, run: RunConfig, model: ModelConfig, sites: SitesConfig, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, run: RunConfig, model: ModelConfig, train: TrainConfig, sites: SitesConfig, settings: dict[str, Any]
+    ) -> None:
         self._run = run
         self._model = model
         self._sites = sites
@@ -78,7 +81,7 @@ class SiteRounds(Callback):
         self._flight: _Flight | None = None
         self._record: dict[str, Any] = {}
         self._num_skipped = 0
-        self._probe = RoutingProbe()
+        self._probe = RoutingProbe(model, train, sites.number)
         self._logged_wait = ""
         self._gift: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
@@ -187,7 +190,7 @@ class SiteRounds(Callback):
         header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
-            self._meeting.links.receive_state(answer["gift"], [header, *_state_tensors(run)])
+            self._meeting.links.receive_state(answer["gift"], [header, *self._state_tensors(run)])
         except (RuntimeError, MeetError) as error:
             failure = _first_line(error)
         if failures := [text for text in current_world().all_gather_object(failure) if text]:
@@ -196,7 +199,7 @@ class SiteRounds(Callback):
                 "it again"
             )
         before = run.position.step
-        _adopt(run, header)
+        self._adopt(run, header)
         if run.log is not None:
             taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
             run.log.message(f"after step {before}: {taken} {run.position.step}")
@@ -217,7 +220,7 @@ class SiteRounds(Callback):
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(_header(run, order["round"])), *_state_tensors(run)]
+        tensors = [torch.tensor(self._header(run, order["round"])), *self._state_tensors(run)]
         try:
             self._meeting.links.send_state(order["gift"], tensors)
             text = f"gave its state to site {order['to']}"
@@ -225,6 +228,40 @@ class SiteRounds(Callback):
             text = f"site {order['to']} did not receive the state: {_first_line(error)}"
         if run.log is not None:
             run.log.message(f"after step {run.position.step}: {text}")
+
+    def _header(self, run: TrainingContext, index: int) -> list[int]:
+        """Return the numbers of the state that a site gives.
+
+        They are round, steps since, rounds applied, updates of the moments, and a number of the method of sites.
+        """
+        outer = _outer_of(run)
+        since = run.position.step - step_of_round(self._run, self._model, self._sites, index)
+        return [index, since, outer.num_rounds, run.training.moment_updates, outer.carried]
+
+    def _state_tensors(self, run: TrainingContext) -> list[Tensor]:
+        """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
+
+        Each site has the moments of its own experts, where sites own them; those stay.
+        """
+        training = run.training
+        owned = _outer_of(run).experts if self._sites.owns_experts else ()
+        shared = {name: p for name, p in training.optimized.items() if name not in owned}
+        moments = named_moments(training.optimizer, shared)
+        outer = _outer_of(run).entries(("weights", "momentum"))
+        tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
+        return [local_tensor(tensors[name]) for name in sorted(tensors)]
+
+    def _adopt(self, run: TrainingContext, header: Tensor) -> None:
+        """Go on from a received state: the weights become the outer weights.
+
+        The step stays this site's own: a site may take more or fewer steps between two rounds.
+        """
+        index, since, num_rounds, moment_updates, carried = header.tolist()
+        reshard_parameters(run.training.model.stages)
+        _outer_of(run).carried = carried
+        _outer_of(run).adopt(num_rounds, run.position.tokens)
+        run.training.restore_moment_updates(moment_updates)
+        run.position.step = step_of_round(self._run, self._model, self._sites, index) + min(since, self._sites.overlap)
 
     def _begin(self, run: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
         """Take the differences of fragments, and start to exchange them; collective.
@@ -436,45 +473,6 @@ def describe_wait(answer: Message, address: str) -> str:
     awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
     refused = "".join(f"; site {n} cannot take part: {why}" for n, why in answer.get("refused_sites", {}).items())
     return f"waiting for {awaited} at {address}{refused}"
-
-
-def _header(run: TrainingContext, index: int) -> list[int]:
-    """Return the numbers of the state that a site gives.
-
-    They are round, steps since, rounds applied, updates of the moments, and a number of the method of sites.
-    """
-    outer = _outer_of(run)
-    since = run.position.step - step_of_round(run.cfg.run, run.cfg.model, run.cfg.sites, index)
-    return [index, since, outer.num_rounds, run.training.moment_updates, outer.carried]
-
-
-def _state_tensors(run: TrainingContext) -> list[Tensor]:
-    """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
-
-    Each site has the moments of its own experts, where sites own them; those stay.
-    """
-    training = run.training
-    owned = _outer_of(run).experts if run.cfg.sites.owns_experts else ()
-    shared = {name: p for name, p in training.optimized.items() if name not in owned}
-    moments = named_moments(training.optimizer, shared)
-    outer = _outer_of(run).entries(("weights", "momentum"))
-    tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
-    return [local_tensor(tensors[name]) for name in sorted(tensors)]
-
-
-def _adopt(run: TrainingContext, header: Tensor) -> None:
-    """Go on from a received state: the weights become the outer weights.
-
-    The step stays this site's own: a site may take more or fewer steps between two rounds.
-    """
-    index, since, num_rounds, moment_updates, carried = header.tolist()
-    reshard_parameters(run.training.model.stages)
-    _outer_of(run).carried = carried
-    _outer_of(run).adopt(num_rounds, run.position.tokens)
-    run.training.restore_moment_updates(moment_updates)
-    run.position.step = step_of_round(run.cfg.run, run.cfg.model, run.cfg.sites, index) + min(
-        since, run.cfg.sites.overlap
-    )
 
 
 def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from moefold.config.field import at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     AttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     SoftmaxHeads,
     SoftmaxInput,
@@ -22,7 +22,9 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.block_sizes import BlockSizes
 from moefold.model.attention import SelfAttention
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.local_param import local_param
+from moefold.model.paged_cache import KeyLimits, PagedCache, attend_pages
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 
@@ -50,20 +52,20 @@ class Gated(AttentionPart):
         width = self.num_heads * self.head_dim
         for name in ("wq", "wk", "wv", "wg"):
             yield ParamSpec(name, (width, hidden), "attention", tp_dim=0)
-        yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, width), "attention", tp_dim=1, drawn="output")
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow heads, for `moefold verify --shrink`."""
         return replace(self, num_heads=to.query_heads(self.num_heads, self.num_heads), head_dim=to.head_dim)
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads, whose keys and values are cached."""
         heads, head = self.num_heads, self.head_dim
-        return SoftmaxCore(heads=heads, kv_heads=heads, key_width=head, value_width=head, cached_heads=heads)
+        return AttentionCore(heads=heads, kv_heads=heads, key_width=head, value_width=head, cached_heads=heads)
 
     def saved(self, sizes: BlockSizes) -> Counter[str]:
         """Return the bytes of queries, keys, values, the sigmoid and the scaled output, and of the core."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         heads = self.num_heads // tp
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(5 * heads * self.head_dim)
@@ -98,6 +100,10 @@ class GatedAttention(SelfAttention):
         self.wg = nn.Parameter(torch.empty(width, hidden))
         self.wo = nn.Parameter(torch.empty(hidden, width))
 
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return what attends when the model generates, in the place of `core_attention`."""
+        return {"core_attention": JointCache(current_pass, size, self.window)}
+
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
         """Compute gated attention, as `SelfAttention.forward`."""
         columns = [(local_param(weight, x.dtype), None) for weight in (self.wq, self.wk, self.wv, self.wg)]
@@ -110,6 +116,28 @@ class GatedAttention(SelfAttention):
         gated = _SigmoidGate.apply(attended.flatten(2), gate)
         wo = local_param(self.wo, x.dtype)
         return self.sequence_parallel.linear_reduce_scatter(gated, wo, self.wgrad_store, backend)
+
+
+class JointCache(PagedCache):
+    """Attention over cached heads: keys and values of a token side by side in one tensor of pages.
+
+    Args:
+        current_pass: the rows of the pass that runs.
+        size: pages and their positions.
+        window: most keys that a query attends to; 0: all.
+    """
+
+    def __init__(self, current_pass: CurrentPass, size: CacheSize, window: int) -> None:
+        super().__init__(current_pass, size.num_pages, size.page_positions)
+        self._limits = KeyLimits(window)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+        """Cache the keys and values [R, 1, A, D] of the rows of a pass, then attend with their queries."""
+        if not len(q):
+            return q
+        pages = self._pages[0].write(torch.cat((k, v), -1).squeeze(1), self._pass.current.slots_R)
+        keys, values = pages.chunk(2, -1)
+        return attend_pages(q.squeeze(1), keys, values, self._pass.current, self._limits, None, None).unsqueeze(1)
 
 
 class _SigmoidGate(torch.autograd.Function):

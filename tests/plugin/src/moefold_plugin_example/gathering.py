@@ -14,7 +14,7 @@ from moefold.config.groups.dispatcher import (
     SentTokens,
     Transfer,
 )
-from moefold.config.schema import Config
+from moefold.config.moe import MoEConfig
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.permute import as_counts, permute, permute_probs, plan_permutation, unpermute
 from moefold.ops.interface import Permutation
@@ -83,12 +83,12 @@ class Gathering(DispatcherPart):
     needs_whole_experts: ClassVar[bool] = True
     needs_equal_token_counts: ClassVar[bool] = True
 
-    def unsupported(self, recipe: Config) -> Iterator[str]:
+    def unsupported(self, moe: MoEConfig) -> Iterator[str]:
         """Yield dropped tokens, and tokens in 8 bits."""
-        if recipe.moe.capacity_factor > 0:
-            yield f"it drops no token, and moe.capacity_factor={recipe.moe.capacity_factor:g} does"
-        if recipe.moe.dispatch_precision.rounds:
-            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{recipe.moe.dispatch_precision}'"
+        if moe.capacity_factor > 0:
+            yield f"it drops no token, and moe.capacity_factor={moe.capacity_factor:g} does"
+        if moe.dispatch_precision.rounds:
+            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{moe.dispatch_precision}'"
 
     def collectives(self, ep: int, etp: int) -> tuple[str, ...]:
         """Return one collective in each direction."""

@@ -26,8 +26,8 @@ class GatedDeltaNetPart(DeltaRulePart):
         yield from self.delta_params(hidden)
         yield ParamSpec("wg", (self.value_width, hidden), "attention", tp_dim=0)
         yield ParamSpec("wa", (heads, hidden), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0, in_exponent=True)
-        yield norm_param("norm", self.value_head_dim)
+        yield ParamSpec("dt_bias", (heads,), "attention", tp_dim=0, in_exponent=True, drawn="time_step")
+        yield norm_param("norm", self.value_head_dim, drawn="ones")
 
     def projected_width(self, tp: int) -> int:
         """Return the width of queries, keys, values, gate, decays and write strengths; see base class."""

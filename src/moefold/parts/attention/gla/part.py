@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.attention import AttentionFrame, LinearFormula, RecurrentCore, norm_param
+from moefold.config.groups.attention import AttentionCore, AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
@@ -37,12 +37,12 @@ class GlaPart(LinearAttentionPart):
         yield ParamSpec("wa_down", (self.gate_rank, hidden), "attention")
         yield ParamSpec("wa_up", (self.channels, self.gate_rank), "attention", tp_dim=0)
         yield ParamSpec("ba", (self.channels,), "attention", tp_dim=0)
-        yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1)
-        yield norm_param("norm", self.value_head_dim)
+        yield ParamSpec("wo", (hidden, value), "attention", tp_dim=1, drawn="output")
+        yield norm_param("norm", self.value_head_dim, drawn="ones")
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the states; each is read and written once, and decays."""
-        return RecurrentCore(
+        return AttentionCore(
             state_size=self.state_size, transition_size=self.transition_size, state_flops=6 * self.state_size
         )
 

@@ -37,8 +37,12 @@ def heads(part: Any, given: SoftmaxInput) -> SoftmaxHeads:
             return normalize(given.rotate(y, rotated_dims), name)
         return given.rotate(normalize(y, name), rotated_dims)
 
+    queries = position(project("q", part.num_heads), "query_norm")
+    if part.temperature and not part.has_rope:
+        steps = ((given.positions + 1) / part.temperature.tokens).floor()
+        queries = queries * (1 + part.temperature.scale * torch.log(1 + steps))[:, :, None, None]
     return SoftmaxHeads(
-        position(project("q", part.num_heads), "query_norm"),
+        queries,
         position(project("k", part.num_kv_heads), "key_norm"),
         project("v", part.num_kv_heads),
         scale=part.scale or 1 / math.sqrt(part.head_dim),

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import SHARE, Most, at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     QueryKeyNorm,
     SoftmaxAttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     Temperature,
     gate_bytes,
@@ -71,7 +71,7 @@ class GqaPart(SoftmaxAttentionPart):
         """See base class."""
         return self.sinks
 
-    def with_heads(self, hidden: int) -> "GqaPart":
+    def with_heads(self, hidden: int) -> Self:
         """See base class."""
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
@@ -86,9 +86,8 @@ class GqaPart(SoftmaxAttentionPart):
             temperature=self.temperature.shrink(to) if self.temperature else None,
         )
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""
-        model: ModelConfig = recipe.model
         heads, groups, hidden = self.num_heads, self.num_kv_heads, model.hidden_size
         is_given = getattr(model.attention, "head_dim", 0) > 0
         if not is_given and hidden % heads:
@@ -107,7 +106,7 @@ class GqaPart(SoftmaxAttentionPart):
         if self.has_rope and (is_given or hidden % heads == 0):
             yield from self._check_rope(is_given)
         if self.qk_norm:
-            yield from self._check_norm(self.qk_norm, recipe)
+            yield from self._check_norm(self.qk_norm, model)
 
     def _check_rope(self, is_given: bool) -> Iterator[Problem]:
         """Yield an odd number of rotated dims: RoPE rotates pairs."""
@@ -132,8 +131,8 @@ class GqaPart(SoftmaxAttentionPart):
                 f"choose {join_with_or([f'{dims / size:g} ({dims} dimensions)' for dims in even])}",
             )
 
-    def _check_norm(self, norm: QueryKeyNorm, recipe: Any) -> Iterator[Problem]:
-        if norm.after_rope and norm.weight and recipe.model.rope.interleaved:
+    def _check_norm(self, norm: QueryKeyNorm, model: "ModelConfig") -> Iterator[Problem]:
+        if norm.after_rope and norm.weight and model.rope.interleaved:
             yield Problem(
                 "model.attention.qk_norm.after_rope",
                 True,
@@ -156,7 +155,7 @@ class GqaPart(SoftmaxAttentionPart):
                 "those with it",
                 "set weight=false, or in_nope=true",
             )
-        if norm.over_all_heads and recipe.model.norm.zero_centered:
+        if norm.over_all_heads and model.norm.zero_centered:
             yield Problem(
                 "model.norm.zero_centered",
                 True,
@@ -179,7 +178,7 @@ class GqaPart(SoftmaxAttentionPart):
         yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
         yield ParamSpec("wk", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
         yield ParamSpec("wv", (key_value, hidden), "attention", tp_dim=0, tp_heads=groups)
-        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, query), "attention", tp_dim=1, drawn="output")
         if self.qkv_bias:
             yield ParamSpec("bq", (query,), "attention", tp_dim=0)
             yield ParamSpec("bk", (key_value,), "attention", tp_dim=0, tp_heads=groups)
@@ -187,7 +186,7 @@ class GqaPart(SoftmaxAttentionPart):
         if self.output_bias:
             yield ParamSpec("bo", (hidden,), "attention")
         if self.sinks:
-            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0)
+            yield ParamSpec("sinks", (self.num_heads,), "attention", tp_dim=0, drawn="normal")
         if self.gate:
             yield from self.gate.params(self.num_heads, self.head_dim, hidden)
         if self.qk_norm:
@@ -195,9 +194,9 @@ class GqaPart(SoftmaxAttentionPart):
         if self.indexer:
             yield from prefixed("indexer", self.indexer.params(hidden, hidden))
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads, and the indexer's key if there is one."""
-        return SoftmaxCore(
+        return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             key_width=self.head_dim,
@@ -211,7 +210,7 @@ class GqaPart(SoftmaxAttentionPart):
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of queries, keys and values, of their norms and of the core; see base class."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(query + key_value)
@@ -226,16 +225,16 @@ class GqaPart(SoftmaxAttentionPart):
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         projected = 2 * query + self.num_heads // tp * self.gate_size + key_value
-        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + projected))
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + projected))
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""
         if not self.indexer:
             return BytesByPart()
-        tp = sizes.cfg.parallel.tp
+        tp = sizes.parallel.tp
         key_value = self._widths(tp)[1]
         return self.indexer.transient(
             sizes, self.num_heads // tp, (key_value, key_value // 2), (SELECTION_COPIES, 2.65)

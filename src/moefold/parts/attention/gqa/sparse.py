@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.groups.attention import AttentionFrame
-from moefold.model.indexer import LightningIndexer, SelectedKeyCache, Selection
+from moefold.model.indexer import LightningIndexer, Selection
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
+from moefold.model.paged_selection import PagedSelection
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.ops.sparse_attention import sparse_attention
@@ -32,7 +34,12 @@ class SparseAttention(GroupedQueryAttention):
         hidden = frame.hidden_size
         own = part.own_indexer
         self.indexer = None if own is None else LightningIndexer(own, hidden, hidden, part.window)
-        self.selected_keys: SelectedKeyCache | None = None
+        self.selected_keys: PagedSelection | None = None
+
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return a cache of index keys too; see base class. While the indexer warms up, all keys are attended to."""
+        selected = PagedSelection(current_pass, size.num_pages, size.page_positions)
+        return super().caches(current_pass, size) | {"selected_keys": selected}
 
     def _attend(
         self,

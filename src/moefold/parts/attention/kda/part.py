@@ -43,8 +43,8 @@ class KdaPart(DeltaRulePart):
             yield ParamSpec("wa_up", (self.channels, rank), "attention", tp_dim=0)
             yield ParamSpec("wg_down", (rank, hidden), "attention")
             yield ParamSpec("wg_up", (self.value_width, rank), "attention", tp_dim=0)
-        yield ParamSpec("dt_bias", (self.channels,), "attention", tp_dim=0, in_exponent=True)
-        yield norm_param("norm", rank)
+        yield ParamSpec("dt_bias", (self.channels,), "attention", tp_dim=0, in_exponent=True, drawn="time_step")
+        yield norm_param("norm", rank, drawn="ones")
 
     def projected_width(self, tp: int) -> int:
         """Return the width of queries, keys, values, gate, decays and write strengths; see base class."""

@@ -1,6 +1,6 @@
 """Module of multi-head latent attention (MLA, arXiv:2405.04434 sec. 2.1)."""
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,36 +10,17 @@ from moefold.config.groups.attention import AttentionFrame
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
+from moefold.model.paged_cache import PagedLatents
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.parts.attention.mla.part import MlaPart
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents, independent of `norm_eps`, as in DeepSeek's code and transformers."""
-
-
-class LatentCacheProtocol(Protocol):
-    """KV cache of latent attention; see `paged_cache.PagedLatents`."""
-
-    def add(self, new_SBR: Tensor) -> None:
-        """Cache the latents and rotated keys of this pass, [S, B, latent + rotated]."""
-        ...
-
-    def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
-        """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
-
-        Args:
-            query_SBAR: queries in the space of latents and rotated keys, [S, B, A, rank + rotated].
-            rank: dims of a latent.
-            scale: factor of the scores.
-
-        Returns:
-            [S, B, A, rank].
-        """
-        ...
 
 
 class LatentAttention(SelfAttention):
@@ -49,7 +30,7 @@ class LatentAttention(SelfAttention):
     and the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of
     `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` also replaces `up_proj_checkpoint` (recompute heads from the latents instead of saving them). A
+    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A
     decoder sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are
     computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
@@ -58,7 +39,6 @@ class LatentAttention(SelfAttention):
         frame: of the model.
     """
 
-    caches_latents: ClassVar[bool] = True
     fused_refusal: ClassVar[str] = "latent attention"
 
     def __init__(self, part: MlaPart, frame: AttentionFrame) -> None:
@@ -81,8 +61,8 @@ class LatentAttention(SelfAttention):
         gates = heads * part.gate_size
         self.wg = nn.Parameter(torch.empty(gates, hidden)) if gates else None
         self.gates_whole_heads = part.gate_size == 1
-        self.up_proj_checkpoint: OutputCheckpoint = no_checkpoint
-        self.latent_cache: LatentCacheProtocol | None = None
+        self.mla_up_checkpoint: OutputCheckpoint = no_checkpoint
+        self.latent_cache: PagedLatents | None = None
         # Not applied to a hidden state, which queries without a latent are projected from.
         has_query_latent = part.scale_latents and query_rank > 0
         self._query_latent_scale = (hidden / query_rank) ** 0.5 if has_query_latent else 1.0
@@ -91,6 +71,12 @@ class LatentAttention(SelfAttention):
         self._padded_head_dim = max(head, value)
         self._has_wide_values = value > head
         self._query_factor = frame.score_factor * (self._padded_head_dim / head) ** 0.5
+
+    def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
+        """Return a cache of latents, or of heads; see base class."""
+        if size.kind == "heads":
+            return super().caches(current_pass, size)
+        return {"latent_cache": PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)}
 
     def forward(
         self,
@@ -168,7 +154,7 @@ class LatentAttention(SelfAttention):
     ) -> Tensor:
         """Compute heads from the gathered latents and run core attention; [S, B, A, v]."""
         # A recomputation has its own graph, whose weight gradients cannot be delayed.
-        wgrad_store = self.wgrad_store if self.up_proj_checkpoint is no_checkpoint else None
+        wgrad_store = self.wgrad_store if self.mla_up_checkpoint is no_checkpoint else None
         pads_heads = self._pads_heads(latents[0].device, documents)
 
         def compute_heads(source: Tensor, latent: Tensor, shared_key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -193,7 +179,7 @@ class LatentAttention(SelfAttention):
         if self.lora is not None:
             adapted = [name for name in (self._query_name, "wkv_up") if name in self.lora]
             weights += [part for name in adapted for part in self.lora.pair(name, query_weight.dtype)]
-        with self.up_proj_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
+        with self.mla_up_checkpoint(compute_heads, *latents, *weights) as (query, key, value):
             attended = self.core_attention(query, key, value, documents, None, None if pads_heads else self._scale)
         return attended[..., : self.v_head_dim] if pads_heads else attended
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
 from moefold.config.field import Most, at_least
 from moefold.config.groups.attention import (
+    AttentionCore,
     AttentionFrame,
     SoftmaxAttentionPart,
-    SoftmaxCore,
     SoftmaxFormula,
     gate_bytes,
     norm_param,
@@ -37,6 +37,7 @@ class MlaPart(SoftmaxAttentionPart):
 
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
+    own_recompute_parts: ClassVar[tuple[str, ...]] = ("mla_up",)
     q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
     """Width of the query latent; 0: queries are projected from the hidden state directly."""
     kv_lora_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 64
@@ -64,9 +65,8 @@ class MlaPart(SoftmaxAttentionPart):
             indexer=self.indexer.shrink(to) if self.indexer else None,
         )
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield norms and chunks that MLA does not have, and an odd number of rotated dims."""
-        model: ModelConfig = recipe.model
         if model.norm.zero_centered:
             rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
             yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")
@@ -114,7 +114,7 @@ class MlaPart(SoftmaxAttentionPart):
             yield ParamSpec("wq", (query, hidden), "attention", tp_dim=0)
         yield ParamSpec("wkv_down", (sum(down_rows), hidden), "attention", matrix_rows=down_rows)
         yield ParamSpec("wkv_up", (heads * sum(up_rows), rank), "attention", tp_dim=0, matrix_rows=up_rows)
-        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1)
+        yield ParamSpec("wo", (hidden, heads * self.v_head_dim), "attention", tp_dim=1, drawn="output")
         if self.gate:
             yield from self.gate.params(heads, self.v_head_dim, hidden)
         if query_rank:
@@ -123,13 +123,13 @@ class MlaPart(SoftmaxAttentionPart):
         if self.indexer:
             yield from prefixed("indexer", self.indexer.params(query_rank or hidden, hidden))
 
-    def core(self, hidden: int) -> SoftmaxCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the heads; with an indexer those in the space of the latents, where all share one key.
 
         The up projection of the keys and values is then multiplied with each query instead of each key: as many FLOPs.
         """
         if self.indexer:
-            return SoftmaxCore(
+            return AttentionCore(
                 heads=self.num_heads,
                 kv_heads=1,
                 key_width=self.key_width,
@@ -141,7 +141,7 @@ class MlaPart(SoftmaxAttentionPart):
                 index_width=self.indexer.key_width,
                 index_flops=self.indexer.flops,
             )
-        return SoftmaxCore(
+        return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_heads,
             key_width=self.head_dim,
@@ -158,7 +158,7 @@ class MlaPart(SoftmaxAttentionPart):
     @property
     def recompute_parts(self) -> frozenset[str]:
         """The core, and the heads from the latents, where no indexer selects keys."""
-        return frozenset() if self.indexer else frozenset({"core_attention", "mla_up"})
+        return frozenset() if self.indexer else frozenset({"core_attention", *self.own_recompute_parts})
 
     @property
     def index_source(self) -> int:
@@ -175,13 +175,16 @@ class MlaPart(SoftmaxAttentionPart):
 
         With an indexer, of the queries and outputs in the space of the latents.
         """
-        heads = self.num_heads // sizes.cfg.parallel.tp
-        hidden = sizes.cfg.model.hidden_size
-        saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="attention")
+        heads = self.num_heads // sizes.parallel.tp
+        hidden = sizes.model.hidden_size
+        saved = sizes.norm_with_output(saves_output=sizes.parallel.tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes((self.q_lora_rank or hidden) + self.key_width)
         saved["attention"] += sizes.tokens * sizes.item_bytes * (self.q_lora_rank + self.key_width)
         saved["norms"] += sizes.norm(sizes.tokens, self.q_lora_rank + self.kv_lora_rank)
-        saved["attention"] += self._gate_bytes(sizes)
+        saved["attention"] += gate_bytes(self, sizes)
+        if self.gate and self.q_lora_rank and sizes.parallel.tp > 1:
+            # The norm's output, of which the gate's projection has its own all-gather.
+            saved["attention"] += sizes.hidden_bytes
         if self.indexer:
             # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
             widths = self.head_dim + self.key_width + self.v_head_dim
@@ -192,20 +195,12 @@ class MlaPart(SoftmaxAttentionPart):
             saved["attention"] += sizes.gathered_bytes(heads * self._saved_head_widths(sizes))
         return saved + sizes.core_attention(heads, self.v_head_dim)
 
-    def _gate_bytes(self, sizes: "BlockSizes") -> int:
-        """Return the bytes of the output gate."""
-        saved = gate_bytes(self, sizes)
-        if self.gate and self.q_lora_rank and sizes.cfg.parallel.tp > 1:
-            # The norm's output, of which the gate's projection has its own all-gather.
-            saved += sizes.hidden_bytes
-        return saved
-
     def _saved_head_widths(self, sizes: "BlockSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
-        p = sizes.cfg.parallel
+        p = sizes.parallel
         context = chosen_in(p, ContextPart)
-        attends_in_blocks = context.shares_work or (p.cp > 1 and not context.shards_heads)
-        has_windows = any(layer.window for layer in sizes.cfg.model.decoder_layers)
+        attends_in_blocks = context.plan.shares_work or (p.cp > 1 and not context.shards_heads)
+        has_windows = any(layer.window for layer in sizes.model.decoder_layers)
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
             return 2 * self.head_dim + self.v_head_dim
@@ -220,14 +215,14 @@ class MlaPart(SoftmaxAttentionPart):
         In the space of the latents, the gradient of `wkv_up` is not delayed.
         """
         per_head = (1 if self.indexer else 3) * self.head_dim + self.v_head_dim + self.gate_size
-        heads = self.num_heads // sizes.cfg.parallel.tp * per_head
-        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.cfg.model.hidden_size + heads))
+        heads = self.num_heads // sizes.parallel.tp * per_head
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + heads))
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""
         if not self.indexer:
             return BytesByPart()
-        heads = self.num_heads // sizes.cfg.parallel.tp
+        heads = self.num_heads // sizes.parallel.tp
         return self.indexer.transient(sizes, heads, (self.key_width, self.key_width), (SELECTION_COPIES, 3.0))
 
     def build(self, frame: AttentionFrame) -> "LatentAttention":

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
-from moefold.config.groups.attention import AttentionFrame, AttentionPart, LinearFormula, RecurrentCore
+from moefold.config.groups.attention import AttentionCore, AttentionFrame, AttentionPart, LinearFormula
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
@@ -35,21 +35,22 @@ class ShortConvolutionPart(AttentionPart):
         """Yield the parameters of `ShortConvolution`; see base class."""
         for name in ("wb", "wc", "wv"):
             yield ParamSpec(name, (hidden, hidden), "attention", tp_dim=0)
-        yield ParamSpec("conv", (hidden, self.conv_kernel), "attention", tp_dim=0, never_as_matrix=True)
-        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1)
+        shape = hidden, self.conv_kernel
+        yield ParamSpec("conv", shape, "attention", tp_dim=0, never_as_matrix=True, drawn="convolution")
+        yield ParamSpec("wo", (hidden, hidden), "attention", tp_dim=1, drawn="output")
         if self.bias:
             for name in ("bb", "bc", "bv", "conv_bias"):
                 yield ParamSpec(name, (hidden,), "attention", tp_dim=0)
             yield ParamSpec("bo", (hidden,), "attention")
 
-    def core(self, hidden: int) -> RecurrentCore:
+    def core(self, hidden: int) -> AttentionCore:
         """Return the last tokens; the convolution counts as a matrix."""
-        return RecurrentCore(conv_width=hidden, conv_kernel=self.conv_kernel)
+        return AttentionCore(conv_width=hidden, conv_kernel=self.conv_kernel)
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""
-        tp = sizes.cfg.parallel.tp
-        width = sizes.cfg.model.hidden_size // tp
+        tp = sizes.parallel.tp
+        width = sizes.model.hidden_size // tp
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(3 * width)
         saved["core attention"] += sizes.gathered_bytes(width)
@@ -57,12 +58,12 @@ class ShortConvolutionPart(AttentionPart):
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
-        hidden = sizes.cfg.model.hidden_size
-        return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.cfg.parallel.tp))
+        hidden = sizes.model.hidden_size
+        return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.parallel.tp))
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
-        width = sizes.cfg.model.hidden_size // sizes.cfg.parallel.tp
+        width = sizes.model.hidden_size // sizes.parallel.tp
         factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
         numbers = round(sizes.gathered_tokens * factor * width)
         transient = BytesByPart({"core attention": numbers * sizes.high_precision_bytes})

@@ -54,5 +54,7 @@ class Quantile(ChoicePart):
             )
 
     def formula(self) -> ChoiceFormula:
-        """Return the choice by the scores less the thresholds, which the oracle computes."""
-        return ChoiceFormula(False, True, lambda logits, scores, biased, is_token: scores)
+        """Return the choice by the scores less the thresholds, and the bias by the thresholds of a step."""
+        from moefold.parts.choice.quantile.oracle import bias, ranking
+
+        return ChoiceFormula(ranking, bias=bias)

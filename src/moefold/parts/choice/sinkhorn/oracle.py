@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from moefold.config.groups.router import OracleScores
 
-def ranking(iterations: int, logits: Tensor, scores: Tensor, biased: Tensor, is_token: Tensor) -> Tensor:
+
+def ranking(iterations: int, given: OracleScores) -> Tensor:
     """Return the scaled matrix of a micro-batch, [B, S, E], 0 for padding."""
-    values = torch.zeros_like(logits)
-    values[is_token] = _sinkhorn(logits[is_token], iterations)
+    values = torch.zeros_like(given.logits)
+    values[given.is_token] = _sinkhorn(given.logits[given.is_token], iterations)
     return values
 
 

@@ -42,4 +42,4 @@ class Sinkhorn(ChoicePart):
         """Return the choice by a matrix whose rows and columns are scaled."""
         from moefold.parts.choice.sinkhorn.oracle import ranking
 
-        return ChoiceFormula(False, False, partial(ranking, self.iterations))
+        return ChoiceFormula(partial(ranking, self.iterations))

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
+    from moefold.config.faults import FaultsConfig
+    from moefold.config.model import ModelConfig
+    from moefold.config.moe import MoEConfig
+    from moefold.config.parallel import ParallelConfig
+    from moefold.config.run import RunConfig
     from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher
 
 ALIGNMENT_BYTES = 16
@@ -29,36 +34,43 @@ class DeepEP(DispatcherPart):
     # Whether the package is installed is known where the recipe runs.
     written_as: ClassVar[str] = "auto"
 
-    def unsupported(self, recipe: Any) -> Iterator[str]:
+    def unsupported(
+        self,
+        run: "RunConfig",
+        model: "ModelConfig",
+        parallel: "ParallelConfig",
+        moe: "MoEConfig",
+        faults: "FaultsConfig",
+    ) -> Iterator[str]:
         """Yield what the kernels cannot do."""
-        p = recipe.parallel
-        part = recipe.model.routed
+        p = parallel
+        part = model.routed
         if part is None:
             return
-        size = part.token_size(recipe.model.hidden_size)
+        size = part.token_size(model.hidden_size)
         width_key = "ffn.moe.latent_size" if part.latent_size else "hidden_size"
         width = f"model.{width_key}={size}"
         if p.etp > 1:
             yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"
-        if recipe.moe.pad_to_capacity:
+        if moe.pad_to_capacity:
             yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
-        if recipe.run.dtype != "bfloat16":
-            yield f"deep_ep supports only bfloat16, and run.dtype={recipe.run.dtype!r}"
+        if run.dtype != "bfloat16":
+            yield f"deep_ep supports only bfloat16, and run.dtype={run.dtype!r}"
         if size * 2 % ALIGNMENT_BYTES:
             yield (
                 f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is no multiple of "
                 f"{ALIGNMENT_BYTES // 2}"
             )
-        if chosen(recipe, WirePart).rounds and size % FP8_BLOCK:
+        if chosen_in(moe, WirePart).rounds and size % FP8_BLOCK:
             yield (
                 f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
-                f"'{recipe.moe.dispatch_precision}' {width} is no multiple of that"
+                f"'{moe.dispatch_precision}' {width} is no multiple of that"
             )
-        if recipe.faults.check_dispatch:
+        if faults.check_dispatch:
             yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"
         if p.overlap_experts:
             yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
-        if recipe.run.device == "cpu":
+        if run.device == "cpu":
             yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DeepEPDispatcher":

@@ -3,15 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
+    from moefold.config.moe import MoEConfig
+    from moefold.config.parallel import ParallelConfig
+    from moefold.config.train import TrainConfig
     from moefold.parts.dispatcher.leastloaded.module import LeastLoadedDispatcher
 
 
@@ -28,11 +32,13 @@ class LeastLoaded(DispatcherPart):
 
     moves_experts: ClassVar[bool] = True
 
-    def check(self, recipe: Any) -> Iterator[Problem]:
+    def check(
+        self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
+    ) -> Iterator[Problem]:
         """Yield one ep rank, equal loads, and thresholds that cannot apply."""
-        yield from super().check(recipe)
-        p = recipe.parallel
-        if not self.has_work(recipe):
+        yield from super().check(model, parallel, moe, train)
+        p = parallel
+        if not has_moe_layers(model):
             return
         if p.ep == 1:
             yield self._problem(
@@ -40,7 +46,7 @@ class LeastLoaded(DispatcherPart):
                 "choose 'alltoall', or ep of 2 or more",
             )
             return
-        if recipe.moe.pad_to_capacity:
+        if moe.pad_to_capacity:
             yield Problem(
                 "moe.pad_to_capacity",
                 True,
@@ -62,8 +68,8 @@ class LeastLoaded(DispatcherPart):
                 f"choose 1.0 to {self.threshold}",
             )
         ranks = p.ep * p.etp
-        tokens = recipe.train.seq_len * recipe.train.micro_batch_size * ranks // (p.cp * p.tp)
-        largest = min(tokens, ceil(self.capacity * tokens * recipe.model.experts.top_k / p.ep))
+        tokens = train.seq_len * train.micro_batch_size * ranks // (p.cp * p.tp)
+        largest = min(tokens, ceil(self.capacity * tokens * model.experts.top_k / p.ep))
         if self.min_tokens > largest:
             yield Problem(
                 f"{self.key}.min_tokens",

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.chosen import chosen
+from moefold.config.chosen import chosen_in
 from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
+    from moefold.config.faults import FaultsConfig
+    from moefold.config.model import ModelConfig
+    from moefold.config.moe import MoEConfig
+    from moefold.config.parallel import ParallelConfig
+    from moefold.config.run import RunConfig
     from moefold.parts.dispatcher.symm_mem.module import SymmMemDispatcher
 
 NUM_BUFFERS = 3
@@ -34,22 +39,29 @@ class SymmMem(DispatcherPart):
     kernel_package: ClassVar[str] = "nvidia.nvshmem"
     package_source: ClassVar[str] = "the CUDA build of torch, which installs nvidia-nvshmem"
 
-    def unsupported(self, recipe: Any) -> Iterator[str]:
+    def unsupported(
+        self,
+        run: "RunConfig",
+        model: "ModelConfig",
+        parallel: "ParallelConfig",
+        moe: "MoEConfig",
+        faults: "FaultsConfig",
+    ) -> Iterator[str]:
         """Yield what the exchange cannot do."""
-        p = recipe.parallel
+        p = parallel
         if p.etp > 1:
             yield f"it sends tokens to whole experts, and parallel.etp={p.etp} shards the experts"
-        if recipe.moe.pad_to_capacity:
+        if moe.pad_to_capacity:
             yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
-        if chosen(recipe, WirePart).rounds:
-            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{recipe.moe.dispatch_precision}'"
-        if recipe.model.routed and recipe.model.routed.bias:
+        if chosen_in(moe, WirePart).rounds:
+            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{moe.dispatch_precision}'"
+        if model.routed and model.routed.bias:
             yield "it leaves rows without an expert, and model.ffn.moe.bias=true adds the bias of an expert to each row"
-        if recipe.faults.check_dispatch:
+        if faults.check_dispatch:
             yield "its row counts stay on the device, and faults.check_dispatch=true compares them on the host"
         if p.overlap_experts:
             yield "its all-to-all runs on the stream of the model, and parallel.overlap_experts=true computes meanwhile"
-        if recipe.run.device == "cpu":
+        if run.device == "cpu":
             yield "it needs CUDA GPUs, and run.device='cpu'"
 
     def unsupported_here(self, device: Any) -> Iterator[str]:

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moefold.config.groups.attention import prefixed
-from moefold.config.groups.ffn import FeedForwardFormula, RoutedPart, swiglu_params
+from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardFrame, RoutedPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
     from moefold.cost.block_sizes import BlockSizes
     from moefold.model.moe.layer import MoELayer
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class MoePart(RoutedPart):
     """Add the outputs of the chosen experts, and of a shared expert if there is one."""
+
+    recompute_parts: ClassVar[frozenset[str]] = frozenset({"moe", "expert_activation", "shared_experts"})
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with few narrow experts."""
@@ -48,7 +49,7 @@ class MoePart(RoutedPart):
             yield ParamSpec("router.bias", (self.num_choices,), "router")
         yield ParamSpec("experts.w_gate", (experts, width, ffn), "experts", etp_dim=2)
         yield ParamSpec("experts.w_up", (experts, width, ffn), "experts", etp_dim=2)
-        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1)
+        yield ParamSpec("experts.w_down", (experts, ffn, width), "experts", etp_dim=1, drawn="output")
         if self.bias:
             yield ParamSpec("experts.b_gate", (experts, ffn), "experts", etp_dim=1)
             yield ParamSpec("experts.b_up", (experts, ffn), "experts", etp_dim=1)
@@ -61,7 +62,7 @@ class MoePart(RoutedPart):
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of router, experts and shared expert; see base class."""
-        p = sizes.cfg.parallel
+        p = sizes.parallel
         if "moe" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
         has_shared = self.shared_width > 0
@@ -69,7 +70,7 @@ class MoePart(RoutedPart):
         saved = sizes.norm_with_output(saves_output=True)
         if has_shared and "shared_experts" not in sizes.recompute:
             saved["shared experts"] += sizes.swiglu(self.shared_width)
-            saved["shared experts"] += sizes.gathered_bytes(sizes.cfg.model.hidden_size) if p.tp > 1 else 0
+            saved["shared experts"] += sizes.gathered_bytes(sizes.model.hidden_size) if p.tp > 1 else 0
         if self.latent_size:
             # The input of the projection back.
             saved["shared experts"] += sizes.tokens * self.latent_size * sizes.item_bytes
@@ -79,23 +80,21 @@ class MoePart(RoutedPart):
         saved["router"] += sizes.tokens * routing_bytes
         kept = self.router.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
         saved["router"] += sizes.tokens * kept
-        if sizes.cfg.moe.input_jitter:
+        if sizes.moe.input_jitter:
             # The noise and the product with it, in the type of the logits.
-            saved["router"] += 2 * sizes.tokens * sizes.cfg.model.hidden_size * sizes.high_precision_bytes
+            saved["router"] += 2 * sizes.tokens * sizes.model.hidden_size * sizes.high_precision_bytes
         return saved + sizes.experts.saved()
 
     def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
-            width = (
-                2 * self.token_size(sizes.cfg.model.hidden_size) + 3 * self.intermediate_size // sizes.cfg.parallel.etp
-            )
+            width = 2 * self.token_size(sizes.model.hidden_size) + 3 * self.intermediate_size // sizes.parallel.etp
             delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
         if self.latent_size:
-            widths = 2 * (sizes.cfg.model.hidden_size + self.latent_size)
+            widths = 2 * (sizes.model.hidden_size + self.latent_size)
             delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
         return delayed
 
@@ -107,13 +106,13 @@ class MoePart(RoutedPart):
         if sizes.kernels.grouped_experts or sizes.experts.dispatcher.moves_experts:
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
-        inner = 3 * self.intermediate_size // sizes.cfg.parallel.etp
-        width = inner + self.token_size(sizes.cfg.model.hidden_size) * sizes.experts.applies_probs
+        inner = 3 * self.intermediate_size // sizes.parallel.etp
+        width = inner + self.token_size(sizes.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
     def transient(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
-        p = sizes.cfg.parallel
+        p = sizes.parallel
         experts = sizes.experts
         combine_bytes = experts.combine_buffer()
         if p.ep * p.etp > 1:
@@ -128,25 +127,20 @@ class MoePart(RoutedPart):
         """Return the bytes of the indices of the permutation; see base class."""
         return sizes.experts.permute_indices()
 
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """The whole network, the activation of the experts, and the shared expert if there is one."""
-        return frozenset({"moe", "expert_activation"} | ({"shared_experts"} if self.shared_width else set()))
-
-    def build(self, recipe: "Config", number: int) -> "MoELayer":
+    def build(self, frame: FeedForwardFrame, number: int) -> "MoELayer":
         """Return the module; see base class."""
         from moefold.model.init import seed_for
         from moefold.model.mlp import SwiGLU
         from moefold.model.moe.layer import MoELayer
 
-        hidden = recipe.model.hidden_size
+        hidden = frame.hidden_size
         return MoELayer(
             self,
             hidden,
-            recipe.moe,
-            loss_scale=1.0 / (recipe.train.global_batch_size // recipe.train.micro_batch_size),
-            micro_batches_per_rank=recipe.num_micro_batches,
-            noise_seed=seed_for(recipe.run.seed, f"layers.{number}.ffn.router.jitter"),
+            frame.moe,
+            loss_scale=1.0 / frame.micro_batches,
+            micro_batches_per_rank=frame.rank_micro_batches,
+            noise_seed=seed_for(frame.seed, f"layers.{number}.ffn.router.jitter"),
             shared=SwiGLU(hidden, self.shared_width) if self.shared_width else None,
         )
 

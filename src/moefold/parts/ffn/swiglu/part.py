@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from moefold.config.groups.ffn import DensePart, FeedForwardFormula, swiglu_params
+from moefold.config.groups.ffn import DensePart, FeedForwardFormula, FeedForwardFrame, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
     from moefold.cost.block_sizes import BlockSizes
     from moefold.model.mlp import SwiGLU
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class SwiGluPart(DensePart):
     """Multiply an up projection by the SiLU of a gate projection, and project back."""
+
+    recompute_parts: ClassVar[frozenset[str]] = frozenset({"dense_mlp"})
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return it with a narrow inner width on each rank."""
@@ -32,16 +33,11 @@ class SwiGluPart(DensePart):
         """The inner width; see base class."""
         return "model.ffn.dense.intermediate_size", self.intermediate_size
 
-    @property
-    def recompute_parts(self) -> frozenset[str]:
-        """The whole network."""
-        return frozenset({"dense_mlp"})
-
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of gate, up and their product; see base class."""
         if "dense_mlp" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True)
-        saved = sizes.norm_with_output(saves_output=sizes.cfg.parallel.tp == 1, part="dense MLP")
+        saved = sizes.norm_with_output(saves_output=sizes.parallel.tp == 1, part="dense MLP")
         saved["dense MLP"] += sizes.swiglu(self.intermediate_size)
         return saved
 
@@ -49,11 +45,11 @@ class SwiGluPart(DensePart):
         """Return the bytes of the projections; see base class."""
         return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.intermediate_size)})
 
-    def build(self, recipe: "Config", number: int) -> "SwiGLU":
+    def build(self, frame: FeedForwardFrame, number: int) -> "SwiGLU":
         """Return the module; see base class."""
         from moefold.model.mlp import SwiGLU
 
-        return SwiGLU(recipe.model.hidden_size, self.intermediate_size)
+        return SwiGLU(frame.hidden_size, self.intermediate_size)
 
     def formula(self) -> FeedForwardFormula:
         """Return SwiGLU; see base class."""

@@ -91,7 +91,8 @@ class MatrixRedistributor:
             m for name in sorted(tensors) for m in _matrices(name, tuple(tensors[name].shape), regions_by_rank)
         ]
         self._empty = next((values.new_empty(0) for values, _ in regions.values()), torch.empty(0))
-        self._rounds = list(batch_by_size(_balance_owners(unassigned, group.size), _numel, round_elements * group.size))
+        matrices = _balance_owners(unassigned, group.size)
+        self._rounds = list(batch_by_size(matrices, lambda m: m.shape[0] * m.shape[1], round_elements * group.size))
 
     def run(
         self,
@@ -194,7 +195,3 @@ def _balance_owners(matrices: Sequence[_UnassignedMatrix], num_members: int) -> 
                 sources.setdefault((shard.rows.start, shard.columns.start), member)
         assigned.append(_Matrix(key, shape, shards, frozenset(sources.values()), owner))
     return assigned
-
-
-def _numel(matrix: _Matrix) -> int:
-    return matrix.shape[0] * matrix.shape[1]

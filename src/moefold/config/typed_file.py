@@ -1,0 +1,71 @@
+"""TOML files whose keys are the fields of a dataclass, validated by pydantic from its annotations. Torch-free.
+
+The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fields.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from moefold.bounded_read import parse_toml
+from moefold.config.suggestions import closest_match
+from moefold.errors import ConfigError
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+T = TypeVar("T")
+
+
+def parse_table(text: str, where: str) -> dict[str, Any]:
+    """Parse the TOML of a file.
+
+    Raises:
+        ConfigError: it is not TOML.
+    """
+    try:
+        return parse_toml(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: not TOML: {error}") from None
+
+
+def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "give them") -> T:
+    """Build the dataclass of a file.
+
+    Args:
+        kind: the dataclass.
+        tree: keys of the file, unchecked.
+        where: the file, as the first words of an error.
+        advice: what to do about missing keys.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is wrong.
+    """
+    try:
+        # As JSON, tables become dataclasses and lists tuples in strict mode too.
+        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
+    return found
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
+    """Describe the first thing that is wrong: an unknown key, missing keys, or a value."""
+    faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
+    for key, item in faults.items():
+        if item["type"] == "unexpected_keyword_argument":
+            known = sorted(kind.__dataclass_fields__)
+            guess = closest_match(key, known, cutoff=0.5)
+            return f"unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else f"the keys are {known}")
+    if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
+        return f"{', '.join(lacking)} missing; {advice}"
+    key, item = next(iter(faults.items()))
+    rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ").replace("an object", "a table")
+    return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"

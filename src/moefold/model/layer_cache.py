@@ -1,0 +1,124 @@
+"""Rows of a pass through a model that generates, and the base class of what each layer keeps of earlier tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moefold.comm.host_copy import copy_to_device
+from moefold.ops.decode import DecodeRows
+from moefold.ops.rope import Rope
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Rows of one forward pass. Consecutive rows of one sample form a segment, at consecutive positions."""
+
+    slots_R: Tensor
+    """Index of each row in the cache, page * positions of a page + offset, int64 [R]."""
+    positions_R: Tensor
+    """Position of each row in its sample, int64 [R]."""
+    tables_NP: Tensor
+    """Pages of each segment in the order of positions, int32 [segments, pages of the longest]; 0 after the last."""
+    counts: Sequence[int]
+    """Rows of each segment, [segments]."""
+    last_positions: Sequence[int]
+    """Position of the last row of each segment, [segments]; the host knows it without a wait for the device."""
+    state_slots_N: Tensor | None = None
+    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None: no layer has states."""
+    num_state_slots: int = 0
+    """Largest slot of a state, plus 1."""
+
+    @cached_property
+    def single_rows(self) -> list[int]:
+        """Segments of one row."""
+        return [i for i, count in enumerate(self.counts) if count == 1]
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, slice]]:
+        """Segments of several rows, and these rows."""
+        found = []
+        start = 0
+        for i, count in enumerate(self.counts):
+            if count > 1:
+                found.append((i, slice(start, start + count)))
+            start += count
+        return found
+
+    @cached_property
+    def rows_of_singles(self) -> Tensor:
+        """Row of each segment of one row, int64."""
+        starts = [0]
+        for count in self.counts:
+            starts.append(starts[-1] + count)
+        return copy_to_device(torch.tensor([starts[i] for i in self.single_rows]), self.slots_R.device)
+
+    @cached_property
+    def segments_of_singles(self) -> Tensor:
+        """Segments of one row, int64."""
+        return copy_to_device(torch.tensor(self.single_rows), self.slots_R.device)
+
+    @cached_property
+    def row_tables(self) -> Tensor:
+        """Pages of each row, int32 [R, pages]."""
+        if len(self.single_rows) == len(self.counts):
+            return self.tables_NP
+        counts = copy_to_device(torch.tensor(self.counts), self.tables_NP.device)
+        return self.tables_NP.repeat_interleave(counts, 0, output_size=len(self.slots_R))
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Keys up to each row, its own included, int32 [R]."""
+        return (self.positions_R + 1).int()
+
+
+class CurrentPass:
+    """The rows of the pass that runs; shared by all layers."""
+
+    single_sample = torch.zeros(1, dtype=torch.int64)
+    """The sample ids of a pass, whose rows count as one sample."""
+
+    def __init__(self) -> None:
+        self.rows: PassRows | None = None
+        self._decode_rows: tuple[PassRows, DecodeRows] | None = None
+
+    @property
+    def current(self) -> PassRows:
+        """The rows."""
+        assert self.rows is not None, "no pass runs"
+        return self.rows
+
+    def decode_rows(self, rope: Rope) -> DecodeRows:
+        """Return the rows for a `DecodeKernel`; the layers of a pass share one RoPE, and get one object."""
+        rows = self.current
+        if self._decode_rows is None or self._decode_rows[0] is not rows:
+            self._decode_rows = rows, DecodeRows(rows.slots_R, rows.row_tables, rows.lengths, rope.cos, rope.sin)
+        return self._decode_rows[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """Size and contents of the paged cache."""
+
+    num_pages: int
+    page_positions: int
+    kind: Literal["latents", "heads"] = "latents"
+    """What latent attention caches: latents, or the heads that are computed from them, as in training."""
+
+
+class LayerCache:
+    """What a layer keeps of earlier tokens while a model generates; what it computes with them is between both."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache; 0 before the first pass."""
+        raise NotImplementedError
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy pages, int64 [n] each; no effect on a cache without pages."""
+
+    def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        """Copy states between slots, int64 [n] each, all below `num_slots`; no effect on a cache without states."""
