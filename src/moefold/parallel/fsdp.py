@@ -69,7 +69,9 @@ def shard_model_parallel(stage: Transformer, groups: ParallelGroups) -> None:
 
 
 def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
-    """Convert the meta parameters that are read in the type of the master weights to it."""
+    """Convert the meta parameters that are read in the type of the master weights to it, and all of routers."""
+    for layer in stage.moe_layers().values():
+        layer.router.to(dtype)
     for module, leaf in _full_precision_parameters(stage):
         module.register_parameter(leaf, nn.Parameter(getattr(module, leaf).to(dtype)))
 

@@ -82,11 +82,14 @@ def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopie
     return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
-def freeze_all_but_indexers(stage: Transformer) -> None:
-    """Leave gradients to the parameters of the indexers alone: the warm-up stage of sparse attention."""
-    stage.requires_grad_(False)
-    for indexer in stage.indexers().values():
-        indexer.requires_grad_(True)
+def freeze_weights(stage: Transformer) -> None:
+    """Leave gradients to the parameters that learn: of indexers in their warm-up stage, or of adapters."""
+    if stage.is_frozen:
+        stage.requires_grad_(False)
+        for indexer in stage.indexers().values():
+            indexer.requires_grad_(True)
+    if stage.settings.lora.trains_adapters_only:
+        freeze_all_but_adapters(stage)
 
 
 def _module_graphs(cfg: Config, weight_cache: WeightCache) -> Callable[[Transformer], None] | None:
@@ -145,8 +148,6 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     graph_modules = _module_graphs(cfg, kernels.weight_cache) if for_training else None
     for stage in stages:
         stage.to(master_weight_dtype(cfg.run) if for_training else stage.dtype)
-        for layer in stage.moe_layers().values():
-            layer.router.to(master_weight_dtype(cfg.run))
         keep_full_precision(stage, master_weight_dtype(cfg.run))
         if for_training and cfg.trains_adapters_only:
             narrow_frozen_weights(stage)
@@ -166,22 +167,19 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         if layout.world_size > 1:
             shard_model_parallel(stage, groups)
         # FSDP reads which parameters are frozen.
-        if for_training and cfg.trains_indexers_only:
-            freeze_all_but_indexers(stage)
-        if for_training and cfg.trains_adapters_only:
-            freeze_all_but_adapters(stage)
+        if for_training:
+            freeze_weights(stage)
         if layout.world_size > 1 and for_training:
             shard_data_parallel(stage, groups, cfg.run, cfg.parallel)
         allocate(stage, groups.device)
         stage.set_positions(positions)
-    message = "; ".join(filter(None, (selection.message, kernels.message)))
     return ShardedStages(
         stages=stages,
         stage_plan=plan,
         groups=groups,
         positions=positions,
         shards_data_parallel=for_training and cfg.parallel.zero > 0,
-        message=message,
+        message="; ".join(filter(None, (selection.message, kernels.message))),
         offload=offload,
         weight_cache=kernels.weight_cache,
         autotuner=kernels.autotuner,
