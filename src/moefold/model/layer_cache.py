@@ -110,7 +110,7 @@ class CacheSize:
 
 
 class LayerCache:
-    """Cache of a layer: what it keeps of earlier tokens while a model generates, in a form of its own."""
+    """Keep what a layer needs of earlier tokens while a model generates, in a form of its own."""
 
     @property
     def nbytes(self) -> int:
