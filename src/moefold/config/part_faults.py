@@ -126,7 +126,7 @@ def _failure(parts: list[Any], where: str, error: BaseException) -> RunError | N
     is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
     is_explained = isinstance(error, ConfigError | RunError | NoFormulaError | MemoryError)
     # torch ends a recomputed function by an error, once it has what it needs.
-    is_control = type(error).__name__ == "_StopRecomputationError" or not isinstance(error, Exception)
+    is_control = type(error).__module__.startswith("torch.utils.") or not isinstance(error, Exception)
     if is_built_in(part) or is_explained or is_lost or is_control or "out of memory" in str(error):
         return None
     root = part.__module__.partition(".")[0]
