@@ -279,7 +279,9 @@ class _MixerCost:
         self.layer = layer
         self.mixer = projections_of(layer)
         self.load = load
-        self.tp, self.cp, self.mbs = mapping.tp, mapping.cp, mapping.mbs
+        self.tp = mapping.tp
+        self.cp = mapping.cp
+        self.mbs = mapping.mbs
         self.tokens = layer_costs.tokens(mapping)
         self.hidden = layer_costs.model_spec.hidden_size
         self.gather = layer_costs.tp_gather(mapping)
@@ -540,7 +542,9 @@ class _MoECost:
         self.num_matrices = matrices_of_expert(part)
         self.top_k = part.mean_active
         """Experts of a token that compute, on average."""
-        self.tp, self.ep, self.etp = mapping.tp, mapping.ep, mapping.etp
+        self.tp = mapping.tp
+        self.ep = mapping.ep
+        self.etp = mapping.etp
         self.tokens = layer_costs.tokens(mapping)
         self.local_tokens = self.tokens / self.tp
         self.expert_hidden_size = part.token_size(layer_costs.model_spec.hidden_size)
