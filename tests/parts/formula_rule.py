@@ -8,6 +8,7 @@ is then the part.
 
 import ast
 import builtins
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -111,7 +112,8 @@ class _Rule:
     def check_formula_of(self, owner: type) -> None:
         """Check the formula that a class defines, in which `self` is the part."""
         module = sys.modules[owner.__module__]
-        formula = vars(owner)["formula"]
+        # The formula of a class from outside is wrapped, so that its failures are named.
+        formula = inspect.unwrap(vars(owner)["formula"])
         body = next((node for node in _definitions(module, owner.__name__) if isinstance(node, ast.ClassDef)), None)
         found = [node for node in body.body if _binds(node, "formula")] if body else []
         if len(found) != 1 or not isinstance(found[0], ast.FunctionDef) or not _is_of(formula, found[0], module):

@@ -98,7 +98,10 @@ def test_the_formula_of_an_attention_stands_by_itself_and_reads_each_field(kind)
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read
 
 
-@pytest.mark.parametrize(("group", "kind"), [(name, kind) for name in ("ffn", "span") for kind in built_in_kinds(name)])
+LAYER_KINDS = [(name, kind) for name in ("ffn", "span") for kind in built_in_kinds(name)]
+
+
+@pytest.mark.parametrize(("group", "kind"), [*LAYER_KINDS, ("indexer", "lightning")])
 def test_the_formula_of_a_layer_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_it(group, kind):
     part = find_part(group, kind)
     assert not part.framed & check_formula(part)

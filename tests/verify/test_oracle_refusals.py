@@ -229,7 +229,7 @@ def test_a_listed_key_that_no_formula_reads_is_refused(monkeypatch):
 
 
 FRAMED = {
-    "attention.indexer": {"top_k": 3, "num_heads": 2, "head_dim": 4, "rope_interleaved": True},
+    "attention.indexer": {"top_k": 3, "rope_interleaved": True},
     "ffn.moe": {"top_k": 3, "zero_experts": 2, "active_experts": 2.0, "shortcut": True},
     "ffn.moe.router": {"scaling_factor": 2.0, "num_groups": 2, "top_groups": 2, "expert_bias": True, "bias": True},
 }

@@ -28,7 +28,8 @@ def guard_methods(part: Any) -> None:
     ours = [base for base in part.__mro__ if _is_of_package(base.__module__)]
     for name in {name for base in ours for name in vars(base) if name[0] != "_" or name == "__call__"}:
         owner = next(base for base in part.__mro__ if name in vars(base))
-        if _is_of_package(owner.__module__):
+        # A part that this one inherits from was guarded when it was made.
+        if _is_of_package(owner.__module__) or (owner is not part and issubclass(owner, ours[-1])):
             continue
         asked = next(vars(base)[name] for base in ours if name in vars(base))
         match vars(owner)[name]:
@@ -69,7 +70,8 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
             if failure := _failure([_class_of(part, args)], f"{name}()", error):
                 raise failure from error
             raise
-        if not _fits(value, hint):
+        # A part without a formula is refused by the oracle, in its words.
+        if not (_fits(value, hint) or (name == "formula" and value is None)):
             plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             rules = ["must be finite"] * (plain is float) + [mark.rule for mark in bounds]
             wanted = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))

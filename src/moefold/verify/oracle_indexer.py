@@ -1,6 +1,5 @@
-"""Indexer of the oracle (arXiv:2512.02556 eq. 1 to 4): scores by a loop over heads, selection by sorting."""
+"""Indexer of the oracle (arXiv:2512.02556): scores by the formula of its part, selection by sorting, its loss."""
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -8,8 +7,9 @@ from torch import Tensor
 
 from moefold.config.model import ModelConfig
 from moefold.config.train import TrainConfig
-from moefold.verify.no_formula import unknown_kind
+from moefold.verify.no_formula import formula_of, unknown_kind
 from moefold.verify.oracle_attention import apply_rope
+from moefold.verify.oracle_lora import ModuleWeights
 
 
 def is_warmup(model: ModelConfig, train: TrainConfig) -> bool:
@@ -56,22 +56,11 @@ class OracleIndexer:
             source: input of the queries of the indexer, [B, S, ...].
             masked: keys that a query does not see, [B, S, S] or [S, S].
         """
-        model = self._model
-        key = x @ self._weights[f"{self._name}.wk"].T
-        centered = key - key.mean(-1, keepdim=True)
-        key = centered / (centered.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        key = key * self._weights[f"{self._name}.key_norm.weight"] + self._weights[f"{self._name}.key_norm.bias"]
-        key = self._rotate(key)
-        shares = x @ self._weights[f"{self._name}.weights_proj"].T / math.sqrt(model.attention.indexer.num_heads)
-        self.scores = torch.zeros(*x.shape[:2], x.shape[1], dtype=x.dtype)
-        for head in range(model.attention.indexer.num_heads):
-            rows = slice(head * model.attention.indexer.head_dim, (head + 1) * model.attention.indexer.head_dim)
-            query = self._rotate(source @ self._weights[f"{self._name}.wq"][rows].T)
-            dots = query @ key.mT / math.sqrt(model.attention.indexer.head_dim)
-            self.scores = self.scores + shares[..., head, None] * torch.where(dots > 0, dots, 0.0)
+        score = formula_of(self._model.attention.indexer)
+        self.scores = score(ModuleWeights(self._weights, self._name), x, source, self._rotate)
         self.masked = masked.expand(self.scores.shape).clone()
         # Read in the warm-up too, which selects all keys, so that it counts as read.
-        top_k = model.attention.indexer.top_k
+        top_k = self._model.attention.indexer.top_k
         if not is_warmup(self._model, self._train):
             self._select(top_k)
 

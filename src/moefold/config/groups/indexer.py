@@ -1,7 +1,7 @@
 """Selection of the keys that a query of sparse attention attends to (arXiv:2512.02556)."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -21,6 +21,9 @@ measured (docs/log.md)."""
 SELECTION_COPIES = 2.25
 """Temporary numbers of a block over the numbers of its copied keys and values, measured (docs/log.md); more in
 bfloat16."""
+IndexerFormula = Callable[[Any, Any, Any, Callable[[Any], Any]], Any]
+"""Scores of keys, [B, S queries, S keys]: of the weights by name, the inputs of the keys [B, S, H] and of the queries
+[B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class IndexerPart(Part):
     """Source of the selected keys of a layer, with the sizes of the indexer that selects them."""
 
     group: ClassVar[str] = "indexer"
-    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "num_heads", "head_dim", "rope_interleaved"})
+    framed: ClassVar[frozenset[str]] = frozenset({"top_k", "rope_interleaved"})
     is_shared: ClassVar[bool] = False
     """Whether an earlier layer selects the keys."""
     top_k: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 2048
@@ -54,6 +57,10 @@ class IndexerPart(Part):
             hidden: width of the residual stream.
         """
         yield from ()
+
+    def formula(self) -> IndexerFormula | None:
+        """Return the scores by which the layer selects its keys; None where an earlier layer selects them."""
+        return None
 
     @property
     def key_width(self) -> int:
