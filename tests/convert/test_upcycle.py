@@ -254,7 +254,7 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
             "router_init='copies' must be 'group', 'expert' or 'zero'",
         ),
         (["checkpoint.every=3"], "is no key of [model] or [checkpoint.upcycle]"),
-        (["model.ffn.moe.router=missing.py:Score"], "file 'missing.py' does not exist; name a Python file"),
+        (["model.ffn.moe.router=missing.py:Score"], "missing.py' does not exist; name a Python file"),
         (
             ["model.ffn.moe.router={kind='softmax', softmax='pre'}", "model.ffn.moe.router=sigmoid", "model.lr=1"],
             "model.ffn.moe.router='sigmoid' leaves out model.ffn.moe.router.softmax='pre'",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 
@@ -75,7 +74,6 @@ def test_closed_forms_equal_the_execution_of_the_rows(name: str) -> None:
 class WrittenRows(SchedulePart):
     """Rows of two ranks with two micro-batches, written as in a schedule file; `+` joins the actions of a slot."""
 
-    kind: ClassVar[str] = "written"
     text: str
 
     def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
@@ -101,8 +99,8 @@ class WrittenRows(SchedulePart):
 def test_wrong_rows_of_another_package_are_refused_by_name(text: str, fault: str) -> None:
     parallel = ParallelConfig(world_size=2, pp=2, schedule=WrittenRows(text=text))
     found = list(validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2))))
-    name = "parallel.schedule='written' (a program)"
+    name = f"parallel.schedule='{__name__}:WrittenRows' (a program)"
     assert [message[: len(name + fault)] for message in found] == ([name + fault] if fault else [])
     if fault:
-        with pytest.raises(ConfigError, match="'written'"):
+        with pytest.raises(ConfigError, match="WrittenRows"):
             bubble_s(1.0, 2.0, 1.0, pp=2, vpp=1, num_micro_batches=2, schedule=parallel.schedule)
