@@ -103,6 +103,21 @@ def test_a_broken_package_is_refused_by_its_distribution_and_costs_nothing_unnam
     assert "half_plugin" not in outside.sys.modules or "import" not in reason
 
 
+@pytest.mark.parametrize("reexported", [False, True])
+def test_a_broken_part_does_not_stop_another_one_of_its_package(install, tmp_path, reexported):
+    install("from half_plugin_good import Half" if reexported else GOOD)
+    folder = tmp_path / "moefold-half"
+    (folder / "half_plugin_good.py").write_text(GOOD)
+    points = next(folder.glob("*.dist-info")) / "entry_points.txt"
+    points.write_text(points.read_text().replace("]\n", "]\nbroken = half_plugin.broken:Half\n"))
+    outside._all_entry_points.cache_clear()
+    outside.entry_points_of.cache_clear()
+    assert load_config(None, ["train.lr_schedule=half"]).train.lr_schedule.kind == "half"
+    assert "'broken' of moefold-half 0.3 (half_plugin.broken:Half) cannot be imported" in refusal(
+        "train.lr_schedule=broken"
+    )
+
+
 def test_two_packages_with_one_kind_are_refused_by_both_names(install):
     install(GOOD)
     install(GOOD, distribution="moefold-other", module="other_plugin")

@@ -9,6 +9,7 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -260,10 +261,13 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
     """Return the kind and distribution whose entry point is a class; MODULE:CLASS of a class of a program."""
     points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
     root = part.__module__.partition(".")[0]
-    for point in points:
-        if point.module.partition(".")[0] == root and load_entry_point(point, getattr(part, "key", part.group)) is part:
-            return point.name, origin_of_entry(point)
-    return f"{part.__module__}:{part.__qualname__}", Origin()
+    name = f"{part.__module__}:{part.__qualname__}"
+    # Others of the package may be broken, and are refused when a recipe names them.
+    for point in sorted(points, key=lambda point: point.value != name):
+        with suppress(ConfigError):
+            if point.module.partition(".")[0] == root and load_entry_point(point, part.group) is part:
+                return point.name, origin_of_entry(point)
+    return name, Origin()
 
 
 @cache
