@@ -105,9 +105,12 @@ def test_a_broken_package_is_refused_by_its_distribution_and_costs_nothing_unnam
 
 @pytest.mark.parametrize("reexported", [False, True])
 def test_a_broken_part_does_not_stop_another_one_of_its_package(install, tmp_path, reexported):
-    install("from half_plugin_good import Half" if reexported else GOOD)
+    install(GOOD)
     folder = tmp_path / "moefold-half"
-    (folder / "half_plugin_good.py").write_text(GOOD)
+    if reexported:
+        (folder / "half_plugin").mkdir()
+        (folder / "half_plugin" / "__init__.py").write_text("from half_plugin.good import Half")
+        (folder / "half_plugin" / "good.py").write_text(GOOD)
     points = next(folder.glob("*.dist-info")) / "entry_points.txt"
     points.write_text(points.read_text().replace("]\n", "]\nbroken = half_plugin.broken:Half\n"))
     outside._all_entry_points.cache_clear()
@@ -264,6 +267,11 @@ def test_a_file_that_has_changed_is_said(file, caplog):
 def test_a_broken_file_is_refused(file, code, name, message):
     file.write_text(code)
     assert message in refusal(f"train.lr_schedule={file}:{name}")
+
+
+def test_a_setting_with_the_name_of_a_built_in_one_has_its_own_rules(install):
+    install(GOOD.replace("share", "min_lr"))
+    check_config(load_config(None, ["train.lr_schedule=half", "train.lr=1e-3"]))
 
 
 def test_a_rule_that_fails_is_refused_by_its_distribution(install):
