@@ -135,10 +135,27 @@ def test_all_six_train_with_rollouts_save_resume_and_generate(tmp_path, kind):
         refused = moefold(*asked)
         assert refused.returncode == 2
         assert "was trained with gated_attention.py:Gated" in refused.stderr
-        assert "name it: --part gated_attention.py:Gated" in refused.stderr
+        assert f"name it: --part {files[0]}" in refused.stderr
         asked += [word for file in files for word in ("--part", file)]
     done = moefold(*asked)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.e2e
+def test_all_parts_that_a_run_lacks_are_named_at_once(tmp_path):
+    run = tmp_path / "run"
+    train(run, *SIZES, "checkpoint.every=1", *words("model.attention", "train.lr_schedule", by_file=True))
+    files = [f"{PACKAGE / PARTS[key][1]}" for key in ("model.attention", "train.lr_schedule")]
+    asked = ("checkpoint", "verify", str(run / "checkpoints" / "step-000001"))
+    refused = moefold(*asked)
+    assert refused.returncode == 1
+    assert all(f"name it: --part {file}" in refused.stdout for file in files), refused.stdout
+    named = [word for file in files for word in ("--part", file)]
+    assert moefold(*asked, *named).stdout.endswith("step-000001: sound\n")
+    removed = moefold("checkpoint", "rm", asked[-1], *named)
+    assert (removed.returncode, removed.stdout) == (0, f"removed {asked[-1]}\n"), removed.stderr
+    for command in (("plan", "--help"), ("import", "--help")):
+        assert "--part FILE.py:CLASS" in moefold(*command).stdout
 
 
 @pytest.mark.e2e

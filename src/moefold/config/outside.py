@@ -52,6 +52,16 @@ class MissingPartError(ConfigError):
     """Part that a file names and that is not here: a class of a file that the user has not named, or a package."""
 
 
+def raise_missing(problems: Iterable[object]) -> None:
+    """Raise the errors of parts that are not here as one, which names them all; other problems stay.
+
+    Raises:
+        MissingPartError: there is at least one.
+    """
+    if missing := [str(problem) for problem in problems if isinstance(problem, MissingPartError)]:
+        raise MissingPartError("; ".join(missing))
+
+
 def split_file_kind(kind: str) -> tuple[Path, str] | None:
     """Split FILE.py:CLASS; None for a kind of another form."""
     path, colon, name = kind.rpartition(":")

@@ -35,6 +35,7 @@ from moefold.config.outside import (
     import_file,
     imported_class,
     origin_of,
+    raise_missing,
     split_file_kind,
 )
 from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
@@ -388,8 +389,6 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
         elif key in tables_of(part):
             try:
                 values[key] = build_table(f"{name}.{key}", value, default_of_field(part, key))
-            except MissingPartError:
-                raise
             except ConfigError as error:
                 problems[key] = error
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
@@ -402,6 +401,7 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])
             problems.setdefault(key, _problem(name, part, key, table.get(key), item["type"], item["msg"]))
+    raise_missing(problems.values())
     raise_all(problems.values())
     return values
 

@@ -37,6 +37,7 @@ from moefold.convert.hf_config import (
 )
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.convert.known_keys import KeyReport
+from moefold.convert.run_config import missing_parts
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
@@ -195,7 +196,7 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
         model = config_from_dict({"model": keys}).model
         check_model(model)
     except MissingPartError as error:
-        raise ConfigError(f"checkpoint {str(path)!r}: {error}") from None
+        raise ConfigError(f"checkpoint {str(path)!r}: {missing_parts(path, error)}") from None
     except ConfigError as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a model that this version does not know: {error}") from None
     return model
