@@ -283,6 +283,19 @@ def test_a_rule_that_fails_is_refused_by_its_distribution(install):
         check_config(load_config(None, ["train.lr_schedule=half"]))
 
 
+def test_a_failure_with_several_lines_is_told_in_one(file, install):
+    raised = 'raise ValueError("one\\ntwo")'
+    install(f"{GOOD}    def check(self, recipe): {raised}")
+    with pytest.raises(RunError, match=r"fails in check\(\): ValueError: one\\x0atwo; repair"):
+        check_config(load_config(None, ["train.lr_schedule=half"]))
+    file.write_text(f"{GOOD}    def __post_init__(self): {raised}")
+    assert refusal(f"train.lr_schedule={file}:Half").endswith(r"refuses its settings: ValueError: one\x0atwo")
+    file.write_text(raised)
+    assert r"cannot be imported: ValueError: one\x0atwo; repair" in refusal(f"train.lr_schedule={file}:Half")
+    install(raised, kind="other", distribution="moefold-other", module="other_plugin")
+    assert r"cannot be imported: ValueError: one\x0atwo; repair" in refusal("train.lr_schedule=other")
+
+
 def test_a_setting_that_is_no_key_of_a_cache_is_refused(file):
     file.write_text(GOOD.replace("share: float = 0.5", "share: list[float]"))
     assert "refuses its settings: TypeError: unhashable" in refusal(

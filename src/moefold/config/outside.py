@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from moefold.config.limits import non_unicode_reason
 from moefold.errors import ConfigError
+from moefold.terminal import printable
 
 ENTRY_POINTS = "moefold."
 """Start of the name of an entry-point group; the rest is the group of the part."""
@@ -192,7 +193,7 @@ def load_entry_point(point: EntryPoint, key: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}={point.name!r} of {origin_of_entry(point)} ({point.value}) cannot be imported: "
-            f"{type(error).__name__}: {error}; repair or update that package"
+            f"{type(error).__name__}: {printable(error)}; repair or update that package"
         ) from error
 
 
@@ -299,7 +300,9 @@ def _import_content(kind: str, origin: Origin, content: bytes) -> None:
         exec(compile(content, origin.file, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"part {kind!r} cannot be imported: {type(error).__name__}: {error}; repair it") from error
+        raise ConfigError(
+            f"part {kind!r} cannot be imported: {type(error).__name__}: {printable(error)}; repair it"
+        ) from error
 
 
 def _module_name(origin: Origin) -> str:

@@ -52,6 +52,7 @@ from moefold.config.suggestions import (
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
+from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
         hash(built)
     except Exception as error:
         raise ConfigError(
-            f"{name}={kind!r} of {origin} refuses its settings: {type(error).__name__}: {error}"
+            f"{name}={kind!r} of {origin} refuses its settings: {type(error).__name__}: {printable(error)}"
         ) from error
     assert isinstance(built, Part)
     return built
