@@ -161,6 +161,16 @@ def test_a_full_standard_output_is_one_line(more):
     assert done.returncode == 1
 
 
+def test_help_of_all_commands_imports_no_schema():
+    # -S: no other package of this environment imports what is looked for.
+    heavy = ["moefold.config.schema", "pydantic", "importlib.metadata"]
+    program = f"import sys; from moefold.cli.main import main; main(); print([m for m in {heavy} if m in sys.modules])"
+    source = {**os.environ, "PYTHONPATH": str(Path(moefold.__file__).parents[1])}
+    asked = [sys.executable, "-S", "-c", program, "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, env=source)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_import_torch_and_each_other_only_when_they_work(name):
     others = [f"moefold.cli.{other}" for other in COMMANDS if other != name]

@@ -135,10 +135,30 @@ def test_all_six_train_with_rollouts_save_resume_and_generate(tmp_path, kind):
         refused = moefold(*asked)
         assert refused.returncode == 2
         assert "was trained with gated_attention.py:Gated" in refused.stderr
-        assert "name it: --part gated_attention.py:Gated" in refused.stderr
+        assert f"name it: --part {files[0]}" in refused.stderr
         asked += [word for file in files for word in ("--part", file)]
     done = moefold(*asked)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.e2e
+def test_all_parts_that_a_run_lacks_are_named_at_once(tmp_path):
+    run = tmp_path / "run"
+    train(run, *SIZES, "checkpoint.every=1", *words("model.attention", "train.lr_schedule", by_file=True))
+    files = [f"{PACKAGE / PARTS[key][1]}" for key in ("model.attention", "train.lr_schedule")]
+    asked = ("checkpoint", "verify", str(run / "checkpoints" / "step-000001"))
+    refused = moefold(*asked)
+    assert refused.returncode == 1
+    assert all(f"name it: --part {file}" in refused.stdout for file in files), refused.stdout
+    named = [word for file in files for word in ("--part", file)]
+    assert moefold(*asked, *named).stdout.endswith("step-000001: sound\n")
+    exported = moefold("export", asked[-1], str(tmp_path / "hf"), *named)
+    family_lacks = "moefold: error: Hugging Face families have no model.attention='gated_attention.py:Gated' ("
+    assert (exported.returncode, exported.stderr.startswith(family_lacks)) == (2, True), exported.stderr
+    removed = moefold("checkpoint", "rm", asked[-1], *named)
+    assert (removed.returncode, removed.stdout) == (0, f"removed {asked[-1]}\n"), removed.stderr
+    for command in (("plan", "--help"), ("import", "--help")):
+        assert "--part FILE.py:CLASS" in moefold(*command).stdout
 
 
 @pytest.mark.e2e
@@ -221,6 +241,12 @@ def test_verify_judges_all_and_refuses_an_attention_without_a_formula_by_name(tm
     refused = here(capsys, *asked)
     assert refused.returncode == 3
     assert "no formula for model.attention='gated_attention.py:Gated' (" in refused.stderr
+    # Its formula does not read wg.
+    file.write_text((PACKAGE / file.name).read_text().replace('"wv", "wg"))', '"wv", "wv"))'))
+    refused = here(capsys, *asked)
+    assert refused.returncode == 3
+    assert ".wg" in refused.stderr.partition(" of model.attention='gated_attention.py:Gated' (")[0]
+    assert "write formula() of Gated" in refused.stderr
     done = here(capsys, *asked, "--against", "one-rank")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT judged by the oracle" in done.stdout

@@ -103,6 +103,24 @@ def test_a_broken_package_is_refused_by_its_distribution_and_costs_nothing_unnam
     assert "half_plugin" not in outside.sys.modules or "import" not in reason
 
 
+@pytest.mark.parametrize("reexported", [False, True])
+def test_a_broken_part_does_not_stop_another_one_of_its_package(install, tmp_path, reexported):
+    install(GOOD)
+    folder = tmp_path / "moefold-half"
+    if reexported:
+        (folder / "half_plugin").mkdir()
+        (folder / "half_plugin" / "__init__.py").write_text("from half_plugin.good import Half")
+        (folder / "half_plugin" / "good.py").write_text(GOOD)
+    points = next(folder.glob("*.dist-info")) / "entry_points.txt"
+    points.write_text(points.read_text().replace("]\n", "]\nbroken = half_plugin.broken:Half\n"))
+    outside._all_entry_points.cache_clear()
+    outside.entry_points_of.cache_clear()
+    assert load_config(None, ["train.lr_schedule=half"]).train.lr_schedule.kind == "half"
+    assert "'broken' of moefold-half 0.3 (half_plugin.broken:Half) cannot be imported" in refusal(
+        "train.lr_schedule=broken"
+    )
+
+
 def test_two_packages_with_one_kind_are_refused_by_both_names(install):
     install(GOOD)
     install(GOOD, distribution="moefold-other", module="other_plugin")
@@ -251,6 +269,11 @@ def test_a_broken_file_is_refused(file, code, name, message):
     assert message in refusal(f"train.lr_schedule={file}:{name}")
 
 
+def test_a_setting_with_the_name_of_a_built_in_one_has_its_own_rules(install):
+    install(GOOD.replace("share", "min_lr"))
+    check_config(load_config(None, ["train.lr_schedule=half", "train.lr=1e-3"]))
+
+
 def test_a_rule_that_fails_is_refused_by_its_distribution(install):
     install(GOOD + "    def check(self, recipe): yield recipe.nothing")
     with pytest.raises(
@@ -258,6 +281,19 @@ def test_a_rule_that_fails_is_refused_by_its_distribution(install):
         match=r"train.lr_schedule='half' \(moefold-half 0.3\) fails in check\(\): Attribute.*half_plugin.py:15",
     ):
         check_config(load_config(None, ["train.lr_schedule=half"]))
+
+
+def test_a_failure_with_several_lines_is_told_in_one(file, install):
+    raised = 'raise ValueError("one\\ntwo")'
+    install(f"{GOOD}    def check(self, recipe): {raised}")
+    with pytest.raises(RunError, match=r"fails in check\(\): ValueError: one\\x0atwo; repair"):
+        check_config(load_config(None, ["train.lr_schedule=half"]))
+    file.write_text(f"{GOOD}    def __post_init__(self): {raised}")
+    assert refusal(f"train.lr_schedule={file}:Half").endswith(r"refuses its settings: ValueError: one\x0atwo")
+    file.write_text(raised)
+    assert r"cannot be imported: ValueError: one\x0atwo; repair" in refusal(f"train.lr_schedule={file}:Half")
+    install(raised, kind="other", distribution="moefold-other", module="other_plugin")
+    assert r"cannot be imported: ValueError: one\x0atwo; repair" in refusal("train.lr_schedule=other")
 
 
 def test_a_setting_that_is_no_key_of_a_cache_is_refused(file):

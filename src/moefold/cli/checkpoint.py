@@ -24,7 +24,7 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.inference_options import report_skipped_for
 from moefold.config.tree import value_at
 from moefold.config.upgrade import flat_settings
@@ -324,6 +324,7 @@ def _parser() -> argparse.ArgumentParser:
         "check the hash of every file, the index, the parts and the description; exit 1 if one is wrong",
     )
     verify_parser.add_argument("checkpoint", type=to_path, metavar="CKPT|RUN", help="one checkpoint, or all of a run")
+    add_part_option(verify_parser)
     diff_parser = add("diff", _diff, "compare the metadata and values of two checkpoints; exit 1 if they differ")
     diff_parser.add_argument("checkpoint", type=to_path, metavar="CKPT", help="a folder such as step-000100")
     diff_parser.add_argument("other", type=to_path, metavar="OTHER", help="the checkpoint to compare it with")
@@ -332,4 +333,5 @@ def _parser() -> argparse.ArgumentParser:
     rm_parser = add("rm", _rm, "remove checkpoints, but not the last sound one")
     rm_parser.add_argument("checkpoints", type=to_path, nargs="+", metavar="CKPT", help="folders step-000100")
     rm_parser.add_argument("--force", action="store_true", help="remove the last sound one too")
+    add_part_option(rm_parser)
     return parser

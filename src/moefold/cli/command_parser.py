@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moefold.config.aliases import OPTION_OF, key_hint
-from moefold.config.outside import import_files
-from moefold.config.suggestions import key_types, sections
 from moefold.errors import EXIT_USER_ERROR, ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.terminal import printable
@@ -54,6 +52,8 @@ class CommandParser(argparse.ArgumentParser):
         """Return how moefold calls an argument of other software that argparse does not recognise; "" if unknown."""
         if not message.startswith("unrecognized arguments: "):
             return ""
+        from moefold.config.suggestions import key_types, sections
+
         takes_settings = any(action.metavar == "section.key=value" for action in self._actions)
         for name in re.findall(r"(?<!\S)--?([A-Za-z][\w.-]*)", message):
             plain = name.replace("-", "_")
@@ -129,6 +129,8 @@ def add_part_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _part(text: str) -> str:
+    from moefold.config.outside import import_files
+
     try:
         import_files(text)
     except ConfigError as error:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from moefold.cli.command_parser import CommandParser, report_on_local_rank0
+from moefold.cli.command_parser import CommandParser, add_part_option, report_on_local_rank0
 from moefold.cli.conversion_options import conversion_job, conversion_summary, training_command
 from moefold.cli.inference_options import add_ignore_key_option
 from moefold.convert.known_keys import KeyReport
@@ -83,4 +83,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.flag("--without-mtp", "leave out multi-token prediction (MTP) layers")
     parser.flag("--report", "list the keys of the folder's JSON files: read, constant (without effect), and ignored")
     add_ignore_key_option(parser)
+    add_part_option(parser)
     return parser

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
-from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError, NoFormulaError, RunError
 from moefold.terminal import escape_log_lines, print_escaped
 
@@ -130,6 +129,9 @@ def _dispatch(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     name = _listed_name(argv[0])
     if not name.startswith("-") and name not in COMMANDS:
+        # The schema takes longer to import than the help of all commands to print.
+        from moefold.config.suggestions import closest_match
+
         guess = closest_match(name, COMMANDS)
         hint = f"did you mean {guess!r}?" if guess else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}; {hint}")

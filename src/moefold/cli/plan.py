@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from moefold.cli.command_parser import CommandParser
+from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
 from moefold.cli.plan_sites import add_site_options, reject_site_options
@@ -162,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace", type=Path, metavar="RUN_DIR", help="plan for the recorded routing of a run (moe.trace_every)")
     help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
     add("--lengths", metavar="NAME|FILE|RUN", help=help_)
+    add_part_option(parser)
     help_ = "compare the best mapping with folding to the best without, at these sequence lengths (default: --seq-len)"
     add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
     add(

@@ -20,7 +20,7 @@ from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
-from moefold.config.outside import MissingPartError
+from moefold.config.outside import raise_missing
 from moefold.config.part import Part, Table, tables_of
 from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, placed, settings_of_other_kind
 from moefold.config.presets import load_preset
@@ -166,11 +166,10 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
                 if not isinstance(keys[key], Part | Table) and not is_table_value(name, keys[key]):
                     continue
                 found[name] = build_table(name, keys[key], default_of(section, key))
-            except MissingPartError:
-                raise
             except ConfigError as error:
                 problems[name] = error
             rest[section] = {other: value for other, value in rest[section].items() if other != key}
+    raise_missing(problems.values())
     return rest, found, problems
 
 

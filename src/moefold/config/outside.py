@@ -9,6 +9,7 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from moefold.config.limits import non_unicode_reason
 from moefold.errors import ConfigError
+from moefold.terminal import printable
 
 ENTRY_POINTS = "moefold."
 """Start of the name of an entry-point group; the rest is the group of the part."""
@@ -49,6 +51,16 @@ class Origin(NamedTuple):
 
 class MissingPartError(ConfigError):
     """Part that a file names and that is not here: a class of a file that the user has not named, or a package."""
+
+
+def raise_missing(problems: Iterable[object]) -> None:
+    """Raise the errors of parts that are not here as one, which names them all; other problems stay.
+
+    Raises:
+        MissingPartError: there is at least one.
+    """
+    if missing := [str(problem) for problem in problems if isinstance(problem, MissingPartError)]:
+        raise MissingPartError("; ".join(missing))
 
 
 def split_file_kind(kind: str) -> tuple[Path, str] | None:
@@ -181,7 +193,7 @@ def load_entry_point(point: EntryPoint, key: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}={point.name!r} of {origin_of_entry(point)} ({point.value}) cannot be imported: "
-            f"{type(error).__name__}: {error}; repair or update that package"
+            f"{type(error).__name__}: {printable(error)}; repair or update that package"
         ) from error
 
 
@@ -260,10 +272,13 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
     """Return the kind and distribution whose entry point is a class; MODULE:CLASS of a class of a program."""
     points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
     root = part.__module__.partition(".")[0]
-    for point in points:
-        if point.module.partition(".")[0] == root and load_entry_point(point, getattr(part, "key", part.group)) is part:
-            return point.name, origin_of_entry(point)
-    return f"{part.__module__}:{part.__qualname__}", Origin()
+    name = f"{part.__module__}:{part.__qualname__}"
+    # Others of the package may be broken, and are refused when a recipe names them.
+    for point in sorted(points, key=lambda point: point.value != name):
+        with suppress(ConfigError):
+            if point.module.partition(".")[0] == root and load_entry_point(point, part.group) is part:
+                return point.name, origin_of_entry(point)
+    return name, Origin()
 
 
 @cache
@@ -285,7 +300,9 @@ def _import_content(kind: str, origin: Origin, content: bytes) -> None:
         exec(compile(content, origin.file, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"part {kind!r} cannot be imported: {type(error).__name__}: {error}; repair it") from error
+        raise ConfigError(
+            f"part {kind!r} cannot be imported: {type(error).__name__}: {printable(error)}; repair it"
+        ) from error
 
 
 def _module_name(origin: Origin) -> str:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get
 from moefold.config.find import all_groups, describe_class, is_built_in
 from moefold.config.outside import origin_of
 from moefold.errors import ConfigError, NoFormulaError, RunError
+from moefold.terminal import printable
 
 COMMUNICATION = ("moefold.comm.", "torch.distributed.")
 """Modules in which an error is of a collective, which other ranks may have left."""
@@ -139,7 +140,7 @@ def _failure(parts: list[Any], where: str, error: BaseException) -> RunError | N
     ]
     where = where or f"{frames[0][0].co_qualname}()"
     named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
-    what = f"{named} fails in {where}: {type(error).__name__}: {error}"
+    what = f"{named} fails in {where}: {type(error).__name__}: {printable(error)}"
     return RunError(f"{what}; {_way_out(part, *frames[-1]) if frames else _way_out(part)}")
 
 

@@ -35,6 +35,7 @@ from moefold.config.outside import (
     import_file,
     imported_class,
     origin_of,
+    raise_missing,
     split_file_kind,
 )
 from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
@@ -51,6 +52,7 @@ from moefold.config.suggestions import (
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
+from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
         hash(built)
     except Exception as error:
         raise ConfigError(
-            f"{name}={kind!r} of {origin} refuses its settings: {type(error).__name__}: {error}"
+            f"{name}={kind!r} of {origin} refuses its settings: {type(error).__name__}: {printable(error)}"
         ) from error
     assert isinstance(built, Part)
     return built
@@ -388,8 +390,6 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
         elif key in tables_of(part):
             try:
                 values[key] = build_table(f"{name}.{key}", value, default_of_field(part, key))
-            except MissingPartError:
-                raise
             except ConfigError as error:
                 problems[key] = error
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
@@ -402,6 +402,7 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])
             problems.setdefault(key, _problem(name, part, key, table.get(key), item["type"], item["msg"]))
+    raise_missing(problems.values())
     raise_all(problems.values())
     return values
 

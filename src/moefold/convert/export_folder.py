@@ -32,6 +32,7 @@ from moefold.convert.hf_config import (
     QUANTIZATION_KEY,
     families_for,
     family_unsupported_reason,
+    foreign_parts_reason,
     multimodal_folder,
     parse_model_config,
     read_hf_config,
@@ -321,6 +322,8 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
             way_out = "; --without-mtp leaves those layers out" if fits else ""
             raise ConfigError(f"--family {options.family}: it cannot express this model: {reason}{way_out}")
         return FAMILIES[options.family]
+    if reason := foreign_parts_reason(model):
+        raise ConfigError(reason)
     supported = families_for(model)
     original_family = MODEL_TYPES.get(origin.read_config().get("model_type", ""))
     name = "" if original_family is None else original_family.exported_as or original_family.name

@@ -8,8 +8,10 @@ from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
+from moefold.config.find import is_built_in
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
+from moefold.config.part import describe_part, parts_in
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.declared_keys import declared_keys
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
@@ -29,7 +31,7 @@ from moefold.convert.known_keys import (
 )
 from moefold.convert.layer_fields import joined_layers
 from moefold.convert.mtp import count_mtp_layers, tensor_names
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, format_list
 from moefold.validate.config import check_config
 
 CONFIG_FILE = "config.json"
@@ -248,11 +250,19 @@ def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
 
     A family can express a model if writing and reading back its config.json gives the same model.
     """
+    if reason := foreign_parts_reason(model):
+        return reason
     try:
         restored = parse_model_config(family.write(model), Path(family.name))
     except ConfigError as error:
         return str(error)
     return model_differences(model_sizes(model), replace(restored, init_std=model.init_std))
+
+
+def foreign_parts_reason(model: ModelConfig) -> str:
+    """Return that no family has the parts of a model that are not of this package; empty if it has none."""
+    foreign = dict.fromkeys(describe_part(part) for part in parts_in(model) if not is_built_in(type(part)))
+    return f"Hugging Face families have no {format_list(list(foreign))}" if foreign else ""
 
 
 def _read_keys(path: Path) -> dict[str, Any]:

@@ -31,12 +31,14 @@ from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
     families_for,
     family_unsupported_reason,
+    foreign_parts_reason,
     inspect_folder,
     is_hf_folder,
     read_model_config,
 )
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.convert.known_keys import KeyReport
+from moefold.convert.run_config import missing_parts
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
@@ -132,6 +134,8 @@ def export_message(model: ModelConfig) -> str:
     if families_for(plain):
         return ""
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
+    if reason := foreign_parts_reason(plain):
+        return f"{lacks}: {reason}"
     for change in _candidate_changes(plain):
         if supported := families_for(edit_model(plain, change)):
             settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")
@@ -195,7 +199,7 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
         model = config_from_dict({"model": keys}).model
         check_model(model)
     except MissingPartError as error:
-        raise ConfigError(f"checkpoint {str(path)!r}: {error}") from None
+        raise ConfigError(f"checkpoint {str(path)!r}: {missing_parts(path, error)}") from None
     except ConfigError as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a model that this version does not know: {error}") from None
     return model

@@ -4,11 +4,14 @@ The oracle has no default branch over kinds. `unknown_kind` ends each `match` ov
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Never, NoReturn
 
-from moefold.config.part import Part, describe_part
-from moefold.errors import NoFormulaError
+from moefold.config.find import is_built_in
+from moefold.config.model import ModelConfig
+from moefold.config.part import Part, describe_part, parts_in
+from moefold.errors import NoFormulaError, format_list
 
 
 def unknown_kind(key: str, value: Never) -> NoReturn:
@@ -33,11 +36,29 @@ def formula_of(part: Part) -> Any:
     return part.formula() or _no_formula_of(part)
 
 
-def _no_formula_of(part: Part) -> NoReturn:
+def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
+    """Refuse parameters that no formula reads: they are of a part from outside, if the model has one.
+
+    Args:
+        what: what the oracle lacks of the parameters.
+        names: of the parameters.
+        model: the section [model].
+
+    Raises:
+        NoFormulaError: always.
+    """
+    what = f"{what} {format_list(names)}"
+    outside = [part for part in parts_in(model) if not is_built_in(type(part))]
+    if outside:
+        _no_formula_of(max(outside, key=lambda part: part.group in names[0]), f"{what} of ")
+    no_formula(what)
+
+
+def _no_formula_of(part: Part, what: str = "") -> NoReturn:
     inner = (getattr(part, field.name) for field in fields(part))
     part = next((one for one in inner if isinstance(one, Part) and one.formula() is None), part)
     raise NoFormulaError(
-        f"the oracle has no formula for {describe_part(part)}, so this recipe cannot be judged; leave it "
+        f"the oracle has no formula for {what}{describe_part(part)}, so this recipe cannot be judged; leave it "
         f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "
         "with one rank of the same code: --against one-rank"
     )

@@ -35,7 +35,7 @@ from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.model.init import seed_for
 from moefold.topology.selection_groups import selection_sources
 from moefold.validate.unused import idle_keys, is_within
-from moefold.verify.no_formula import formula_of, no_formula
+from moefold.verify.no_formula import formula_of, no_formula, no_formula_of_weights
 from moefold.verify.oracle_attention import apply_rope, document_positions, hidden_keys
 from moefold.verify.oracle_indexer import OracleIndexer, is_warmup
 from moefold.verify.oracle_lora import AdaptedWeights, ModuleWeights
@@ -207,7 +207,7 @@ class Oracle:
     def _check_parameters(self) -> None:
         """Refuse parameters that no formula has read in a training pass."""
         if unread := [name for name in self.weights if name not in self._weights.reads]:
-            no_formula(f"the parameter {format_list(unread)}")
+            no_formula_of_weights("the parameter", unread, self._recipe.model)
 
     def _gradients(self, terms: _LossTerms) -> Weights:
         for weight in self.weights.values():
@@ -215,7 +215,7 @@ class Oracle:
         terms.total().backward()
         trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         if constant := [name for name, weight in trained.items() if weight.grad is None]:
-            no_formula(f"the gradient of {format_list(constant)}")
+            no_formula_of_weights("the gradient of", constant, self._recipe.model)
         return {name: weight.grad.clone() for name, weight in trained.items() if weight.grad is not None}
 
     def _freeze_experts(self, gradients: Weights) -> dict[tuple[str, int], Tensor]:

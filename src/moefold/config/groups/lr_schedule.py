@@ -1,12 +1,16 @@
 """Learning-rate schedules: the shape of the learning rate after the warm-up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.part import Part
+from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+
+if TYPE_CHECKING:
+    from moefold.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,18 @@ class DecayPart(LrSchedulePart):
     def shrink(self, to: SmallSizes) -> Self:
         """Return the schedule for the peak of a small recipe."""
         return replace(self, min_lr=min(self.min_lr, to.lr))
+
+    def check(self, recipe: "Config") -> Iterator[Problem]:
+        """Yield that min_lr is above the peak."""
+        from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
+
+        peak = recipe.train.lr
+        if self.min_lr > peak:
+            settings = method_settings(recipe.train, recipe.data, recipe.align, recipe.lora, recipe.rl)
+            is_default = peak == default_learning_rate(settings)
+            default = f", the default of {describe_method(settings)}" if is_default else ""
+            rule = f"must be at most train.lr={peak}{default}"
+            yield Problem(f"{self.key}.min_lr", self.min_lr, rule, f"choose 0.0 to {peak}")
 
 
 def interpolate(low: float, high: float, fraction: float) -> float:
