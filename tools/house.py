@@ -136,6 +136,12 @@ COUNTS = (
         "PART_CLASSES, outside its own file, the folder of its part, and PART_LOADERS",
         "0",
     ),
+    Count(
+        "flags_of_one_kind",
+        "ClassVar[bool] of a base class in config/groups/ that one kind of parts/ alone sets, and whose name "
+        "other files than the base class and parts/ read",
+        "falls",
+    ),
     Count("config_parameters", "parameters annotated Config, under whatever name it is imported", "<= 340"),
     Count(
         "holder_parameters",
@@ -178,6 +184,10 @@ class FileFacts:
     """Attributes that are read and functions that are called, with the line."""
     type_tests: list[tuple[frozenset[str], int, str]] = field(default_factory=list)
     """Names of classes that the type of an object is tested against, line, and text of each test."""
+    flags: list[tuple[str, int]] = field(default_factory=list)
+    """Class variables of type bool that the classes of PART_CLASSES set, with the line."""
+    groups: set[str] = field(default_factory=set)
+    """Groups of parts whose base class is here: folders of parts/."""
     imported: set[str] = field(default_factory=set)
     """Dotted names that the import of the file imports."""
 
@@ -243,6 +253,8 @@ def _read_node(node: ast.AST, facts: FileFacts) -> None:
         case ast.ClassDef():
             if any(_holds_config(item, facts) for item in node.body):
                 facts.holders.add(node.name)
+            if facts.name.startswith(PART_CLASSES):
+                _read_flags(node, facts)
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             _read_function(node, facts)
         case ast.ImportFrom():
@@ -368,6 +380,20 @@ def _holds_config(node: ast.stmt, facts: FileFacts) -> bool:
     return is_property and node.returns is not None and bool(_names(node.returns) & configs)
 
 
+def _read_flags(node: ast.ClassDef, facts: FileFacts) -> None:
+    """Read the class variables of type bool, and the group, that a class sets."""
+    for item in node.body:
+        match item:
+            case ast.AnnAssign(target=ast.Name(id="group"), value=ast.Constant(value=str(group))):
+                facts.groups.add(group)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant()) if (
+                ast.unparse(item.annotation) == "ClassVar[bool]"
+            ):
+                facts.flags.append((name, item.lineno))
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=bool())):
+                facts.flags.append((name, item.lineno))
+
+
 def _names(node: ast.expr) -> frozenset[str]:
     """Return the names in an annotation, those in quotes included."""
     found = set()
@@ -425,6 +451,7 @@ def count_all(root: Path) -> dict[str, Places]:
         for name, places in facts.places.items():
             found[name] += places
     _count_across(files, found)
+    found["flags_of_one_kind"] = list(_flags_of_one_kind(files.values()))
     found["that_of"] = list(_that_of(root))
     found["tests"] = list(_tests(root))
     return found
@@ -464,6 +491,30 @@ def _count_across(files: Mapping[str, FileFacts], found: dict[str, Places]) -> N
     found["class_names_twice"] = [
         Place(name, f"{name}: {', '.join(places)}") for name, places in homes.items() if len(places) > 1
     ]
+
+
+def _flags_of_one_kind(files: Iterable[FileFacts]) -> Iterator[Place]:
+    bases: dict[str, list[tuple[FileFacts, int]]] = defaultdict(list)
+    kinds: dict[tuple[str, str], set[str]] = defaultdict(set)
+    readers: dict[str, set[str]] = defaultdict(set)
+    for facts in files:
+        is_kind = facts.name.startswith("parts/")
+        for name, line in facts.flags:
+            if is_kind:
+                kinds[facts.name.split("/")[1], name].add(_home(facts.name))
+            else:
+                bases[name].append((facts, line))
+        for name, _ in () if is_kind else facts.reads:
+            readers[name].add(facts.name)
+    for name, declared in bases.items():
+        for facts, line in declared:
+            setters = {home for group in facts.groups for home in kinds[group, name]}
+            # A base class of several kinds that sets it has no group.
+            setters |= {other.name for other, at in declared if not other.groups or (other is facts and at != line)}
+            read = sorted(readers[name] - {facts.name})
+            if len(setters) == 1 and min(setters).startswith("parts/") and read:
+                where = f"{facts.name}:{line}: {name}, of {min(setters)}, read in {', '.join(read)}"
+                yield Place(facts.name, where)
 
 
 def _home(name: str) -> str:

@@ -128,6 +128,18 @@ def test_a_test_of_the_class_of_a_part_is_counted_outside_of_it(counted, test, n
     assert counted({"cost/a.py": test})["part_type_tests"] == number
 
 
+def test_a_flag_of_one_kind_is_counted_if_other_code_reads_it(counted):
+    base = "class MinePart:\n    group: ClassVar[str] = 'mine'\n    is_big: ClassVar[bool] = False\n"
+    big, reader = "class BigPart(MinePart):\n    is_big: ClassVar[bool] = True\n", "x = part.is_big\n"
+    own = {"config/groups/mine.py": base + "def f(part):\n    return part.is_big\n", "parts/mine/big/part.py": big}
+    assert counted(own | {"parts/mine/big/module.py": reader})["flags_of_one_kind"] == 0
+    assert counted({"cost/a.py": reader})["flags_of_one_kind"] == 1
+    assert counted({"parts/mine/small.py": "class SmallPart(MinePart):\n    size = 3\n"})["flags_of_one_kind"] == 1
+    assert counted({"parts/other/big.py": big})["flags_of_one_kind"] == 1
+    assert counted({"parts/mine/huge.py": big.replace("ClassVar[bool]", "bool")})["flags_of_one_kind"] == 1
+    assert counted({"parts/mine/huge.py": big.replace(": ClassVar[bool]", "")})["flags_of_one_kind"] == 0
+
+
 def test_the_oracle_may_not_branch_over_kinds(counted):
     snippet = "match model.norm:\n    case 'rmsnorm':\n        ...\nx = kind == 'cispo'\n"
     assert counted({"verify/oracle_norm.py": snippet})["oracle_branches"] == 2

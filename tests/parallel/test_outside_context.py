@@ -69,7 +69,6 @@ class BalancingContext(GatheringContext):
     """Attention that the runtime plans, of documents that all ranks of a round share."""
 
     kind: ClassVar[str] = "balancing"
-    is_planned: ClassVar[bool] = True
     splits_in_chunks: ClassVar[bool] = True
 
     @property

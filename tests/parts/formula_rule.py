@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
+from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, Table
 
 BUILTINS = frozenset(
@@ -48,6 +49,18 @@ ORACLES = "moefold.parts."
 functions of another one, as convolutions and gates are the same in several kinds of attention."""
 INTROSPECTION = frozenset({"args", "func", "keywords", "gi_frame", "cr_frame", "ag_frame", "tb_frame"})
 """Attributes by which a closure, a `partial` or a generator gives back what it was made with."""
+OF_PARAM_SPEC = frozenset({"name", "shape", "part", "matrix_rows", "never_as_matrix", "is_matrix"})
+"""Attributes of a `ParamSpec` that a formula may read; its others compute for the trainer, as `shard` and `numel`."""
+OF_CONTAINERS = frozenset({"append", "extend", "get", "items", "keys", "setdefault", "values"})
+"""Methods of lists and dicts."""
+OF_ARGUMENTS = frozenset(
+    {"advantage", "biased", "columns", "experts", "exponent", "first", "is_token", "is_training", "law", "log_probs"}
+    | {"logits", "loss", "norm", "number", "of_rollout", "old", "pair", "position", "positions", "rate", "rotate"}
+    | {"score_factor", "scores", "second", "seconds", "seed_of", "specs", "tokens_per_expert", "top_k", "weights", "x"}
+)
+"""Attributes of the other values that the oracle hands to formulas, and of results of torch."""
+OF_VALUES = (frozenset(dir(torch.Tensor)) - frozenset(dir(ParamSpec))) | OF_PARAM_SPEC | OF_CONTAINERS | OF_ARGUMENTS
+"""Attributes of a value that a formula gets or computes, whose class the walk does not know."""
 
 
 class FormulaError(AssertionError):
@@ -82,7 +95,7 @@ def formula_reads(part: type[Part]) -> set[str]:
         FormulaError: it uses something that it may not.
     """
     rule = _Rule(part)
-    rule.check_formula_of(next(base for base in part.__mro__ if "formula" in vars(base)))
+    rule.check()
     return rule.reads
 
 
@@ -108,6 +121,23 @@ class _Rule:
         self._seen: set[tuple[str, str, int, str]] = set()
         self._used: set[tuple[str, str]] = set()
         """Modules and names of the functions and classes that the formula uses."""
+        self._own: set[str] = set()
+        """Names that these classes bind, which the walk checks; none is an attribute of a `ParamSpec`."""
+        self._attributes: list[tuple[str, ast.AST, _Place]] = []
+        """Attributes of values whose class is unknown."""
+
+    def check(self) -> None:
+        """Check the formula of the part, and that nothing but its recipe sets its fields."""
+        for cls in self.part.__mro__[: self.part.__mro__.index(Part)]:
+            for name in ("__init__", "__new__", "__post_init__"):
+                code = getattr(inspect.unwrap(vars(cls).get(name, self.check)), "__code__", None)
+                # The __init__ of a dataclass is compiled of a string.
+                if name in vars(cls) and getattr(code, "co_filename", "") != "<string>":
+                    raise FormulaError(f"{cls.__qualname__}.{name} may set the fields that its formula reads")
+        self.check_formula_of(next(base for base in self.part.__mro__ if "formula" in vars(base)))
+        for name, node, place in self._attributes:
+            if name not in OF_VALUES | self._own:
+                self._refuse(node, place, f"reads .{name}, which is no attribute of a tensor or of what a formula gets")
 
     def check_formula_of(self, owner: type) -> None:
         """Check the formula that a class defines, in which `self` is the part."""
@@ -170,8 +200,8 @@ class _Rule:
                 self._class(node, live, place)
             case ast.Assign(value=ast.Lambda() as value) if _is_of(live, value, place.module):
                 self._function(value, place, values)
-            case ast.Assign() | ast.AnnAssign() if _is_constant(live):
-                pass
+            case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value) if _is_constant(live):
+                self._visit(value, place)
             case ast.Import() | ast.ImportFrom():
                 self._import(_imports(node, place.module)[name], node, place, values)
             case _:
@@ -300,6 +330,7 @@ class _Rule:
             is_written = is_field or _is_constant(value) or any(_is_of(function, one, place.module) for one in defs)
             if not (name.startswith("_") or is_written):
                 self._refuse(node, place, f"uses {live.__qualname__}.{name}, which is no constant, field or method")
+        self._own |= {*vars(live), *getattr(live, "__annotations__", ())} - frozenset(dir(ParamSpec))
         self._visit_all([*node.bases, *(one.value for one in node.keywords), *node.decorator_list, *node.body], place)
 
     def _visit_all(self, nodes: Iterable[ast.AST], place: _Place) -> None:
@@ -343,6 +374,7 @@ class _Rule:
             case ast.MatchClass():
                 for name in node.kwd_attrs:
                     self._attribute_name(name, node, place)
+                    self._attributes.append((name, node, place))
                 self._visit_all(ast.iter_child_nodes(node), place)
             case _:
                 self._visit_all(ast.iter_child_nodes(node), place)
@@ -359,6 +391,7 @@ class _Rule:
         if imported is not None:
             self._import(f"{imported}.{path}", node, place)
         else:
+            self._attributes.append((node.attr, node, place))
             self._visit(node.value, place)
 
     def _attribute_name(self, name: str, node: ast.AST, place: _Place) -> None:

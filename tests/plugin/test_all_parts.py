@@ -201,7 +201,18 @@ def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file, capsys):
     done = here(capsys, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nequal: " in done.stdout
-    file.write_text(file.read_text().replace("def formula", "def other_formula"))
+    [note] = [line for line in done.stdout.splitlines() if "NOT checked" in line]
+    assert note.startswith(
+        "note         NOT checked: whether the formulas from outside share code with what they judge: "
+    )
+    assert note.count("=") == note.count("train.lr_schedule='parts.py:InverseSqrt' (") == 1
+    text = file.read_text()
+    file.write_text(f"{text}\n    def formula(self):\n        return self.rate\n")
+    refused = here(capsys, *asked)
+    assert refused.returncode == 3
+    assert "formula() of train.lr_schedule='parts.py:InverseSqrt' (" in refused.stderr
+    assert "returns its method rate, so that the code would be compared with itself" in refused.stderr
+    file.write_text(text.replace("def formula", "def other_formula"))
     refused = here(capsys, *asked)
     assert refused.returncode == 3
     assert "no formula for train.lr_schedule='parts.py:InverseSqrt' (" in refused.stderr
@@ -209,6 +220,7 @@ def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file, capsys):
     done = here(capsys, *asked, "--against", "one-rank")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT judged by the oracle" in done.stdout
+    assert "NOT checked" not in done.stdout
     assert "\nequal: " in done.stdout
     # The oracle finds an error of the code, one rank of the same code does not.
     file.write_text(file.read_text().replace("return peak * max", "return 2 * peak * max").replace("other_f", "f"))

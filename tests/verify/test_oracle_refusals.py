@@ -3,6 +3,7 @@
 import ast
 import inspect
 from dataclasses import field, fields, make_dataclass, replace
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +24,7 @@ from moefold.config.field import Judged
 from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.loss import OracleOutput
+from moefold.config.groups.router import ScoreFormula
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
@@ -40,6 +42,7 @@ from moefold.optim.lr_schedule import learning_rate
 from moefold.verify import oracle_objectives
 from moefold.verify.compare import compare_records, oracle_batch, run_oracle
 from moefold.verify.distributed_run import open_samples
+from moefold.verify.no_formula import formula_of
 from moefold.verify.oracle import Oracle
 from moefold.verify.oracle_objectives import objective_of, policy_objective, preference_objective
 from moefold.verify.oracle_optimizer import oracle_rate
@@ -303,6 +306,21 @@ ROLLOUT = {
 def _without_formula(part: Part) -> Part:
     """Return a part of a kind whose class has no formula."""
     return type("Unknown", (type(part),), {"formula": lambda self: None})(**vars(part))
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "formula", "method"),
+    [
+        ("lr_schedule", "cosine", lambda part: part.rate, "rate"),
+        ("lr_schedule", "cosine", lambda part: partial(part.rate, 1.0), "rate"),
+        ("router_score", "sigmoid", lambda part: ScoreFormula(torch.sigmoid, part.weights, 2), "weights"),
+    ],
+)
+def test_a_formula_that_is_a_method_of_its_part_is_refused(group, kind, formula, method):
+    part = make_part(group, kind)
+    cheat = type("Mine", (type(part),), {"formula": formula})(**vars(part))
+    with pytest.raises(NoFormulaError, match=rf"formula\(\) of {part.key}=.* returns its method {method}, "):
+        formula_of(cheat)
 
 
 @pytest.mark.parametrize("field", ["objective", "correction", "kl_penalty"])

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from moefold.cli.command_parser import CommandParser, recipe_and_overrides
@@ -14,6 +14,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import describe_part, parts_in
 from moefold.config.rl import RLConfig
 from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.schema import Config
@@ -64,6 +65,9 @@ ONE_RANK_NOTE = (
     "both sides is not found"
 )
 """Note on a comparison with one rank."""
+
+OUTSIDE_NOTE = "NOT checked: whether the formulas from outside share code with what they judge"
+"""Note on parts that bring their own formula, which their names follow."""
 
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
@@ -136,7 +140,9 @@ def verify(
     if one is not None:
         with reworded_errors((r"^", "--against one-rank: ")):
             check_config(one)
-    notes = (*notes, ONE_RANK_NOTE) if one else notes
+    parts = (part for section in fields(cfg) for part in parts_in(getattr(cfg, section.name)))
+    outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
+    notes = (*notes, ONE_RANK_NOTE if one else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if one or outside else notes
     print_escaped(_header(cfg.model, cfg.parallel, cfg.moe, cfg.train, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:

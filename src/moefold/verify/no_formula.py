@@ -31,9 +31,17 @@ def formula_of(part: Part) -> Any:
     """Return the formula of a part.
 
     Raises:
-        NoFormulaError: it has none.
+        NoFormulaError: it has none, or returns a method of the part, which the trainer calls too.
     """
-    return part.formula() or _no_formula_of(part)
+    found = part.formula() or _no_formula_of(part)
+    for one in found if isinstance(found, tuple) else (found,):
+        method: Any = getattr(one, "func", one)
+        if getattr(method, "__self__", None) is part:
+            raise NoFormulaError(
+                f"formula() of {describe_part(part)} returns its method {method.__name__}, so that the code would be "
+                "compared with itself; write the maths a second time (docs/extending.md#the-oracle)"
+            )
+    return found
 
 
 def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:

@@ -73,13 +73,16 @@ class ContextPart(Part):
     """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False
     """Whether sparse attention, which selects among the keys of the whole sequence, goes with it."""
-    is_planned: ClassVar[bool] = False
-    """Whether the runtime plans the attention of each round by its documents; then `build` is not called."""
 
     @property
     def plan(self) -> RoundPlan:
         """Return how rounds are planned; where they are not, samples are divided among their ranks."""
         return _UNPLANNED
+
+    @property
+    def is_planned(self) -> bool:
+        """Return whether the runtime plans the attention of each round by its documents; `build` is not called then."""
+        return self.plan is not _UNPLANNED
 
     def variants(self) -> Iterator["ContextPart"]:
         """Yield the part with each setting that a search for samples of documents tries, whatever a recipe chooses."""

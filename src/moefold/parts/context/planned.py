@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Self, get_args
 
 from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, RoundPlan, TokenPlacement
 from moefold.config.part import UnusedKeys
@@ -24,8 +24,6 @@ MAX_SMALL_BLOCK = 2
 @dataclass(frozen=True, kw_only=True)
 class PlannedContext(RoundPlan, ContextPart):
     """A plan for each round of micro-batches says which rank holds a token and which computes its attention."""
-
-    is_planned: ClassVar[bool] = True
 
     @property
     def plan(self) -> RoundPlan:
