@@ -6,8 +6,9 @@ The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fiel
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -61,11 +62,22 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
     faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
     for key, item in faults.items():
         if item["type"] == "unexpected_keyword_argument":
-            known = sorted(kind.__dataclass_fields__)
-            guess = closest_match(key, known, cutoff=0.5)
-            return f"unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else f"the keys are {known}")
+            table, _, name = key.rpartition(".")
+            known = _keys_at(kind, item["loc"][:-1])
+            guess = closest_match(name, known, cutoff=0.5)
+            other = f"did you mean {f'{table}.{guess}'.lstrip('.')!r}?"
+            return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(known)}")
     if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
         return f"{', '.join(lacking)} missing; {advice}"
     key, item = next(iter(faults.items()))
     rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ").replace("an object", "a table")
     return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"
+
+
+def _keys_at(kind: Any, path: tuple[str | int, ...]) -> list[str]:
+    """Return the keys of a table of a file, or of each table of a list, given its path; of another value, none."""
+    for name in path:
+        if isinstance(name, str):
+            hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+            kind = next(filter(is_dataclass, get_args(hint)), hint)
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
