@@ -56,7 +56,7 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
     [
         ('base = "h100"\nmemory_gb = 3', "unknown key 'memory_gb'; did you mean 'memory_gib'"),
         ('base = "h1"', "base='h1' is unknown"),
-        ('name = "x"', "missing"),
+        ('name = "x"', "missing; give them, or start from a device with base = 'h100'"),
         ('base = "h100"\nmemory_gib = -3', "memory_gib=-3 must be a number above 0"),
         ('base = "h100"\nmemory_gib = true', "memory_gib=True must be a valid number"),
         ('base = "h100"\nname = 3', "name=3 must be a valid string"),
@@ -83,7 +83,7 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
         ('base = "h100"\nsite_link = 1e8', "site_link=100000000.0 must be a table"),
         (
             'base = "h100"\n[site_link]\nbytes_per_s = 1e8',
-            "site_link.latency_s missing",
+            "site_link.latency_s missing; give it$",
         ),
         ('base = "h100"\n[spine]\npod_gpu = 3', "unknown key 'spine.pod_gpu'; did you mean 'spine.pod_gpus'"),
         ('base = "h100"\n[[links]]\nlatency = 3', "unknown key 'links.0.latency'; did you mean 'links.0.latency_s'"),

@@ -32,14 +32,14 @@ def parse_table(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: not TOML: {error}") from None
 
 
-def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "give them") -> T:
+def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "") -> T:
     """Build the dataclass of a file.
 
     Args:
         kind: the dataclass.
         tree: keys of the file, unchecked.
         where: the file, as the first words of an error.
-        advice: what to do about missing keys.
+        advice: what else to do about missing keys at the top of the file, as it follows "give them".
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.
@@ -68,7 +68,8 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
             other = f"did you mean {f'{table}.{guess}'.lstrip('.')!r}?"
             return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(known)}")
     if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
-        return f"{', '.join(lacking)} missing; {advice}"
+        way_out = f"give {'it' if len(lacking) == 1 else 'them'}" + advice * any("." not in key for key in lacking)
+        return f"{', '.join(lacking)} missing; {way_out}"
     key, item = next(iter(faults.items()))
     rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ").replace("an object", "a table")
     return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"

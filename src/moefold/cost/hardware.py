@@ -235,7 +235,7 @@ def _folder() -> Any:
 
 def _parse_device(text: str, where: str) -> Device:
     tree = _read_device_table(text, where)
-    device = from_table(Device, tree, where, "give them, or start from a device with base = 'h100'")
+    device = from_table(Device, tree, where, ", or start from a device with base = 'h100'")
     return device if device.spine is None else _with_spine(where, device, device.spine)
 
 
