@@ -134,8 +134,8 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
         what = "a table" if default is not None else 'a table, or "none"'
         keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
-        needed = [*required_settings(mark)] if isinstance(value, str) and isinstance(mark, type) else []
-        hint = f"; did you mean {name}.{needed[0]}={value}?" if len(needed) == 1 else ""
+        needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
+        hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
         raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(keys)}{hint}")
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
