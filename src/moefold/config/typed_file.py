@@ -46,10 +46,15 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
     """
     try:
         # As JSON, tables become dataclasses and lists tuples in strict mode too.
-        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(tree, default=str))
+        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(tree, default=_encode_date))
     except ValidationError as error:
         raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
     return found
+
+
+def _encode_date(value: object) -> dict[str, dict[str, str]]:
+    """Encode a TOML date or time, which no key takes, as an object that fails every type."""
+    return {"no setting": {"date": str(value)}}
 
 
 @cache
@@ -71,7 +76,8 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
         way_out = f"give {'it' if len(lacking) == 1 else 'them'}" + advice * any("." not in key for key in lacking)
         return f"{', '.join(lacking)} missing; {way_out}"
     key, item = next(iter(faults.items()))
-    rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ").replace("an object", "a table")
+    rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
+    rule = rule.replace("an object", "a table").replace("be a valid string", "be text")
     return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"
 
 
