@@ -5,19 +5,37 @@ The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fiel
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, WrapValidator
 
 from moefold.bounded_read import parse_toml
+from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
+
+
+def within(bound: Bound) -> WrapValidator:
+    """Return the check of a bound for an annotation of a number or a dict; it says its rule of other types too."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            found = validate(value)
+        except ValidationError as error:
+            if error.errors()[0]["loc"]:
+                raise
+        else:
+            if bound.is_legal(found):
+                return found
+        raise ValueError(bound.rule)
+
+    return WrapValidator(check)
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:
@@ -78,6 +96,8 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
     key, item = next(iter(faults.items()))
     rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
     rule = rule.replace("an object", "a table").replace("be a valid string", "be text")
+    if keys := _keys_at(kind, item["loc"]):
+        rule = f"{rule.replace('a valid array', 'a list of tables')}; its keys are {', '.join(keys)}"
     return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"
 
 
