@@ -1,5 +1,6 @@
 """A part from outside that fails is named by its key, its distribution or file, the method and the line."""
 
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import pytest
 
 from moefold.config.chosen import read_key, with_key
 from moefold.config.find import all_groups, built_in_kinds, find_part
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.load import config_from_dict
 from moefold.config.outside import class_faults
 from moefold.config.schema import Config
@@ -57,6 +59,29 @@ def test_each_method_that_raises_is_named(group, name):
     assert str(failed.value).startswith(f"{key}='{__name__}:Broken' (a program) fails in {name}(): KeyError: 'nothing'")
     assert f"; repair {__file__}:" in str(failed.value)
     assert isinstance(failed.value.__cause__, KeyError)
+
+
+def test_what_is_wrong_with_a_method_is_said_in_plain_words():
+    def failure(rate):
+        made = type("Broken", (LrSchedulePart,), {"rate": rate, "__module__": __name__, "interface": 1})
+        with pytest.raises(RunError) as failed:
+            dataclass(frozen=True, kw_only=True)(made)().rate(1.0, 1, 2, 3)
+        assert f"; repair {__file__}:{rate.__code__.co_firstlineno}, or choose" in str(failed.value)
+        return str(failed.value)
+
+    assert "returns nan from rate(), which must be a finite number of at least 0; " in failure(lambda *_: math.nan)
+    assert "fails in rate(): TypeError: " in failure(lambda self: 1.0)
+    assert "fails in rate(): SystemExit: 3; " in failure(lambda *_: sys.exit(3))
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_signal_in_a_method_does_not_blame_the_part(interrupt):
+    space = {"__name__": "moefold.launch.local_job", "interrupt": interrupt}
+    exec("def handle():\n    raise interrupt(143)", space)
+    group = all_groups()[0]
+    name = next(name for name, method in methods_of(group).items() if isfunction(method))
+    with pytest.raises(interrupt):
+        call(broken(group, name, space["handle"]), name)
 
 
 @pytest.mark.parametrize("group", all_groups(), ids=lambda group: group.group)
