@@ -76,10 +76,8 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
             plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             named = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
             wanted = {float: "must be a finite number", int: "must be an integer"}.get(plain, f"must be {named}")
-            rules = " and ".join([wanted, *(mark.rule for mark in bounds)]).replace(
-                "and must be at least", "of at least"
-            )
-            text = f"returns {value!r:.60} from {name}(), which {rules}"
+            rules = " and ".join([wanted, *(mark.rule for mark in bounds)])
+            text = f"returns {value!r:.60} from {name}(), which {rules.replace('and must be at', 'of at')}"
             raise RunError(f"{describe_class(_class_of(part, args))} {text}; {_way_out(part, code)}")
         return iter(value) if is_iterator else value
 
@@ -132,10 +130,9 @@ def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType 
     names = _modules_of(error)
     is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
     is_explained = isinstance(error, ConfigError | RunError | NoFormulaError | MemoryError)
-    # torch ends a recomputed function by an error, once it has what it needs.
+    # torch ends a recomputed function by an error, once it has what it needs; a signal may end any method.
     is_control = type(error).__module__.startswith("torch.utils.") or not isinstance(error, Exception | SystemExit)
-    # A signal may end the process in any method.
-    is_control = is_control or (isinstance(error, SystemExit) and _is_of_package(names[-1]))
+    is_control |= isinstance(error, SystemExit) and _is_of_package(names[-1])
     if is_built_in(part) or is_explained or is_lost or is_control or "out of memory" in str(error):
         return None
     root = part.__module__.partition(".")[0]

@@ -38,19 +38,15 @@ def put(tree: Tree, names: Sequence[str], value: Any) -> None:
     *owners, last = names
     for depth, name in enumerate(owners, 1):
         inner = as_plain(tree.get(name, {}))
-        if inner == NONE or (isinstance(inner, str) and _lacks_kinds(owners[:depth])):
-            raise ConfigError(f"{'.'.join(owners[:depth])}={inner} has no keys; leave it or {'.'.join(names)} out")
+        path = ".".join(owners[:depth])
+        if inner == NONE or (isinstance(inner, str) and isinstance(tables().get(path), type)):
+            raise ConfigError(f"{path}={inner} has no keys; leave it or {'.'.join(names)} out")
         tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
         tree = tree[name]
     before = tree.get(last)
-    if isinstance(before, dict) and isinstance(value, str) and value != NONE and not _lacks_kinds(names):
-        value = {"kind": value}
+    if isinstance(before, dict) and isinstance(value, str) and value != NONE:
+        value = value if isinstance(tables().get(".".join(names)), type) else {"kind": value}
     tree[last] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
-
-
-def _lacks_kinds(names: Sequence[str]) -> bool:
-    """Return whether a path is of a table without kinds, of which a word cannot be one."""
-    return (path := ".".join(names)) in tables() and path not in part_keys()
 
 
 def merged(path: str, base: Any, over: Any) -> Any:
@@ -64,7 +60,7 @@ def merged(path: str, base: Any, over: Any) -> Any:
     if not isinstance(base, dict) or (path not in tables() and path not in sections()):
         return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
     if isinstance(over, str) and over != NONE:
-        over = over if _lacks_kinds([path]) else {"kind": over}
+        over = over if isinstance(tables().get(path), type) else {"kind": over}
     if not isinstance(over, dict):
         return over
     kind = over.get("kind")

@@ -5,9 +5,8 @@ The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fiel
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, WrapValidator
@@ -26,13 +25,11 @@ def within(bound: Bound) -> WrapValidator:
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
-            found = validate(value)
+            if bound.is_legal(found := validate(value)):
+                return found
         except ValidationError as error:
             if error.errors()[0]["loc"]:
                 raise
-        else:
-            if bound.is_legal(found):
-                return found
         raise ValueError(bound.rule)
 
     return WrapValidator(check)
@@ -63,21 +60,11 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
     try:
-        # As JSON, tables become dataclasses and lists tuples in strict mode too.
-        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(tree, default=_encode_date))
+        # As JSON, tables become dataclasses and lists tuples; a date becomes an object that fails every type.
+        text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
+        return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:
         raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
-    return found
-
-
-def _encode_date(value: object) -> dict[str, dict[str, str]]:
-    """Encode a TOML date or time, which no key takes, as an object that fails every type."""
-    return {"no setting": {"date": str(value)}}
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
@@ -85,10 +72,9 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
     faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
     for key, item in faults.items():
         if item["type"] == "unexpected_keyword_argument":
-            table, _, name = key.rpartition(".")
-            known = _keys_at(kind, item["loc"][:-1])
-            guess = closest_match(name, known, cutoff=0.5)
-            other = f"did you mean {f'{table}.{guess}'.lstrip('.')!r}?"
+            *path, name = item["loc"]
+            guess = closest_match(str(name), known := _keys_at(kind, path), cutoff=0.5)
+            other = f"did you mean {'.'.join(map(str, [*path, guess]))!r}?"
             return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(known)}")
     if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
         way_out = f"give {'it' if len(lacking) == 1 else 'them'}" + advice * any("." not in key for key in lacking)
@@ -101,10 +87,9 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
     return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"
 
 
-def _keys_at(kind: Any, path: tuple[str | int, ...]) -> list[str]:
+def _keys_at(kind: Any, path: Iterable[str | int]) -> list[str]:
     """Return the keys of a table of a file, or of each table of a list, given its path; of another value, none."""
-    for name in path:
-        if isinstance(name, str):
-            hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
-            kind = next(filter(is_dataclass, get_args(hint)), hint)
+    for name in (entry for entry in path if isinstance(entry, str)):
+        hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+        kind = next(filter(is_dataclass, get_args(hint)), hint)
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []

@@ -24,15 +24,10 @@ HIGH_PRECISION_DTYPES = ("float32", "float64")
 
 # A smaller number would overflow as a divisor.
 Positive = Annotated[float, within(Bound("must be a number above 0", lambda value: value >= 1e-12))]
-Share = Annotated[
-    float,
-    within(
-        Bound(
-            "must be above 0 and at most 1, the part of a vendor's number that is reached; 0.8 is 80 %",
-            lambda value: 1e-12 <= value <= 1,
-        )
-    ),
-]
+REACHED = Bound(
+    "must be above 0 and at most 1, the part that is reached; 0.8 is 80 %", lambda value: 1e-12 <= value <= 1
+)
+Share = Annotated[float, within(REACHED)]
 Count = Annotated[int, within(Bound("must be a whole number of at least 1", lambda value: value >= 1))]
 HAS_BF16 = Bound("must be a table of numbers by precision with at least bf16", lambda table: "bf16" in table)
 WIDE = Bound(
