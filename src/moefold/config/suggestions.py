@@ -218,7 +218,7 @@ def describe_key(section: str, key: str) -> str:
     if f"{section}.{key}" in tables() and f"{section}.{key}" not in part_marks():
         return "a table"
     choices = choices_of(section, key)
-    return one_of([*map(repr, choices)]) if choices else describe_type(type_of(section, key))
+    return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(type_of(section, key))
 
 
 @cache
