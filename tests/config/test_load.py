@@ -7,6 +7,7 @@ import pytest
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config, config_to_dict, write_config_json
+from moefold.config.suggestions import part_keys, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 
@@ -200,6 +201,17 @@ def test_faults_of_a_table_stand_beside_the_others(tmp_path):
 def test_a_kind_beside_its_table_is_told_where_it_stands(tmp_path):
     text = "[model]\nattention = 'mla'\n[model.attention]\nnum_heads = 4\n"
     assert refused(path=write_recipe(tmp_path, text)).endswith('the kind of a table stands in the table: kind = "mla"')
+
+
+@pytest.mark.parametrize("name", [name for name in tables() if name not in part_keys()])
+def test_a_word_for_a_table_without_kinds_is_refused_alike_with_and_without_the_table_in_the_recipe(tmp_path, name):
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"format = 2\n[{name}]\n")
+    message = refused(f"{name}=word", path=path)
+    assert message == refused(f"{name}=word")
+    assert f"{name}='word' must be a table" in message
+    assert ("did you mean checkpoint.upcycle.dense=word?" in message) == (name == "checkpoint.upcycle")
+    assert f"{name}=word has no keys" in refused(f"{name}=word", f"{name}.key=3", path=path)
 
 
 def test_an_override_cannot_repair_a_section_that_is_no_section(tmp_path):

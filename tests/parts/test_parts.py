@@ -11,7 +11,7 @@ import pytest
 import moefold.parts
 from moefold.config.chosen import chosen
 from moefold.config.field import Judged
-from moefold.config.find import built_in_kinds, find_part, groups, kind_of
+from moefold.config.find import built_in_kinds, find_part, groups, kind_of, kinds_in_words
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
 from moefold.config.schema import Config
@@ -59,7 +59,9 @@ def test_a_kind_that_a_program_misspells_is_refused_as_in_a_recipe(name):
     with pytest.raises(ConfigError) as of_recipe:
         load_config(None, [f"{name}={kind}"])
     assert str(of_program.value) == str(of_recipe.value)
-    assert f"{name}={kind!r} must be one of" in str(of_recipe.value)
+    assert f"{name}={kind!r} must be {kinds_in_words(part_keys()[name], choices_of(section, key))}" in str(
+        of_recipe.value
+    )
     assert "; did you mean " in str(of_recipe.value)
 
 

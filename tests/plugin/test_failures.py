@@ -1,5 +1,6 @@
 """A part from outside that fails is named by its key, its distribution or file, the method and the line."""
 
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import pytest
 
 from moefold.config.chosen import read_key, with_key
 from moefold.config.find import all_groups, built_in_kinds, find_part
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.load import config_from_dict
 from moefold.config.outside import class_faults
 from moefold.config.schema import Config
@@ -59,6 +61,29 @@ def test_each_method_that_raises_is_named(group, name):
     assert isinstance(failed.value.__cause__, KeyError)
 
 
+def test_what_is_wrong_with_a_method_is_said_in_plain_words():
+    def failure(rate):
+        made = type("Broken", (LrSchedulePart,), {"rate": rate, "__module__": __name__, "interface": 1})
+        with pytest.raises(RunError) as failed:
+            dataclass(frozen=True, kw_only=True)(made)().rate(1.0, 1, 2, 3)
+        assert f"; repair {__file__}:{rate.__code__.co_firstlineno}, or choose" in str(failed.value)
+        return str(failed.value)
+
+    assert "returns nan from rate(), which must be a finite number of at least 0; " in failure(lambda *_: math.nan)
+    assert "fails in rate(): TypeError: " in failure(lambda self: 1.0)
+    assert "fails in rate(): SystemExit: 3; " in failure(lambda *_: sys.exit(3))
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_signal_in_a_method_does_not_blame_the_part(interrupt):
+    space = {"__name__": "moefold.launch.local_job", "interrupt": interrupt}
+    exec("def handle():\n    raise interrupt(143)", space)
+    group = all_groups()[0]
+    name = next(name for name, method in methods_of(group).items() if isfunction(method))
+    with pytest.raises(interrupt):
+        call(broken(group, name, space["handle"]), name)
+
+
 @pytest.mark.parametrize("group", all_groups(), ids=lambda group: group.group)
 def test_each_method_that_is_left_open_is_asked_for(group):
     left = [name for name, method in methods_of(group).items() if is_open(method)]
@@ -88,13 +113,13 @@ def test_a_key_takes_the_kinds_of_its_slot_alone(name, kind):
     path = {"path": "rows.csv"} if kind == "csv" else {}
     recipe = Config()
     if not is_taken:
-        message = f"{name}={kind!r} must be one of "
+        message = f"{name}={kind!r} must be {'one of ' * (len(mark.words) > 1)}{mark.words[0]!r}"
         for value in (kind, f"{{kind='{kind}'}}"):
             with pytest.raises(ConfigError, match=f"^{name}=.*(it is a kind of model|no key takes it)") as refused:
                 load_config(None, [*around, f"{name}={value}"])
             assert str(refused.value).startswith(message)
         if name != "model.attention.indexer":
-            with pytest.raises(ConfigError, match="must be one of "):
+            with pytest.raises(ConfigError, match="must be (one of )?'"):
                 check_config(with_key(recipe, name, part()))
         return
     table = {"kind": kind, **path}
@@ -107,12 +132,13 @@ def test_a_key_takes_the_kinds_of_its_slot_alone(name, kind):
     [
         ("model.linear_attention=gated", "is_recurrent=True; it is a kind of model.attention"),
         (f"model.linear_attention={PACKAGE / 'gated_attention.py'}:Gated", "; it is a kind of model.attention"),
+        (f"train.optimizer={PACKAGE / 'inverse_sqrt.py'}:InverseSqrt", "; it is a kind of train.lr_schedule"),
     ],
 )
 def test_a_part_from_outside_in_the_wrong_slot_is_told_its_key(word, place):
     with pytest.raises(ConfigError) as refused:
         load_config(None, [word])
-    assert str(refused.value).startswith("model.linear_attention='gated")
+    assert str(refused.value).startswith(f"{word.partition('=')[0]}='")
     assert str(refused.value).endswith(place)
 
 

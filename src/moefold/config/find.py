@@ -50,14 +50,19 @@ def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
-    """Return the kinds of a group for a message: built-in ones, then kinds of installed packages.
+    """Return the kinds of a group for a message, as `one_of` does: built-in ones, then kinds of installed packages.
 
     Args:
         group: the folder of `parts/`.
         words: the built-in kinds that count; empty: all.
     """
     others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
-    return ", ".join((*map(repr, words or built_in_kinds(group)), *others))
+    return one_of([*map(repr, words or built_in_kinds(group)), *others])
+
+
+def one_of(options: list[str]) -> str:
+    """Return options as what a value must be: "one of 'ring', 'ulysses'", or the only one."""
+    return "one of " * (len(options) > 1) + ", ".join(options)
 
 
 EXPERIMENTS = MappingProxyType(
@@ -101,7 +106,7 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
     ours = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
     hint = "".join(f"; did you mean {guess!r}?" for guess in (spelled or ours)[:1])
     text = repr(kind) if len(repr(kind)) <= 60 else f"{kind!r:.57}..."
-    return f"{name}={text} must be one of {kinds_in_words(group, words)}{hint}"
+    return f"{name}={text} must be {kinds_in_words(group, words)}{hint}"
 
 
 @cache

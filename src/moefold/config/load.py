@@ -305,7 +305,7 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     group = part_keys().get(name)
     if group and isinstance(value, str):
         return wrong_kind(name, value)
-    expected = f"one of {kinds_in_words(group, choices_of(section, key))}" if group else describe_key(section, key)
+    expected = kinds_in_words(group, choices_of(section, key)) if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]

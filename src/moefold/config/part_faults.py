@@ -57,6 +57,7 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
         function: as the class has it.
         asked: as the base class of the group has it.
     """
+    code = getattr(function, "__code__", None)
     hint_with = cache(lambda has_torch: _returns(asked, has_torch))
 
     @wraps(function)
@@ -67,17 +68,18 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
             value = function(*args, **kwargs)
             # A generator fails where it is read.
             value = tuple(value) if is_iterator and isinstance(value, Iterable) else value
-        except Exception as error:
-            if failure := _failure([_class_of(part, args)], f"{name}()", error):
+        except (Exception, SystemExit) as error:
+            if failure := _failure([_class_of(part, args)], f"{name}()", error, code):
                 raise failure from error
             raise
         # A part without a formula is refused by the oracle, in its words.
         if not (_fits(value, hint) or (name == "formula" and value is None)):
             plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-            rules = ["must be finite"] * (plain is float) + [mark.rule for mark in bounds]
-            wanted = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
-            text = f"returns {value!r:.60} from {name}(), which must be {' and '.join([wanted, *rules])}"
-            raise RunError(f"{describe_class(_class_of(part, args))} {text}; {_way_out(part, function.__code__)}")
+            named = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
+            wanted = {float: "must be a finite number", int: "must be an integer"}.get(plain, f"must be {named}")
+            rules = " and ".join([wanted, *(mark.rule for mark in bounds)])
+            text = f"returns {value!r:.60} from {name}(), which {rules.replace('and must be at', 'of at')}"
+            raise RunError(f"{describe_class(_class_of(part, args))} {text}; {_way_out(part, code)}")
         return iter(value) if is_iterator else value
 
     return call
@@ -114,7 +116,7 @@ def _subclasses(base: Any) -> Iterator[Any]:
         yield from _subclasses(part)
 
 
-def _failure(parts: list[Any], where: str, error: BaseException) -> RunError | None:
+def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
     """Return the error that names a part in which an error arose; None for one that has another cause.
 
     These are errors of moefold's own, memory that is full, and another rank that a collective waits for in vain.
@@ -123,13 +125,15 @@ def _failure(parts: list[Any], where: str, error: BaseException) -> RunError | N
         parts: its class; or several of one package, of which each may have failed.
         where: the method, as it follows "fails in"; empty: the first function of its package or file that was called.
         error: the error.
+        code: of the method, for an error of a call that does not fit its signature; None: it has no line.
     """
     part = parts[0]
     names = _modules_of(error)
     is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
     is_explained = isinstance(error, ConfigError | RunError | NoFormulaError | MemoryError)
-    # torch ends a recomputed function by an error, once it has what it needs.
-    is_control = type(error).__module__.startswith("torch.utils.") or not isinstance(error, Exception)
+    # torch ends a recomputed function by an error, once it has what it needs; a signal may end any method.
+    is_control = type(error).__module__.startswith("torch.utils.") or not isinstance(error, Exception | SystemExit)
+    is_control |= isinstance(error, SystemExit) and _is_of_package(names[-1])
     if is_built_in(part) or is_explained or is_lost or is_control or "out of memory" in str(error):
         return None
     root = part.__module__.partition(".")[0]
@@ -141,7 +145,7 @@ def _failure(parts: list[Any], where: str, error: BaseException) -> RunError | N
     where = where or f"{frames[0][0].co_qualname}()"
     named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
     what = f"{named} fails in {where}: {type(error).__name__}: {printable(error)}"
-    return RunError(f"{what}; {_way_out(part, *frames[-1]) if frames else _way_out(part)}")
+    return RunError(f"{what}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
 
 
 def _way_out(part: Any, code: CodeType | None = None, line: int = 0) -> str:

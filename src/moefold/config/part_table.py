@@ -136,7 +136,9 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
         what = "a table" if default is not None else 'a table, or "none"'
         keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
-        raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(keys)}")
+        needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
+        hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
+        raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(keys)}{hint}")
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
         table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
@@ -169,7 +171,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     kind = table.pop("kind")
     if not isinstance(kind, str):
         raise ConfigError(
-            f"{name}.kind must be a text, and is {kind!r}; write one of {kinds_in_words(group)}, or FILE.py:CLASS"
+            f"{name}.kind must be a text, and is {kind!r}; write {kinds_in_words(group)}, or FILE.py:CLASS"
         )
     recorded = _read_origin(name, table.pop(SOURCE, {}))
     part, origin = _class_of(name, group, kind, recorded)
@@ -323,8 +325,9 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
             part, origin = imported_class(kind, recorded)
         except MissingPartError as error:
             raise MissingPartError(f"{name} {error}") from None
+        if isinstance(part, type) and issubclass(part, Part):
+            _check_slot(name, kind, part, origin)
         check_class(part, base, f"{name}={kind!r} of {origin}")
-        _check_slot(name, kind, part, origin)
         return part, origin
     if kind not in entry_points_of(group):
         if recorded.distribution:
@@ -340,7 +343,7 @@ def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, 
             raise MissingPartError(missing)
         guess = closest_match(kind, kinds(group))
         hint = f"; did you mean {guess!r}?" if guess else ""
-        raise ConfigError(f"{name}.kind={kind!r} must be one of {kinds_in_words(group)}, or FILE.py:CLASS{hint}")
+        raise ConfigError(f"{name}.kind={kind!r} must be {kinds_in_words(group)}, or FILE.py:CLASS{hint}")
     part = find_part(group, kind)
     origin = origin_of(part)[1]
     _check_slot(name, kind, part, origin)

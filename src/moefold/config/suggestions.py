@@ -20,6 +20,7 @@ from moefold.config.find import (
     is_built_in,
     kind_of,
     kinds_in_words,
+    one_of,
     unknown_kind,
 )
 from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
@@ -141,15 +142,14 @@ def wrong_kind(name: str, kind: str) -> str:
 
 @cache
 def slot_fault(name: str, part: Any) -> str:
-    """Return why a key does not take a class of parts of its group, and which one does; empty: it takes it.
+    """Return why a key does not take a class of parts, and which one does; empty: it takes it.
 
     Args:
         name: recipe key, by its path.
         part: the class.
     """
     reason = _slot_reason(name, part)
-    group = part_marks()[name].group
-    others = [path for path, mark in part_marks().items() if mark.group == group and not _slot_reason(path, part)]
+    others = [path for path in part_marks() if not _slot_reason(path, part)]
     where = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
     return f"{reason}; {where}" if reason else ""
 
@@ -158,7 +158,7 @@ def _slot_reason(name: str, part: Any) -> str:
     mark = part_marks()[name]
     hint = type_of(*name.split(".", 1))
     if is_built_in(part) and mark.words and kind_of(part) not in mark.words:
-        return f"must be one of {kinds_in_words(mark.group, mark.words)}"
+        return f"must be {kinds_in_words(mark.group, mark.words)}"
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:
@@ -237,7 +237,7 @@ def _default_section(section: str) -> Any:
 def describe_type(hint: Any) -> str:
     """Describe a type for an error message: "an integer", "one of 'ring', 'ulysses'"."""
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(hint)))
+        return one_of([*map(repr, get_args(hint))])
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(describe_type(arm) for arm in get_args(hint))
     if get_origin(hint) is tuple:

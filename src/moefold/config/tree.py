@@ -33,18 +33,19 @@ def put(tree: Tree, names: Sequence[str], value: Any) -> None:
     """Set a value in a tree by its path; a word on the way is the kind of its table.
 
     Raises:
-        ConfigError: a table on the way is "none".
+        ConfigError: a table on the way is "none", or a word and has no kinds.
     """
     *owners, last = names
     for depth, name in enumerate(owners, 1):
         inner = as_plain(tree.get(name, {}))
-        if inner == NONE:
-            raise ConfigError(f"{'.'.join(owners[:depth])}={NONE} has no keys; leave it or {'.'.join(names)} out")
+        path = ".".join(owners[:depth])
+        if inner == NONE or (isinstance(inner, str) and isinstance(tables().get(path), type)):
+            raise ConfigError(f"{path}={inner} has no keys; leave it or {'.'.join(names)} out")
         tree[name] = dict(inner) if isinstance(inner, dict) else {"kind": inner}
         tree = tree[name]
     before = tree.get(last)
     if isinstance(before, dict) and isinstance(value, str) and value != NONE:
-        value = {"kind": value}
+        value = value if isinstance(tables().get(".".join(names)), type) else {"kind": value}
     tree[last] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
 
 
@@ -59,7 +60,7 @@ def merged(path: str, base: Any, over: Any) -> Any:
     if not isinstance(base, dict) or (path not in tables() and path not in sections()):
         return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
     if isinstance(over, str) and over != NONE:
-        over = {"kind": over}
+        over = over if isinstance(tables().get(path), type) else {"kind": over}
     if not isinstance(over, dict):
         return over
     kind = over.get("kind")

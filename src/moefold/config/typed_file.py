@@ -5,18 +5,34 @@ The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fiel
 
 import json
 import tomllib
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, WrapValidator
 
 from moefold.bounded_read import parse_toml
+from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.errors import ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
+
+
+def within(bound: Bound) -> WrapValidator:
+    """Return the check of a bound for an annotation of a number or a dict; it says its rule of other types too."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            if bound.is_legal(found := validate(value)):
+                return found
+        except ValidationError as error:
+            if error.errors()[0]["loc"]:
+                raise
+        raise ValueError(bound.rule)
+
+    return WrapValidator(check)
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:
@@ -31,29 +47,24 @@ def parse_table(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: not TOML: {error}") from None
 
 
-def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "give them") -> T:
+def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "") -> T:
     """Build the dataclass of a file.
 
     Args:
         kind: the dataclass.
         tree: keys of the file, unchecked.
         where: the file, as the first words of an error.
-        advice: what to do about missing keys.
+        advice: what else to do about missing keys at the top of the file, as it follows "give them".
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
     try:
-        # As JSON, tables become dataclasses and lists tuples in strict mode too.
-        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(tree, default=str))
+        # As JSON, tables become dataclasses and lists tuples; a date becomes an object that fails every type.
+        text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
+        return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:
         raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
-    return found
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
@@ -61,11 +72,24 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
     faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
     for key, item in faults.items():
         if item["type"] == "unexpected_keyword_argument":
-            known = sorted(kind.__dataclass_fields__)
-            guess = closest_match(key, known, cutoff=0.5)
-            return f"unknown key {key!r}; " + (f"did you mean {guess!r}?" if guess else f"the keys are {known}")
+            *path, name = item["loc"]
+            guess = closest_match(str(name), known := _keys_at(kind, path), cutoff=0.5)
+            other = f"did you mean {'.'.join(map(str, [*path, guess]))!r}?"
+            return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(known)}")
     if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
-        return f"{', '.join(lacking)} missing; {advice}"
+        way_out = f"give {'it' if len(lacking) == 1 else 'them'}" + advice * any("." not in key for key in lacking)
+        return f"{', '.join(lacking)} missing; {way_out}"
     key, item = next(iter(faults.items()))
-    rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ").replace("an object", "a table")
+    rule = item["msg"].removeprefix("Value error, ").replace("Input should ", "must ")
+    rule = rule.replace("an object", "a table").replace("be a valid string", "be text")
+    if keys := _keys_at(kind, item["loc"]):
+        rule = f"{rule.replace('a valid array', 'a list of tables')}; its keys are {', '.join(keys)}"
     return f"{key} {rule}" if isinstance(item["input"], list | dict) else f"{key}={item['input']!r} {rule}"
+
+
+def _keys_at(kind: Any, path: Iterable[str | int]) -> list[str]:
+    """Return the keys of a table of a file, or of each table of a list, given its path; of another value, none."""
+    for name in (entry for entry in path if isinstance(entry, str)):
+        hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+        kind = next(filter(is_dataclass, get_args(hint)), hint)
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []

@@ -10,46 +10,36 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
+from moefold.config.field import Bound, at_least
 from moefold.config.suggestions import closest_match
-from moefold.config.typed_file import STRICT, from_table, parse_table
+from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
 
 GIB = 2**30
 HIGH_PRECISION_DTYPES = ("float32", "float64")
 
 
-def _check_positive(value: float) -> float:
-    # A smaller number would overflow as a divisor.
-    if value < 1e-12:
-        raise ValueError("must be a number above 0")
-    return value
-
-
-Positive = Annotated[float, AfterValidator(_check_positive)]
-Share = Annotated[Positive, Field(le=1)]
-"""Part of a vendor's number that is reached; 0.8 is 80 %."""
-Count = Annotated[int, Field(ge=1)]
+# A smaller number would overflow as a divisor.
+Positive = Annotated[float, within(Bound("must be a number above 0", lambda value: value >= 1e-12))]
+REACHED = Bound(
+    "must be above 0 and at most 1, the part that is reached; 0.8 is 80 %", lambda value: 1e-12 <= value <= 1
+)
+Share = Annotated[float, within(REACHED)]
+Count = Annotated[int, within(Bound("must be a whole number of at least 1", lambda value: value >= 1))]
+HAS_BF16 = Bound("must be a table of numbers by precision with at least bf16", lambda table: "bf16" in table)
+WIDE = Bound(
+    f"must be a table of numbers by type, of {' and '.join(HIGH_PRECISION_DTYPES)}",
+    lambda table: table.keys() <= set(HIGH_PRECISION_DTYPES),
+)
 
 
 def _check_levels(links: tuple["NetworkLink", ...]) -> tuple["NetworkLink", ...]:
     if not links or any((link.gpus == 0) != (link is links[-1]) for link in links):
         raise ValueError("must be [[links]] tables, of which the last one connects all ranks (gpus = 0), and no other")
     return links
-
-
-def _check_wide(table: dict[str, float]) -> dict[str, float]:
-    if not table.keys() <= set(HIGH_PRECISION_DTYPES):
-        raise ValueError(f"must be a table of numbers by type, of {' and '.join(HIGH_PRECISION_DTYPES)}")
-    return table
-
-
-def _check_bf16(table: dict[str, float]) -> dict[str, float]:
-    if "bf16" not in table:
-        raise ValueError("must be a table of numbers by precision with at least bf16")
-    return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +49,7 @@ class NetworkLink:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     level: str
     """Name of the level: nvlink, rail, spine, or any other."""
-    gpus: Annotated[int, Field(ge=0)]
+    gpus: Annotated[int, within(Bound("must be a whole number of at least 0 (0: all ranks)", lambda value: value >= 0))]
     """Ranks that this level connects; 0: all."""
     bytes_per_s: Positive
     """Bandwidth per GPU, one way."""
@@ -67,7 +57,7 @@ class NetworkLink:
     """Latency of one message."""
     fraction: Share
     """Fraction of `bytes_per_s` that large messages reach."""
-    oversubscription: Annotated[float, Field(ge=1)] = 0.0
+    oversubscription: Annotated[float, within(at_least(1, "the cards of a pod over its uplinks"))] = 0.0
     """Oversubscription of a spine's uplinks, whose traffic also passes the cards of the previous level; 0: cards of its
     own."""
 
@@ -84,7 +74,7 @@ class Spine:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     pod_gpus: Count
     """GPUs of a pod."""
-    oversubscription: Annotated[float, Field(ge=1)]
+    oversubscription: Annotated[float, within(at_least(1, "the cards of a pod over its uplinks"))]
     """Bandwidth of the network cards of a pod over the bandwidth of its uplinks."""
     latency_s: Positive
     """Latency of a message between pods."""
@@ -97,7 +87,7 @@ class SiteLink:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     bytes_per_s: Positive
     """Bandwidth of all ranks of the site together, one way."""
-    latency_s: Annotated[float, Field(ge=0)]
+    latency_s: Annotated[float, within(Bound("must be a number of at least 0", lambda value: value >= 0))]
     """Latency of one message."""
 
 
@@ -119,11 +109,11 @@ class Device:
     """Output tile of one multiprocessor."""
     half_depth: Positive
     """Inner dim K of a GEMM at which a tile runs at half its speed (prologue and epilogue over main loop)."""
-    peak_flops: Annotated[dict[str, Positive], AfterValidator(_check_bf16)]
+    peak_flops: Annotated[dict[str, Positive], within(HAS_BF16)]
     """Peak dense FLOP/s by precision; a missing precision has no hardware units."""
-    wide_flops: Annotated[dict[str, Positive], AfterValidator(_check_wide)] = field(default_factory=dict)
+    wide_flops: Annotated[dict[str, Positive], within(WIDE)] = field(default_factory=dict)
     """Peak FLOP/s of float32 GEMMs without TF32, and of float64; a missing type cannot be estimated."""
-    gemm_fraction: Annotated[dict[str, Share], AfterValidator(_check_bf16)]
+    gemm_fraction: Annotated[dict[str, Share], within(HAS_BF16)]
     """Fraction of the peak that large GEMMs reach in training, under the power limit; higher precisions as bf16."""
     grouped_fraction: Positive
     """Speed of a grouped GEMM over the speed of a single GEMM of the same size."""
@@ -235,7 +225,7 @@ def _folder() -> Any:
 
 def _parse_device(text: str, where: str) -> Device:
     tree = _read_device_table(text, where)
-    device = from_table(Device, tree, where, "give them, or start from a device with base = 'h100'")
+    device = from_table(Device, tree, where, ", or start from a device with base = 'h100'")
     return device if device.spine is None else _with_spine(where, device, device.spine)
 
 

@@ -79,7 +79,7 @@ BAD_FILES = [
     ("upper = [10]\ndocuments = [nan]\n", "lengths.toml", "documents.0=nan must be a finite number"),
     ("upper = [10]\ndocuments = [true]\n", "lengths.toml", "documents.0=True must be a valid number"),
     ("upper = [10]\ndocuments = [1]\nlengths = 3\n", "lengths.toml", "unknown key 'lengths'"),
-    ("upper = [10]\ndocuments = [1]\nsource = 3\n", "lengths.toml", "source=3 must be a valid string"),
+    ("upper = [10]\ndocuments = [1]\nsource = 3\n", "lengths.toml", "source=3 must be text"),
     ("upper = [10]\ndocuments = [1]\ntokens = [1]\n", "lengths.toml", "tokens and mean need each other"),
     ("upper = [10]\ndocuments = [1]\ntokens = [1]\nmean = 'x'\n", "lengths.toml", "mean='x' must be"),
     ("upper = [10]\ndocuments = [1]\ntokens = [0.5]\nmean = 5\n", "lengths.toml", "each add up to 1"),

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from moefold.bounded_read import MAX_TABLE_BYTES, read_text
+from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
-from moefold.config.typed_file import STRICT, from_table, parse_table
+from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
 
 MAX_LENGTH = 2**40
@@ -30,14 +32,10 @@ SUM_TOLERANCE = 0.01
 
 Lengths = NDArray[np.int64]
 Shares = list[Annotated[float, Field(ge=0)]]
-
-
-def _check_ends(ends: list[float]) -> list[float]:
-    if not ends or any(
-        end != int(end) or not low < end <= MAX_LENGTH for low, end in zip([1, *ends], ends, strict=False)
-    ):
-        raise ValueError(f"must be ascending integers from 2 to {MAX_LENGTH}, the upper end of each class in tokens")
-    return ends
+ENDS = Bound(
+    f"must be ascending integers from 2 to {MAX_LENGTH}, the upper end of each class in tokens",
+    lambda ends: ends and all(low < end == int(end) <= MAX_LENGTH for low, end in pairwise([1, *ends])),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class HistogramFile:
     """Keys of a file with a histogram."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    upper: Annotated[list[float], AfterValidator(_check_ends)]
+    upper: Annotated[list[float], within(ENDS)]
     """Upper end of each class."""
     documents: Shares
     """Share of the documents in each class."""
