@@ -68,8 +68,8 @@ def test_faults_of_different_rules_are_listed_together():
     assert lines[0] == "3 settings cannot work:"
     assert [line.split()[0] for line in lines[1:]] == [
         "model.ffn.moe.top_k=9",
-        "train.warmup_steps=200",
         "train.lr_schedule.min_lr=1.0",
+        "train.warmup_steps=200",
     ]
 
 

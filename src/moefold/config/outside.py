@@ -54,11 +54,7 @@ class MissingPartError(ConfigError):
 
 
 def raise_missing(problems: Iterable[object]) -> None:
-    """Raise the errors of parts that are not here as one, which names them all; other problems stay.
-
-    Raises:
-        MissingPartError: there is at least one.
-    """
+    """Raise the errors of parts that are not here as one `MissingPartError`, which names them all."""
     if missing := [str(problem) for problem in problems if isinstance(problem, MissingPartError)]:
         raise MissingPartError("; ".join(missing))
 

@@ -31,7 +31,6 @@ from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (
     families_for,
     family_unsupported_reason,
-    foreign_parts_reason,
     inspect_folder,
     is_hf_folder,
     read_model_config,
@@ -134,8 +133,6 @@ def export_message(model: ModelConfig) -> str:
     if families_for(plain):
         return ""
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
-    if reason := foreign_parts_reason(plain):
-        return f"{lacks}: {reason}"
     for change in _candidate_changes(plain):
         if supported := families_for(edit_model(plain, change)):
             settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")

@@ -1,6 +1,6 @@
 """Settings of the run that wrote a checkpoint, from the config.json next to it. Torch-free."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +35,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def find_run_config(path: Path, model: ModelConfig) -> Config | None:
     """Return the config of the run that wrote a checkpoint, if a parent folder contains it and the model matches."""
-    for tree, file in _run_settings(path):
-        cfg = parse_run_config(tree, file)
-        if not model_differences(model_sizes(model), cfg.model):
-            return cfg
+    for folder in (path.parent.parent, path.parent):
+        tree = read_json_object(folder / CONFIG_FILE)
+        if "model" in tree and "run" in tree:
+            cfg = parse_run_config(tree, folder / CONFIG_FILE)
+            if not model_differences(model_sizes(model), cfg.model):
+                return cfg
     return None
 
 
-def _run_settings(path: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Yield the settings of runs in the parent folders of a checkpoint, each with its file."""
-    for file in (path.parent.parent / CONFIG_FILE, path.parent / CONFIG_FILE):
-        tree = read_json_object(file)
-        if "model" in tree and "run" in tree:
-            yield tree, file
-
-
 def missing_parts(path: Path, error: MissingPartError) -> str:
-    """Return which parts of a checkpoint are not here: all of its run, which records their files, if it is there.
-
-    Args:
-        path: the checkpoint.
-        error: of its model.
-    """
-    for tree, _ in _run_settings(path):
-        try:
-            config_from_dict(upgraded(tree)[0])
-        except ConfigError as of_run:
-            return str(of_run) if isinstance(of_run, MissingPartError) else str(error)
+    """Return which parts of a checkpoint are not here: all of its run, which records their files, if it is there."""
+    try:
+        config_from_dict(upgraded(read_json_object(path.parent.parent / CONFIG_FILE))[0])
+    except ConfigError as of_run:
+        error = of_run if isinstance(of_run, MissingPartError) else error
     return str(error)
 
 

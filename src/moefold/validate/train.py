@@ -4,10 +4,14 @@ import importlib.util
 import math
 from collections.abc import Iterator
 
+from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
+from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.lora import LoraConfig
+from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
 from moefold.config.model import ModelConfig, has_dense_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -24,6 +28,19 @@ from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
 """Kinds of data whose documents form one stream, which `data.packing` cuts into samples."""
+
+
+def validate_learning_rate(
+    train: TrainConfig, data: DataConfig, align: AlignConfig, lora: LoraConfig, rl: RLConfig
+) -> Iterator[str]:
+    """Check that min_lr is at most lr."""
+    schedule = chosen_in(train, LrSchedulePart)
+    min_lr = getattr(schedule, "min_lr", None) if schedule.ends_at_min_lr else None
+    if min_lr is not None and min_lr > train.lr:
+        settings = method_settings(train, data, align, lora, rl)
+        is_default = train.lr == default_learning_rate(settings)
+        default = f", the default of {describe_method(settings)}" if is_default else ""
+        yield (f"{schedule.key}.min_lr={min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}")
 
 
 def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:
@@ -186,6 +203,7 @@ def validate_loss_chunk(parallel: ParallelConfig, train: TrainConfig) -> Iterato
 
 
 TRAIN_RULES = (
+    validate_learning_rate,
     validate_warmup,
     validate_keep_best,
     validate_loss_chunk,

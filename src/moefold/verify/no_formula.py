@@ -45,16 +45,7 @@ def formula_of(part: Part) -> Any:
 
 
 def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
-    """Refuse parameters that no formula reads: they are of a part from outside, if the model has one.
-
-    Args:
-        what: what the oracle lacks of the parameters.
-        names: of the parameters.
-        model: the section [model].
-
-    Raises:
-        NoFormulaError: always.
-    """
+    """Refuse parameters that no formula reads: they are of a part from outside, if the model has one."""
     what = f"{what} {format_list(names)}"
     outside = [part for part in parts_in(model) if not is_built_in(type(part))]
     if outside:

@@ -1,16 +1,12 @@
 """Learning-rate schedules: the shape of the learning rate after the warm-up."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.part import Part
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
-
-if TYPE_CHECKING:
-    from moefold.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +15,8 @@ class LrSchedulePart(Part):
 
     group: ClassVar[str] = "lr_schedule"
     key: ClassVar[str] = "train.lr_schedule"
+    ends_at_min_lr: ClassVar[bool] = False
+    """Whether it has a field min_lr that is a learning rate, which train.lr bounds."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> Annotated[float, at_least(0)]:
         """Return the learning rate of a step after the warm-up.
@@ -44,24 +42,13 @@ class LrSchedulePart(Part):
 class DecayPart(LrSchedulePart):
     """Schedule that falls from the peak to `min_lr`."""
 
+    ends_at_min_lr: ClassVar[bool] = True
     min_lr: Annotated[float, at_least(0)] = 0.0
     """Learning rate at the end of the decay, at most train.lr."""
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return the schedule for the peak of a small recipe."""
         return replace(self, min_lr=min(self.min_lr, to.lr))
-
-    def check(self, recipe: "Config") -> Iterator[Problem]:
-        """Yield that min_lr is above the peak."""
-        from moefold.config.method_defaults import default_learning_rate, describe_method, method_settings
-
-        peak = recipe.train.lr
-        if self.min_lr > peak:
-            settings = method_settings(recipe.train, recipe.data, recipe.align, recipe.lora, recipe.rl)
-            is_default = peak == default_learning_rate(settings)
-            default = f", the default of {describe_method(settings)}" if is_default else ""
-            rule = f"must be at most train.lr={peak}{default}"
-            yield Problem(f"{self.key}.min_lr", self.min_lr, rule, f"choose 0.0 to {peak}")
 
 
 def interpolate(low: float, high: float, fraction: float) -> float:

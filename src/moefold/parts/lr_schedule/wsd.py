@@ -10,7 +10,8 @@ from moefold.config.limits import MAX_STEPS
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
-    from moefold.config.schema import Config
+    from moefold.config.run import RunConfig
+    from moefold.config.train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +34,10 @@ class WarmupStableDecay(DecayPart):
         end = self.rate(peak, first, steps, steps)
         return f"the decay of wsd begins after step {begin:,} and ends at {end:.3g} in step {steps:,}"
 
-    def check(self, recipe: "Config") -> Iterator[Problem]:
-        """Yield that warm-up and decay are longer than the run; see also the base class."""
-        yield from super().check(recipe)
-        warmup = recipe.train.warmup_steps
-        steps = recipe.run.steps
+    def check(self, run: "RunConfig", train: "TrainConfig") -> Iterator[Problem]:
+        """Yield that warm-up and decay are longer than the run."""
+        warmup = train.warmup_steps
+        steps = run.steps
         if warmup <= steps < warmup + self.decay_steps:
             yield Problem(
                 "train.lr_schedule.decay_steps",
