@@ -17,7 +17,7 @@ REINFORCEMENT = {
     ),
     f"{RL} rl.updates=2": (
         "rl.updates=2 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
-        "objective 'clip', 'cispo' or 'sequence', or updates=1"
+        "objective 'cispo', 'clip' or 'sequence', or updates=1"
     ),
     f"{RL} rl.updates=3 rl.objective=clip run.steps=9": (
         "checkpoint.every=500 must be a multiple of rl.updates=3: rollouts that are not trained on yet are not saved; "
@@ -60,7 +60,7 @@ REINFORCEMENT = {
     ),
     f"{RL} rl.staleness=1": (
         "rl.staleness=1 trains on rollouts of older weights, which rl.objective='policy' does not correct for; choose "
-        "objective 'clip', 'cispo' or 'sequence', or staleness=0"
+        "objective 'cispo', 'clip' or 'sequence', or staleness=0"
     ),
     f"{RL} rl.staleness=3 rl.updates=2 rl.objective=clip": (
         "rl.staleness=3 must be a multiple of rl.updates=2: it counts optimizer steps, and rounds of rollouts are "

@@ -12,9 +12,10 @@ from moefold.config.limits import MAX_NUMBER
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import KindOf
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
-from moefold.config.suggestions import nearest_numbers
+from moefold.config.suggestions import join_with_or, nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.topology.layout import divisors
 from moefold.validate.replay import counts_replayed_choices
@@ -58,6 +59,11 @@ def validate_rl_batch(run: RunConfig, train: TrainConfig, checkpoint: Checkpoint
             )
 
 
+def _correcting_objectives() -> str:
+    """Return the built-in objectives that read the probabilities of the sampler, as a choice in words."""
+    return join_with_or(list(map(repr, KindOf("objective", "reads_sampler").words)))
+
+
 def validate_rl_objective(rl: RLConfig) -> Iterator[str]:
     """Check that the objective corrects for the steps after the first on one round of rollouts."""
     objective = chosen_in(rl, ObjectivePart)
@@ -65,7 +71,7 @@ def validate_rl_objective(rl: RLConfig) -> Iterator[str]:
     if rl.is_on and rl.updates > 1 and not objective.reads_sampler:
         yield (
             f"rl.updates={rl.updates} trains on rollouts of older weights, which rl.objective='{rl.objective}' "
-            "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or updates=1"
+            f"does not correct for; choose objective {_correcting_objectives()}, or updates=1"
         )
     if rl.is_on and rl.updates == 1 and correction.corrects and objective.reads_sampler:
         yield (
@@ -128,7 +134,7 @@ def validate_staleness(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutC
     if rl.staleness and not chosen_in(rl, ObjectivePart).reads_sampler:
         yield (
             f"rl.staleness={rl.staleness} trains on rollouts of older weights, which rl.objective='{rl.objective}' "
-            "does not correct for; choose objective 'clip', 'cispo' or 'sequence', or staleness=0"
+            f"does not correct for; choose objective {_correcting_objectives()}, or staleness=0"
         )
     if rl.staleness and chosen_in(rl, CorrectionPart).corrects:
         yield (
