@@ -89,7 +89,7 @@ def test_a_wrong_number_of_frequencies_is_refused_by_name(scaling):
 
 def test_no_folder_of_transformers_can_have_it(scaling):
     reason = family_unsupported_reason(FAMILIES["mixtral"], _with(tiny(), scaling()).model)
-    assert reason == f"transformers has no rope_type for {describe_part(scaling())}"
+    assert reason == f"Hugging Face families have no {describe_part(scaling())}"
 
 
 def test_flat_keys_of_built_in_kinds_are_refused(tmp_path, scaling):
