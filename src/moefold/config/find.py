@@ -131,6 +131,12 @@ def all_groups() -> tuple[Any, ...]:
 
 
 @cache
+def kinds_with(group: str, fact: str, value: Any = True) -> tuple[str, ...]:
+    """Return the built-in kinds of a group whose class has a value in a class attribute."""
+    return tuple(kind for kind in built_in_kinds(group) if getattr(find_part(group, kind), fact) == value)
+
+
+@cache
 def find_part(group: str, kind: str) -> Any:
     """Return the class of a part.
 

@@ -10,7 +10,15 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-from moefold.config.find import built_in_kinds, describe_class, find_part, is_built_in, kind_of, kinds
+from moefold.config.find import (
+    built_in_kinds,
+    describe_class,
+    find_part,
+    is_built_in,
+    kind_of,
+    kinds,
+    kinds_with,
+)
 from moefold.config.outside import origin_of, rebuild
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
@@ -29,7 +37,7 @@ class KindOf(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """Built-in kinds that the key may name; empty: all."""
-        return _kinds_with(self.group, *self.asked) if self.fact else ()
+        return kinds_with(self.group, *self.asked) if self.fact else ()
 
     @property
     def asked(self) -> tuple[str, bool]:
@@ -276,11 +284,6 @@ class Section:
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
     """Settings in a table without `kind`, such as `model.rope`; one that may be absent is `None`, or "none"."""
-
-
-@cache
-def _kinds_with(group: str, name: str, value: bool) -> tuple[str, ...]:
-    return tuple(kind for kind in built_in_kinds(group) if getattr(find_part(group, kind), name) is value)
 
 
 @cache

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import ContextPart, takes_selected_keys
+from moefold.config.find import kinds_with
+from moefold.config.groups.context import ContextPart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -83,7 +84,7 @@ def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
     is_sparse = model.attention.selector is not None and model.has_softmax_attention
     context = chosen_in(parallel, ContextPart)
     is_illegal = is_sparse and not (context.takes_selected_keys or context.is_planned)
-    return takes_selected_keys()[0] if is_illegal else parallel.context
+    return kinds_with(ContextPart.group, "takes_selected_keys")[0] if is_illegal else parallel.context
 
 
 class Planner:

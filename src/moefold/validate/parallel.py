@@ -10,9 +10,9 @@ from math import gcd, lcm
 from typing import Any
 
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.find import is_built_in
+from moefold.config.find import is_built_in, kinds_with
 from moefold.config.groups.alignment import AlignmentPart
-from moefold.config.groups.context import ContextPart, takes_selected_keys
+from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
@@ -222,10 +222,11 @@ def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
 def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     context = chosen(cfg, ContextPart)
     if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
+        legal = kinds_with(context.group, "takes_selected_keys")
         yield (
             f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
             f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
-            f"sequence; choose {join_with_or(list(map(repr, takes_selected_keys())))}"
+            f"sequence; choose {join_with_or(list(map(repr, legal)))}"
         )
     if not context.shards_heads or cp == 1:
         return

@@ -6,13 +6,13 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
+from moefold.config.find import kinds_with
 from moefold.config.groups.policy import CorrectionPart, ObjectivePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import KindOf
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.suggestions import join_with_or, nearest_numbers
@@ -61,7 +61,7 @@ def validate_rl_batch(run: RunConfig, train: TrainConfig, checkpoint: Checkpoint
 
 def _correcting_objectives() -> str:
     """Return the built-in objectives that read the probabilities of the sampler, as a choice in words."""
-    return join_with_or(list(map(repr, KindOf("objective", "reads_sampler").words)))
+    return join_with_or(list(map(repr, kinds_with(ObjectivePart.group, "reads_sampler"))))
 
 
 def validate_rl_objective(rl: RLConfig) -> Iterator[str]:

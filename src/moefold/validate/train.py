@@ -40,7 +40,7 @@ def validate_learning_rate(
         settings = method_settings(train, data, align, lora, rl)
         is_default = train.lr == default_learning_rate(settings)
         default = f", the default of {describe_method(settings)}" if is_default else ""
-        yield (f"{schedule.key}.min_lr={min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}")
+        yield f"{schedule.key}.min_lr={min_lr} must be at most train.lr={train.lr}{default}; choose 0.0 to {train.lr}"
 
 
 def validate_warmup(run: RunConfig, train: TrainConfig) -> Iterator[str]:

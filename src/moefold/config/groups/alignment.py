@@ -7,7 +7,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.field import Bound
-from moefold.config.find import built_in_kinds, find_part
+from moefold.config.find import kinds_with
 from moefold.config.part import Part, UnusedKeys
 from moefold.config.problem import Problem
 
@@ -102,8 +102,7 @@ class AlignmentPart(Part):
         """Yield data of another kind or from several sources with weights, and MTP layers, which have no loss."""
         kind = data.kind
         if kind == "preference" and not self.preference:
-            losses = (find_part(self.group, kind)() for kind in built_in_kinds(self.group))
-            way_out = f"choose {', '.join(loss.kind for loss in losses if loss.preference)}"
+            way_out = f"choose {', '.join(kinds_with(self.group, 'data_kind', 'preference'))}"
             rule = f"needs a loss for pairs, and {self.key}={self.kind!r} is none"
             yield Problem(f"data.kind={_quoted(kind)}", None, rule, way_out)
         if self.data_kind and kind != self.data_kind:

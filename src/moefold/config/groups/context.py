@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from moefold.config.field import Bound, Most, at_least
-from moefold.config.find import built_in_kinds, find_part
 from moefold.config.limits import MAX_SAMPLE_TOKENS
 from moefold.config.part import Part
 
@@ -97,9 +96,3 @@ class ContextPart(Part):
             chunk_size: tokens of an attention chunk; 0: no chunks.
         """
         raise NotImplementedError
-
-
-def takes_selected_keys() -> list[str]:
-    """Return the built-in kinds that go with sparse attention."""
-    group = ContextPart.group
-    return [kind for kind in built_in_kinds(group) if find_part(group, kind).takes_selected_keys]
