@@ -349,6 +349,18 @@ def test_refusals_say_what_works():
     assert upgraded_word("model.qk_norm_width=all_heads", {}) == "model.attention.qk_norm.over=all_heads"
 
 
+def test_all_moved_keys_of_a_command_line_are_refused_at_once():
+    words = ["model.num_layers=3", "train.beta1=0.8", "train", "moe.top_kk=1"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, words)
+    for line in (
+        "train.beta1 is train.optimizer.beta1 now",
+        "model.num_layers is model.layers now",
+        "'train' is no override",
+    ):
+        assert line in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("flat", "method"),
     [

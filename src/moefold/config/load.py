@@ -65,10 +65,16 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
         A message on settings that another kind lacks.
 
     Raises:
-        ConfigError: an override has another form, or names no section or a key of format 1.
+        ConfigError: overrides have another form, or name no section or a key of format 1; all of them in one error.
     """
-    ordered = sorted(overrides, key=_depth)
-    return [message for override in ordered if (message := _apply_override(tree, override, folder))]
+    left_out, refused = [], []
+    for override in sorted(overrides, key=_depth):
+        try:
+            left_out.append(_apply_override(tree, override, folder))
+        except ConfigError as error:
+            refused.append(error)
+    raise_all(refused)
+    return [message for message in left_out if message]
 
 
 def _depth(override: str) -> int:
