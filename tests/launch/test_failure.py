@@ -1,11 +1,14 @@
 """A failing rank ends its process, so each case runs in one of its own."""
 
+import re
 import signal
 import socket
+import sys
 
 import pytest
 
 from moefold.comm.collectives import is_collective_error
+from moefold.errors import RunError
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
 from tests.e2e.forked import run_program
@@ -85,6 +88,14 @@ def test_a_job_of_one_rank_is_left_alone():
         assert signal.getsignal(signal.SIGTERM) is before
     error = ZeroDivisionError()
     failing.__exit__(type(error), error, None)
+
+
+def test_sys_exit_of_code_that_a_single_rank_calls_is_named_with_its_line():
+    with (
+        pytest.raises(RunError, match=rf"ended by sys.exit\(3\) at {re.escape(__file__)}:\d+; raise an error"),
+        RankErrorHandler(RankEnv(0, 0, 1, "127.0.0.1", 1), lambda: False),
+    ):
+        sys.exit(3)
 
 
 def test_a_consequence_is_known_by_its_cause():

@@ -26,7 +26,9 @@ ROOT_CAUSE_WAIT_S = 5.0
 
 
 class RankErrorHandler:
-    """Context manager around everything that a rank runs; it does nothing in a single-rank job.
+    """Context manager around everything that a rank runs.
+
+    In a single-rank job it does one thing: `sys.exit` in code that the run calls is an error, which names the line.
 
     A signal ends the rank at once with 128 + its number: code that has something to save handles signals itself. An
     exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (exit 1), without
@@ -58,6 +60,8 @@ class RankErrorHandler:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._rank_env.world_size == 1:
+            if isinstance(error, SystemExit):
+                raise RunError(_exit_text(error)) from error
             return
         if error is not None and self._rank_env.is_embedded:
             self._raise_in_program(error)
@@ -155,6 +159,13 @@ class RankErrorHandler:
                 else min(ROOT_CAUSE_WAIT_S, self._watchdog.flight_recorder.hang_timeout_s / 2)
             )
         return 0.0 if self._rank_env.local_rank == 0 else NONZERO_RANK_DELAY_S
+
+
+def _exit_text(error: SystemExit) -> str:
+    """Return what a `sys.exit` in code that a run calls did, with its file and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"the run was ended by sys.exit({error.code!r}){where}; raise an error with a message there"
 
 
 def _find_run_error(error: BaseException | None) -> RunError | None:
