@@ -41,7 +41,6 @@ OTHER_LETTERS = {
     "launch/job_file.py": "M",
     "parallel/pipeline_schedule.py": "FW",
     "planner/simulator/export.py": "FW",
-    "planner/simulator/round_export.py": "M",
     "planner/simulator/simulate.py": "FW",
     "planner/simulator/timeline.py": "F",
     "planner/colours.py": "F",
