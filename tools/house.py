@@ -43,7 +43,6 @@ OTHER_LETTERS = {
     "planner/simulator/export.py": "FW",
     "planner/simulator/simulate.py": "FW",
     "planner/simulator/timeline.py": "F",
-    "planner/colours.py": "F",
     "topology/collective_order.py": "FRW",
     "topology/message_plan.py": "FW",
     "config/pipeline_action.py": "FW",

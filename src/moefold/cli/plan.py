@@ -173,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mappings as one JSON object")
     add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of mapping #1")
-    add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
     help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"
     add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)
     add("--force", action="store_true", help="replace files that exist")
