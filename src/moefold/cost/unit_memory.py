@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
@@ -307,7 +307,7 @@ class UnitMemory:
         cfg: Config,
         kernels: KernelProfile = CUDA_KERNELS,
         kinds: Sequence[Layer] | None = None,
-        item_bytes: Mapping[str, int] | None = None,
+        item_bytes: Mapping[str, Any] | None = None,
     ) -> None:
         self.cfg = cfg
         kinds = cfg.model.distinct_kinds if kinds is None else kinds

@@ -38,8 +38,8 @@ class StateMemoryTable:
         self._copies_weights = chosen_in(cfg.train, OptimizerPart).copies_weights
         item_bytes = {}
         if states := workload.state_bytes:
-            narrow = "bfloat16" if states.moment == ITEM_BYTES["bfloat16"] else "float32"
-            optimizer = chosen_in(cfg.train, OptimizerPart).with_moment_dtype(narrow)
+            is_narrow = states.moment == ITEM_BYTES["bfloat16"]
+            optimizer = chosen_in(cfg.train, OptimizerPart).with_moment_dtype("bfloat16" if is_narrow else "float32")
             cfg = replace(cfg, train=replace(cfg.train, optimizer=optimizer))
             item_bytes = {"master_bytes": states.master, "gradient_bytes": states.gradient}
         self._units = UnitMemory(cfg, kernels, model_spec.kinds, item_bytes)

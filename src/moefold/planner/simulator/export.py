@@ -14,9 +14,6 @@ from moefold.planner.simulator.timeline import (
     SEND,
     Span,
     Timeline,
-    choose_windows,
-    describe_windows,
-    intersects,
     subtract_spans,
 )
 
@@ -123,32 +120,29 @@ def _slice(rank: int, track: str, name: str, span: Span, action: Action | None) 
 
 
 def draw_timeline(timeline: Timeline) -> "Figure":
-    """Draw a lane for each rank: passes above, collectives below, red if exposed; a long step in windows."""
+    """Draw a lane for each rank: passes above, collectives below, red if exposed."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    windows = choose_windows(timeline)
     ranks = range(timeline.num_ranks)
     unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
     # No pyplot: it would select a display and keep every figure alive.
     figure = Figure(figsize=(16, 1.5 + 0.42 * len(ranks)), dpi=150, facecolor="white", layout="constrained")
-    panels = list(figure.subplots(1, len(windows), sharey=True, squeeze=False)[0])
+    axes = figure.subplots()
     drawn = set()
-    for axes, window in zip(panels, windows, strict=True):
-        for rank in ranks:
-            axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE_COLOUR)
-            drawn |= _draw_passes(axes, timeline, rank, (window, len(windows)), scale)
-            drawn |= _draw_streams(axes, timeline, rank, window, scale)
-        axes.set(xlim=(window[0] * scale, window[1] * scale), ylim=(len(ranks) - 0.5, -0.5))
-        axes.set_xlabel(unit, color=FAINT, fontsize=9)
-        axes.tick_params(colors=FAINT, labelsize=9, length=0)
-        axes.spines[:].set_visible(False)
-    panels[0].set_yticks(ranks, [f"pp rank {rank}" for rank in ranks])
+    for rank in ranks:
+        axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE_COLOUR)
+        drawn |= _draw_passes(axes, timeline, rank, scale)
+        drawn |= _draw_streams(axes, timeline, rank, scale)
+    axes.set(xlim=(0, timeline.total_s * scale), ylim=(len(ranks) - 0.5, -0.5))
+    axes.set_xlabel(unit, color=FAINT, fontsize=9)
+    axes.tick_params(colors=FAINT, labelsize=9, length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_yticks(ranks, [f"pp rank {rank}" for rank in ranks])
     entries = [Patch(color=colour, label=name) for name, colour in LEGEND.items() if name in drawn]
     layout: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "ncols": len(entries)}
-    title = {"title": format_summary(timeline), "title_fontproperties": {"size": 12, "weight": "bold"}}
+    title: dict[str, Any] = {"title": format_summary(timeline), "title_fontproperties": {"size": 12, "weight": "bold"}}
     figure.legend(handles=entries, **title, **layout, frameon=False, fontsize=9, labelcolor=FAINT)
-    figure.supxlabel(describe_windows(timeline, windows), x=0.99, ha="right", color=FAINT, fontsize=9)
     return figure
 
 
@@ -161,13 +155,10 @@ def format_summary(timeline: Timeline) -> str:
     )
 
 
-def _draw_passes(
-    axes: "Axes", timeline: Timeline, rank: int, window_and_count: tuple[Span, int], scale: float
-) -> set[str]:
-    """Draw the passes of a rank within one of the windows; return their names."""
-    window, num_windows = window_and_count
-    least = MIN_LABELLED_FRACTION * num_windows * (window[1] - window[0])
-    spans = {action: span for action, span in timeline.actions(rank) if intersects(span, window)}
+def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> set[str]:
+    """Draw the passes of a rank; return their names."""
+    least = MIN_LABELLED_FRACTION * timeline.total_s
+    spans = dict(timeline.actions(rank))
     for kind, name in PASS_NAMES.items():
         low, high = LANE
         if timeline.has_overlapping_passes:
@@ -177,23 +168,23 @@ def _draw_passes(
         bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
         axes.broken_barh(bars, (rank + low, high - low), facecolor=LEGEND[name], edgecolor="white", linewidth=0.3)
         for action, (start, end) in chosen:
-            if end - start > least and window[0] <= start and end <= window[1]:
+            if end - start > least:
                 at: dict[str, Any] = {"fontsize": 7, "ha": "center", "va": "center", "color": INK}
                 axes.text((start + end) / 2 * scale, rank + (low + high) / 2, str(action.micro_batch), **at)
     return {PASS_NAMES[action.kind] for action in spans}
 
 
-def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
+def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> set[str]:
     """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn entries."""
     exposed = timeline.exposed(rank)
     hidden = subtract_spans(timeline.spans(rank, COMMUNICATION), exposed)
     drawn = set()
     for name, spans in ((HIDDEN_COMM, hidden), (EXPOSED_COMM, exposed)):
-        bars = [(start * scale, (end - start) * scale) for start, end in spans if intersects((start, end), window)]
+        bars = [(start * scale, (end - start) * scale) for start, end in spans]
         axes.broken_barh(bars, (rank + 0.34, 0.09), facecolor=LEGEND[name])
         drawn |= {name} if bars else set()
     for event in timeline.events_of(rank, COMPUTE, COMMUNICATION):
-        if event.action is None and intersects((event.start_s, event.end_s), window):
+        if event.action is None:
             bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
             name = STEP_TAIL_NAMES[event.part]
             axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=LEGEND[name])
