@@ -5,7 +5,8 @@ from dataclasses import replace
 from moefold.config.schema import Config
 from moefold.config.train import AUTO
 from moefold.cost.activation_memory import activation_memory
-from moefold.cost.unit_memory import Unit, UnitMemory, state_mapping
+from moefold.cost.unit_memory import Unit
+from moefold.cost.unit_states import UnitMemory, state_mapping
 from moefold.topology.schedules import schedule_slots
 
 

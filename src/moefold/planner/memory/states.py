@@ -12,8 +12,8 @@ from moefold.config.schema import Config
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable
 from moefold.cost.saved_tensors import KernelProfile
-from moefold.cost.state_memory import STATE_FIELDS, moments_in_transit, state_table
-from moefold.cost.unit_memory import ITEM_BYTES, StateMapping, UnitMemory, dispatch_buffer_bytes
+from moefold.cost.unit_memory import ITEM_BYTES, dispatch_buffer_bytes
+from moefold.cost.unit_states import STATE_FIELDS, StateMapping, UnitMemory
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec
@@ -70,14 +70,13 @@ class StateMemoryTable:
         # Megatron-Core updates on the host.
         if OFFLOADED_OPTIMIZER not in mapping.offload or self.workload.is_megatron:
             return found
-        return found + moments_in_transit(self._units, state_mapping, state_counts)
+        return found + self._units.moments_in_transit(state_mapping, state_counts)
 
     @memoised(lambda self, m, states: (states, OFFLOADED_OPTIMIZER in m.offload, self._exchange_bytes(m)))
     def _table(self, mapping: ParallelMapping, state_mapping: StateMapping) -> tuple[ByteTable, ByteTable]:
         """Return `bytes_by_part` and `total_bytes`."""
         is_offloaded = OFFLOADED_OPTIMIZER in mapping.offload
-        fields = state_table(
-            self._units,
+        fields = self._units.table(
             state_mapping,
             exchange_bytes=self._exchange_bytes(mapping),
             offloads_moments=is_offloaded,
