@@ -1,6 +1,6 @@
 """Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
 
-Weights, gradients, moments and activations follow `cost/state_memory.py` and `cost/activation_memory.py`, in the
+Weights, gradients, moments and activations follow `cost/unit_states.py` and `cost/activation_memory.py`, in the
 order of the schedule. They are linear in a few counts (`cost/memory_snapshots.py`) and a few sizes (`states.py`,
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
