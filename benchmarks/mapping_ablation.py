@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.colours import FAINT, INK, PALETTE
 from moefold.cost.hardware import load_device
-from moefold.planner.colours import FAINT, INK, PALETTE
 from moefold.planner.cost_model.layer import LayerCostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping

@@ -11,9 +11,15 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from moefold.planner.families import MEASURED_COLUMNS, measured_axes
+from moefold.planner.families import measured_axes
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER
 from moefold.planner.validation import SkipRowError, parse_case, predict, read_rows
+
+MEASURED_COLUMNS = (
+    *("model", "gpu", "seq_len", "tp", "cp", "pp", "ep", "etp", "mbs", "zero", "recompute", "offload"),
+    *("num_gpus", "source"),
+)
+"""Columns of `measured.csv`: what is compared, and where the measurement is from."""
 
 OUTPUT = Path(__file__).parents[1] / "src/moefold/planner/measured.csv"
 

@@ -29,9 +29,9 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_schedule import MicroBatch, PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
-from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
+from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
 from moefold.topology.message_plan import plan_messages
-from moefold.topology.schedules import runtime_slots, schedule_named, stage_ranks
+from moefold.topology.schedules import runtime_slots, schedule_named, schedule_rows, stage_ranks
 from moefold.verify.ranks.pool import WorkerPool
 
 TimeSpans = list[tuple[float, float]]
@@ -185,7 +185,7 @@ def simulated(case: Case, pp: int, micro_batches: int, times: Times) -> float:
         (Segment("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
     )
     work = StageSegments(forward=forward, backward=inputs + weights, input_gradient=inputs, weight_gradient=weights)
-    rows = slot_rows(case.schedule, pp, case.chunks, micro_batches)
+    rows = schedule_rows(case.schedule, pp, case.chunks, micro_batches)
     return simulate(rows, [work] * (pp * case.chunks)).bubble
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.colours import FAINT, INK, PALETTE
 from moefold.errors import ConfigError
-from moefold.planner.colours import FAINT, INK, PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

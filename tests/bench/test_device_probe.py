@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefold.bench.device_fit import DeviceMeasurements, fit_device, predictions
 from moefold.bench.device_probe import DeviceProbe
 from moefold.cost.hardware import load_device
-from moefold.planner.device_fit import DeviceMeasurements, fit_device, predictions
 from tests.bench.small_sizes import SMALLEST_SIZES
 
 

@@ -12,10 +12,10 @@ from benchmarks import gpu_stage, gpu_stages
 from benchmarks.gpu_contact import Contact, contact
 from benchmarks.gpu_stage import Stage, profile
 from benchmarks.gpu_stages import MAX_DIFFERENCE, ComparingAutotuner
+from moefold.bench.device_fit import device_toml
 from moefold.cost.hardware import load_device
 from moefold.launch.runtime_env import ALLOCATOR_VARIABLES
 from moefold.ops.autotune import TuningKey
-from moefold.planner.device_fit import device_toml
 
 CPU = torch.device("cpu")
 

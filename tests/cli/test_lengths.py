@@ -1,4 +1,4 @@
-"""`--lengths` of plan and simulate, and `moefold lengths`: numbers that follow from the documents, and bad input."""
+"""`--lengths` of plan and simulate: numbers that follow from the documents, and bad input."""
 
 import json
 from pathlib import Path
@@ -86,23 +86,6 @@ def test_plan_chooses_how_attention_is_shared(recipe, tmp_path, capsys):
     assert "rank:" in out
 
 
-def test_lengths_shows_the_balance_of_each_strategy(capsys):
-    words = ["lengths", "wikipedia", "wlb", "--seq-len", "8192", "--cp", "2", "--dp", "2"]
-    rows = answer(capsys, *words)
-    assert [row["lengths"] for row in rows] == ["wikipedia"] * 8 + ["wlb"] * 8
-    assert {row["context"] for row in rows} == {"ring", "ulysses", "planned"}
-    balance = {(row["context"], row["placement"], row["attention_hosts"]): row for row in rows[:8]}
-    ring = balance["ring", "samples", "home"]
-    best = balance["planned", "samples", "balanced"]
-    assert best["max_over_mean"] < ring["max_over_mean"]
-    assert best["moved_queries"] > 0
-    assert ring["received_keys"] == 1
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "4 ranks, cp=2 dp=2, samples of 8,192 tokens" in out
-    assert out.count("planned attention") == 12
-
-
 def test_the_data_of_a_run(recipe, tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()
@@ -143,14 +126,7 @@ BAD = [
         ["plan", "RECIPE", "--gpu", "h100", "--lengths", "wlb", "--compare-folding"],
         "has no effect on --compare-folding",
     ),
-    (["lengths", "wlb", "--cp", "3", "--seq-len", "4096"], "must be a multiple of 2*cp=6"),
-    (["lengths", "wlb", "--dp", "0"], "--dp 0 must be at least 1"),
-    (["lengths", "wlb", "--tolerance", "-0.1"], "--tolerance -0.1 must lie between 0 and 1"),
-    (["lengths", "wlb", "--tolerance", "nan"], "--tolerance nan must lie between 0 and 1"),
-    (["lengths", "wlb", "--dp", "4096"], "--cp times --dp 32768 must be at most 4096"),
-    (["lengths", "wlb", "--micro-batch-size", "4096", "--dp", "512"], "choose --micro-batch-size 8 or less"),
-    (["lengths", "wlb", "--seq-len", "100"], "--seq-len 100 must be a multiple of 2*cp=16; choose 96 or 112, or"),
-    (["lengths", ""], "--lengths '' is neither a histogram nor a file nor a run"),
+    (["simulate", "RECIPE", "--lengths", ""], "--lengths '' is neither a histogram nor a file nor a run"),
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from moefold.cli.main import main
 from moefold.cli.plan_options import parse_stragglers
 from moefold.cli.simulate import run
+from moefold.config.schema import config_to_dict
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
@@ -152,6 +153,22 @@ def test_invalid_arguments_are_refused_in_one_message(recipe, capsys, words, mes
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
     assert capsys.readouterr().out == ""
+
+
+def test_a_step_of_reinforcement_learning_is_simulated_without_its_rollouts(tmp_path, capsys):
+    words = ["data.kind=task", "data.task=add", "rl.group_size=8", "rollout.max_tokens=16", "train.seq_len=64"]
+    recipe = tmp_path / "plain.toml"
+    recipe.write_text('[model]\npreset = "tiny"\n')
+    step = simulated(capsys, str(recipe), "train.seq_len=64")
+    assert run([str(recipe), *words, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "sampling is not simulated: this is the training step of a full batch\n"
+    assert json.loads(printed.out) == step
+    cfg = load_config(recipe, [*words, f"run.dir={tmp_path}"])
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(cfg)))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "step_time_s": 1.0}}\n' for i in range(8)))
+    with pytest.raises(ConfigError, match="has rl.group_size=8: its steps have sampling, which is not simulated"):
+        run(["--run", str(tmp_path)])
 
 
 def test_simulating_needs_no_torch(recipe):

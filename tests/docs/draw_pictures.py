@@ -4,8 +4,6 @@ Trains the quickstart in FOLDER (default build/pictures) if it is not there: som
 the board need Chromium.
 """
 
-import base64
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from tests.board.test_browser import served as board_served
 IMAGES = Path(__file__).parents[2] / "docs/images"
 STAGE = ("world_size=4", "tp=2", "cp=2", "ep=4")
 """The ranks of one pipeline stage of the quickstart."""
-PLAN = ("mixtral-8x7b", "--gpu", "h100", "--num-gpus", "64", "--seq-len", "4096", "--global-batch-size", "256")
 COLORS = 128
 
 
@@ -37,14 +34,6 @@ def draw_run(folder: Path) -> None:
         moefold("train", "recipes/quickstart.toml", f"run.dir={run}")
     shutil.copyfile(run / "loss.png", IMAGES / "loss.png")
     moefold("inspect", run, "--force", "--picture", IMAGES / "expert-load.png")
-
-
-def draw_report(folder: Path) -> None:
-    """Write plan-memory.png, the first picture of the report of a plan, from its page."""
-    moefold("plan", *PLAN, "--force", "--report", folder / "plan.html")
-    picture = re.search(r'alt="memory by part" src="data:image/png;base64,([^"]+)"', (folder / "plan.html").read_text())
-    assert picture is not None
-    (IMAGES / "plan-memory.png").write_bytes(base64.b64decode(picture[1]))
 
 
 def draw_ranks(page: Page, folder: Path) -> None:
@@ -66,10 +55,9 @@ def main(argv: list[str]) -> None:
     moefold("layout", *STAGE, "--force", "--picture", IMAGES / "folding.png")
     moefold("layout", "recipes/quickstart.toml", "--force", "--picture", IMAGES / "layout.png")
     draw_run(folder)
-    draw_report(folder)
     with tempfile.TemporaryDirectory() as profile, open_page(Path(profile)) as page:
         draw_ranks(page, folder)
-    for name in ("folding", "layout", "expert-load", "plan-memory", "board-ranks"):
+    for name in ("folding", "layout", "expert-load", "board-ranks"):
         reduce_colors(IMAGES / f"{name}.png")
 
 

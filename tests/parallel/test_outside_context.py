@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.cli.plan_documents import describe_strategy
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.config.groups.context import ContextPart, RoundPlan
@@ -15,7 +16,6 @@ from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.attention import CausalAttention
-from moefold.planner.lengths.strategy import describe_strategy
 from moefold.planner.search.document_search import candidate_strategies
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, run_distributed

@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moefold.planner.simulator.rounds import Phase
 from moefold.planner.sites import MEETING_MESSAGES, SiteCost, SiteRate
 
 STEP = "training"
 MEETING = "meeting point"
 WAIT = "waiting for the exchange"
 EXCHANGE = "exchange"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a site does in an interval, or an exchange meanwhile."""
+
+    part: str
+    round_number: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)

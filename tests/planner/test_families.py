@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measured_mappings import measured_rows
+from benchmarks.measured_mappings import MEASURED_COLUMNS, measured_rows
 from moefold.cli.main import main
 from moefold.planner.families import (
     FAMILIES,
-    MEASURED_COLUMNS,
     FamilyBest,
     Nearest,
     best_of_families,

@@ -13,9 +13,9 @@ from moefold.cost.stage_memory import max_in_flight
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
-from moefold.planner.simulator.simulate import Segment, StageSegments, simulate, slot_rows
+from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
 from moefold.recipe import load_config
-from moefold.topology.schedules import runtime_slots
+from moefold.topology.schedules import runtime_slots, schedule_rows
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
@@ -59,7 +59,7 @@ def test_it_is_priced() -> None:
     work = StageSegments(
         forward=(Segment("work", 1.0),), backward=(Segment("work", 2.0),), input_gradient=(), weight_gradient=()
     )
-    timeline = simulate(slot_rows(cfg.parallel.schedule, 4, 1, count), [work] * 4)
+    timeline = simulate(schedule_rows(cfg.parallel.schedule, 4, 1, count), [work] * 4)
     priced = bubble(1.0, 2.0, 1.0, vpp=1), float(bubble(array, 2 * array, array, vpp=np.array([[1]]))[0, 0])
     assert max_in_flight(cfg, 4) == [count + 1 for count in max_in_flight(base, 4)] == [5, 4, 3, 2]
     idle = [*priced, timeline.span_s - 3.0 * count]

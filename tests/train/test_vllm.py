@@ -2,13 +2,11 @@
 
 import json
 import time
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moefold.cli.simulate_rounds import check_round_options
 from moefold.comm.groups import World
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
@@ -232,14 +230,6 @@ def test_a_folder_that_cannot_be_written_ends_the_run(pool, tmp_path, served):
         cfg = under(by_vllm(recipe(tmp_path, 1), server), tmp_path / "run", world_size=2)
         with pytest.raises(Exception, match="rollout_weights' cannot be written: File exists"):
             pool.run(2, _train, cfg)
-
-
-def test_the_simulator_does_not_price_a_server(tmp_path):
-    cfg = recipe(tmp_path)
-    cfg = replace(cfg, rollout=replace(cfg.rollout, engine="vllm", folder="hf"))
-    options = Namespace(prompt_tokens=None, new_tokens=None, reward_s=None, rounds=None)
-    with pytest.raises(ConfigError, match="rollout.engine='vllm' samples on a server, whose time is not simulated"):
-        check_round_options(cfg.rl, cfg.rollout, options)
 
 
 REQUEST = Request(prompt=(1, 2), max_tokens=3, eos_ids=frozenset({0}), prompt_number=5, sample_number=1)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.bench.device_fit import AttentionTime, CollectiveTime, DeviceMeasurements, ExpertsTime, GemmTime
 from moefold.bench.timing import synchronized
 from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
@@ -27,7 +28,6 @@ from moefold.model.transformer import TORCH_DTYPES
 from moefold.parallel.kernel_choices import settle_choices
 from moefold.parallel.select_ops import select_kernels
 from moefold.parallel.selected_kernels import SelectedKernels
-from moefold.planner.device_fit import AttentionTime, CollectiveTime, DeviceMeasurements, ExpertsTime, GemmTime
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold
 

@@ -25,7 +25,6 @@ COMMANDS = {
     "plan": "rank all legal mappings of a model on some GPUs by predicted step time",
     "layout": "show how attention and experts fold over the same ranks",
     "simulate": "simulate one step of a recipe: numbers, a trace, a picture",
-    "lengths": "show how evenly placements share the attention of documents",
     "plan-accuracy": "compare the planner's predictions with published measurements",
     "memory": "show the memory of a step on each rank, measured or by formula",
     "verify": "prove on CPU that a recipe's mapping computes what one process computes",

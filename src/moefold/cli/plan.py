@@ -25,7 +25,7 @@ from moefold.terminal import print_escaped
 EPILOG = (
     """MODEL is a preset, a recipe.toml or the config.json (or folder) of a Hugging Face model. A recipe supplies the
 batch, the number of GPUs and its other settings wherever no option is given. For a recipe of reinforcement learning,
-the mapping of training is planned; `moefold simulate RECIPE` estimates a round with sampling.
+the mapping of training is planned.
 With --sites, the GPUs and the batch belong to one site.
 
 methods, the baselines of arXiv:2504.14960 as parts of the search:
@@ -60,9 +60,7 @@ def run(argv: list[str]) -> int:
     request = request_from_args(args)
     check_contents(request, args)
     if request.base_config.is_rl:
-        drawn = f": `moefold simulate {args.model}` draws a round of the recipe's own mapping"
-        of_server = request.base_config.rollout.uses_server
-        print_escaped(f"sampling is not priced, nor its memory{'' if of_server else drawn}", file=sys.stderr)
+        print_escaped("sampling is not priced, nor its memory", file=sys.stderr)
     if args.compare_folding is not None:
         from moefold.cli.plan_compare import compare_folding
 
@@ -175,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--breakdown", action="store_true", help="time and memory of each mapping by part")
     add("--json", action="store_true", help="print the best mappings as one JSON object")
     add("--recipe", type=Path, metavar="OUT.toml", help="write a recipe of mapping #1")
-    add("--report", type=Path, metavar="FILE.html", help="write the answer as one page with pictures")
     help_ = "write the simulated step of the best mapping: .json trace, or .png, .svg, .pdf; repeatable"
     add("--timeline", action="append", type=Path, default=[], metavar="FILE", help=help_)
     add("--force", action="store_true", help="replace files that exist")

@@ -15,7 +15,7 @@ from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped
 
 TEXT_WIDTH = 80
-INCOMPATIBLE_OPTIONS = ("explain", "recipe", "report", "top")
+INCOMPATIBLE_OPTIONS = ("explain", "recipe", "top")
 NOTES = (
     f"Predicted by the cost model; none of it is measured on GPUs: {STATED_ERROR}",
     "gain: tokens per second of the folded mapping over the other one, minus one.",

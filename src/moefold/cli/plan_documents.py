@@ -5,7 +5,6 @@ from moefold.planner.cost_model.attention_load import AttentionLoad
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import describe_cuts
-from moefold.planner.lengths.strategy import describe_strategy
 from moefold.planner.mapping import ParallelMapping
 
 
@@ -24,6 +23,12 @@ def attention_of(cost_model: CostModel, mapping: ParallelMapping) -> AttentionLo
     peers = cost_model.attention_peers(mapping)
     loads = cost_model.workload.attention
     return None if peers is None or loads is None else loads.load(peers, 0)
+
+
+def describe_strategy(context: ContextPart) -> str:
+    """Describe a strategy, such as "planned attention (documents, balanced hosts)"."""
+    how = f" ({context.plan.placement}, {context.plan.hosts} hosts)" if context.is_planned else ""
+    return f"{context.kind} attention{how}"
 
 
 def describe_attention(strategy: ContextPart, max_over_mean: float) -> str:

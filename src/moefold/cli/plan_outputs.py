@@ -1,11 +1,10 @@
-"""Outputs of `moefold plan`: recipe, report and timelines of the best mapping, and the footer below the table."""
+"""Outputs of `moefold plan`: recipe and timelines of the best mapping, and the footer below the table."""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 from rich.console import Console
@@ -42,12 +41,9 @@ def check_output_paths(args: argparse.Namespace) -> None:
     if args.recipe is not None:
         check_output_path("--recipe", args.recipe, (".toml",))
         reject_existing("--recipe", args.recipe, force=args.force)
-    if args.report is not None:
-        check_output_path("--report", args.report, (".html", ".htm"))
-        reject_existing("--report", args.report, force=args.force)
     check_jitter_options(args)
-    if (args.straggler or args.jitter) and not args.timeline and args.report is None:
-        raise ConfigError("--straggler and --jitter disturb the step of --timeline or --report; name one of these")
+    if (args.straggler or args.jitter) and not args.timeline:
+        raise ConfigError("--straggler and --jitter disturb the step of --timeline; name a file with it")
 
 
 def check_contents(request: PlanRequest, args: argparse.Namespace) -> None:
@@ -93,11 +89,9 @@ def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespa
     Raises:
         ConfigError: a file cannot be written.
     """
-    cost_model = planner.search_of(best).cost_model
-    timeline = None
-    if args.timeline or args.report is not None:
+    if args.timeline:
         noise = noise_of(planner.config_for(best).parallel, args)
-        timeline = simulate_mapping(cost_model, best.mapping, noise)
+        timeline = simulate_mapping(planner.search_of(best).cost_model, best.mapping, noise)
         for path in args.timeline:
             write_timeline(timeline, path)
             print_escaped(f"wrote {path}", file=sys.stderr)
@@ -106,25 +100,11 @@ def write_outputs(planner: Planner, best: PlannedMapping, args: argparse.Namespa
 
         write_recipe(_recipe_text(planner, best, args, argv), args.recipe)
         print_escaped(f"wrote {args.recipe}", file=sys.stderr)
-    if args.report is not None and timeline is not None:
-        from moefold.planner.report import MAX_SHOWN_PLANS, PlanReport, write_report
-
-        report = PlanReport(
-            request=planner.request,
-            workload=cost_model.workload,
-            plans=[best, *(plan for plan in planner.top_plans(MAX_SHOWN_PLANS) if plan.mapping != best.mapping)],
-            timeline=timeline,
-            command=f"moefold plan {shlex.join(argv)}",
-            date=date.today().isoformat(),
-            recipe=_recipe_text(planner, best, args, argv) if can_write_recipe(planner.request) else "",
-        )
-        write_report(report, args.report)
-        print_escaped(f"wrote {args.report}", file=sys.stderr)
 
 
 def report_unwritten(args: argparse.Namespace, reason: str) -> None:
     """Report the output files that are not written because there is no mapping for them."""
-    for path in (*args.timeline, args.recipe, args.report):
+    for path in (*args.timeline, args.recipe):
         if path is not None:
             print_escaped(f"{path} is not written: {reason}", file=sys.stderr)
 
@@ -166,7 +146,7 @@ def _recipe_text(planner: Planner, best: PlannedMapping, args: argparse.Namespac
 
 
 RECIPE_PATH = Path("planned.toml")
-REPORT_PATH = Path("plan.html")
+TIMELINE_PATH = Path("step.png")
 ACCURACY_STATEMENT = (
     "by a cost model, never checked on a GPU by moefold. It is fitted on published measurements of other software: "
     f"{STATED_ERROR}"
@@ -203,7 +183,7 @@ def print_footer(
     )
     print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)
-    others = [option for option in ("--wide", "--breakdown", "--report plan.html") if option.split()[0] not in argv]
+    others = [option for option in ("--wide", "--breakdown") if option not in argv]
     if others:
         print_prose(console, "more", f"{', '.join(others)}, --help")
     # On one line, so that it can be copied.
@@ -255,10 +235,10 @@ def describe_margin(reserve_gib: float, memory_gib: float) -> str:
 
 
 def _next_command(request: PlanRequest, args: argparse.Namespace, argv: Sequence[str]) -> str:
-    """Return the command to run next: train the written recipe, or write a recipe (else a report)."""
+    """Return the command to run next: train the written recipe, or write a recipe (else a picture)."""
     if args.recipe is not None:
         command = f"moefold train {shlex.quote(str(args.recipe))}"
         return command if request.site_link is None else f"{command} sites.number=0 sites.meet=HOST:PORT"
-    output = f"--recipe {RECIPE_PATH}" if can_write_recipe(request) else f"--report {REPORT_PATH}"
+    output = f"--recipe {RECIPE_PATH}" if can_write_recipe(request) else f"--timeline {TIMELINE_PATH}"
     words = [word for word in argv if word not in ("--wide", "--breakdown")]
     return f"moefold plan {shlex.join(words)} {output}"

@@ -17,8 +17,8 @@ from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 
 if TYPE_CHECKING:
+    from moefold.bench.device_fit import DeviceMeasurements
     from moefold.cost.hardware import Device
-    from moefold.planner.device_fit import DeviceMeasurements
 
 DTYPES = ("float32", "bfloat16")
 KEPT_KEYS = "sync_s, tiles, quantize_passes and precisions below 16 bits"
@@ -105,7 +105,7 @@ def _measure(args: argparse.Namespace, base: str, rank_env: RankEnv, device_type
 def _write(
     args: argparse.Namespace, base: "Device", machine: str, rank_env: RankEnv, measured: "DeviceMeasurements"
 ) -> None:
-    from moefold.planner.device_fit import device_toml, fit_device, predictions
+    from moefold.bench.device_fit import device_toml, fit_device, predictions
 
     device = fit_device(base, measured, args.file.stem)
     kept = KEPT_KEYS if measured.collectives else f"{KEPT_KEYS}, and all links"

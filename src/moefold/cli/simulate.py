@@ -11,17 +11,10 @@ from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_documents import describe_attention, describe_documents
 from moefold.cli.plan_options import add_noise_options, noise_of
 from moefold.cli.plan_sites import add_site_options, describe_rate
-from moefold.cli.simulate_rounds import (
-    add_round_options,
-    check_round_options,
-    describe_rounds,
-    rounds_as_dict,
-    simulate_recipe_rounds,
-    with_packed_batch,
-)
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.config.train import AUTO, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
@@ -42,7 +35,6 @@ from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
-from moefold.planner.simulator.round_export import write_rounds
 from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
@@ -85,24 +77,19 @@ def run(argv: list[str]) -> int:
     for path in args.timeline:
         check_timeline_file(path)
         reject_existing("--timeline", path, force=args.force)
-    check_round_options(cfg.rl, cfg.rollout, args)
+    if cfg.is_rl:
+        _report_sampling(cfg.rl, args)
     check_imbalance(args.imbalance, cfg.model.ffn.moe.num_experts)
     noise = noise_of(cfg.parallel, args)
     cfg = _with_recompute(cfg, device)
     loads = document_loads(args.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl)
-    timeline = _simulate(with_packed_batch(cfg, args) if cfg.is_rl else cfg, device, args, noise, loads)
-    rounds = simulate_recipe_rounds(cfg, device, args, timeline) if cfg.is_rl else None
+    timeline = _simulate(cfg, device, args, noise, loads)
     sites = None if site_link is None else plan_sites(cfg, site_link, timeline.total_s)
     for path in args.timeline:
-        if rounds is not None:
-            write_rounds(rounds, timeline, path)
-        else:
-            write_timeline(timeline, path)
+        write_timeline(timeline, path)
         print_escaped(f"wrote {path}", file=sys.stderr)
     if args.json:
         report = timeline_as_dict(timeline)
-        if rounds is not None:
-            report["rl"] = rounds_as_dict(rounds)
         if sites is not None:
             report["sites"] = sites.as_dict()
         if loads is not None:
@@ -115,17 +102,29 @@ def run(argv: list[str]) -> int:
         if loads is not None:
             print_escaped(f"attention: {describe_attention(loads.strategy, _balance(cfg.parallel, cfg.train, loads))}")
             print_escaped(f"lengths: {describe_documents(loads)}")
-        if rounds is not None:
-            print_escaped(describe_rounds(cfg.parallel, cfg.rollout, rounds))
         if sites is not None:
             print_escaped(_describe_sites(sites))
         if measured:
             median_s = statistics.median(measured)
             print_escaped(
                 f"measured: {median_s:.4g} s, the median of {len(measured)} steps of {args.run}; "
-                f"simulated / measured {(rounds.step_s if rounds else timeline.total_s) / median_s:.2f}"
+                f"simulated / measured {timeline.total_s / median_s:.2f}"
             )
     return 0
+
+
+def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
+    """Report that a step of reinforcement learning is simulated without its rollouts.
+
+    Raises:
+        ConfigError: it would be compared with the steps of a run, which have them.
+    """
+    if args.run:
+        raise ConfigError(
+            f"--run {args.run} has rl.group_size={rl.group_size}: its steps have sampling, which is not simulated; "
+            "name a RECIPE.toml, whose training step is simulated alone"
+        )
+    print_escaped("sampling is not simulated: this is the training step of a full batch", file=sys.stderr)
 
 
 def _run_config(run_dir: Path) -> Config:
@@ -234,7 +233,6 @@ def _parser() -> argparse.ArgumentParser:
     help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
     parser.add_argument("--lengths", metavar="NAME|FILE|RUN", help=help_)
     add_noise_options(parser)
-    add_round_options(parser)
     add_site_options(parser)
     parser.add_argument(
         "--timeline", action="append", type=Path, default=[], metavar="FILE", help=".json trace or .png, .svg, .pdf"

@@ -5,7 +5,8 @@ from dataclasses import replace
 from moefold.config.schema import Config
 from moefold.config.train import AUTO
 from moefold.cost.activation_memory import activation_memory
-from moefold.cost.unit_memory import Unit, UnitMemory
+from moefold.cost.unit_memory import Unit
+from moefold.cost.unit_states import UnitMemory, state_mapping
 from moefold.topology.schedules import schedule_slots
 
 
@@ -23,10 +24,11 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     train = cfg.train
     explicit = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=""))
     states = UnitMemory(explicit)
+    mapping = state_mapping(explicit)
     formula = activation_memory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"
     units: tuple[Unit, ...] = ("embedding", "head", *dict.fromkeys(model.block_kinds))
-    state_bytes = {name: states.unit_bytes(name, with_optimizer=not offloads) for name in units}
+    state_bytes = {name: states.unit_bytes(name, mapping, with_optimizer=not offloads) for name in units}
     layers = [(state_bytes[kind], formula.saved_by_kind[kind].total()) for kind in model.block_kinds]
     loss = (
         state_bytes["head"]
@@ -35,7 +37,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     )
     loss_saved = formula.head().total()
     if model.mtp_layers:
-        loss += model.mtp_layers * states.unit_bytes("mtp", with_optimizer=not offloads)
+        loss += model.mtp_layers * states.unit_bytes("mtp", mapping, with_optimizer=not offloads)
         loss_saved += model.mtp_layers * formula.mtp_layer().total()
     sizes = [(state_bytes["embedding"], formula.embedding().total()), *layers, (loss, loss_saved)]
     return [[state + count * saved for state, saved in sizes] for count in max_in_flight(explicit, num_stages)]

@@ -1,7 +1,7 @@
 """State bytes of single units of a model: a layer, the embedding, the head; shards, types and buffers. Torch-free."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
@@ -11,7 +11,6 @@ from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.routing import aux_coefficient
 from moefold.config.run import RunConfig
@@ -19,7 +18,6 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import MODULE_NAME, is_adapter, layer_adapters
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
-from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
 from moefold.topology.pipeline_layout import Stage
 
 Unit = Layer | str
@@ -47,9 +45,6 @@ class StateBytes:
     """States of the optimizer and of the outer optimizer."""
     buffers: int = 0
     """Expert bias, expert counts, RoPE cosines and sines, and the symmetric memory of a dispatcher."""
-
-    def __add__(self, other: "StateBytes") -> "StateBytes":
-        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(StateBytes)))
 
 
 def master_dtype_bytes(run: RunConfig) -> int:
@@ -127,6 +122,21 @@ class ShardSpec:
             total += shards.padded_numel * shards.degree * item
         return total
 
+    def offloaded_bytes(self, weight: ParamSpec, min_kib: int) -> int:
+        """Return the moment bytes of a weight that is already sharded; of moments of `min_kib` KiB or more."""
+        numel = weight.dp_shards(self.degrees[weight.is_expert]).numel(0)
+        own_numel = numel // self.owners(weight)
+        min_bytes = max(min_kib * 2**10, 1)
+        offloaded = 0
+        for state in self.optimizer.states(weight):
+            size = own_numel * self.state_item_bytes(state)
+            offloaded += size if size >= min_bytes and not (state.is_count or state.is_kept) else 0
+        if numel * self.master_bytes >= min_bytes:
+            offloaded += numel * self.outer_bytes
+        if own_numel * self.master_bytes >= min_bytes:
+            offloaded += own_numel * self.residual_bytes
+        return offloaded
+
     def prefetched_bytes(self, weights: Iterable[ParamSpec]) -> int:
         """Return the bytes of weights that are all-gathered ahead; weights of a single rank are cast at their use."""
         return self.gathered_bytes(weight for weight in weights if self.degrees[weight.is_expert] > 1)
@@ -179,9 +189,9 @@ def expert_buffer_bytes(model: ModelConfig, moe: MoEConfig) -> int:
     return routed.num_choices * (4 * routed.router.expert_bias + counts) if routed else 0
 
 
-def rope_buffer_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> int:
+def rope_buffer_bytes(run: RunConfig, model: ModelConfig, train: TrainConfig, cp: int) -> int:
     """Return the bytes of the RoPE cosines and sines, which every stage has."""
-    return 2 * (train.seq_len // parallel.cp) * model.rope_settings.rotary_dim * compute_dtype_bytes(run)
+    return 2 * (train.seq_len // cp) * model.rope_settings.rotary_dim * compute_dtype_bytes(run)
 
 
 def dispatch_buffer_bytes(cfg: Config) -> int:
@@ -243,61 +253,3 @@ def unit_weights(model: ModelConfig, lora: LoraConfig, name: Unit) -> tuple[Para
             return mtp_layer_weights(model)
     assert not isinstance(name, str), f"{name} is not a unit"
     return (*name.params, *layer_adapters(name, lora))
-
-
-class UnitMemory:
-    """State bytes of single units (a layer, the embedding, the head), wherever a pipeline places them.
-
-    Args:
-        cfg: a recipe that `check_config` passed.
-        kernels: kernel profile of the device.
-    """
-
-    def __init__(self, cfg: Config, kernels: KernelProfile = CUDA_KERNELS) -> None:
-        p = cfg.parallel
-        self._cfg = cfg
-        self._is_fsdp = p.world_size > 1
-        self._is_sharded = self._is_fsdp and p.zero > 0
-        degrees = (p.dp * p.cp if self._is_sharded else 1, p.edp if self._is_sharded else 1)
-        self.shard_spec = make_shard_spec(
-            cfg, degrees, accumulates_gradients=self._is_fsdp and p.zero < 2 and cfg.num_micro_batches > 1
-        )
-        self._caches_quantized_weights = kernels.caches_quantized_weights and caches_quantized_weights(
-            cfg.train, cfg.num_micro_batches, p.zero
-        )
-        self._unit_cache: dict[tuple[Unit, tuple[int, int]], StateBytes] = {}
-
-    def unit_bytes(self, name: Unit, *, with_optimizer: bool) -> int:
-        """Return the state bytes of one of `unit_names` in a step, on the first rank of a stage."""
-        states = self.unit_states(name)
-        gathered = 0 if self._cfg.parallel.zero == 3 else states.gathered
-        resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
-        return resting + max(states.gradients, states.gradient_sums)
-
-    def unit_states(self, name: Unit, dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
-        """Return the state bytes of one of `unit_names`, with all of its weights gathered; cached.
-
-        Args:
-            name: a layer, the embedding, the head or an MTP layer.
-            dp_ranks: ranks within the groups over which dense weights and experts are sharded.
-        """
-        if (name, dp_ranks) not in self._unit_cache:
-            p = self._cfg.parallel
-            weights = [
-                weight.shard(p.tp, p.ep, p.etp) for weight in unit_weights(self._cfg.model, self._cfg.lora, name)
-            ]
-            gathered = (
-                self.shard_spec.gathered_bytes(weights)
-                if self._is_fsdp
-                else cast_copy_bytes(self._cfg.run, self._cfg.model, self._cfg.lora, [name])
-            )
-            if self._caches_quantized_weights:
-                gathered += quantized_copy_bytes(weights)
-            self._unit_cache[name, dp_ranks] = replace(
-                self.shard_spec.state_bytes(weights, dp_ranks),
-                gathered=gathered,
-                buffers=expert_buffer_bytes(self._cfg.model, self._cfg.moe)
-                if has_experts(self._cfg.model, name)
-                else 0,
-            )
-        return self._unit_cache[name, dp_ranks]

@@ -14,11 +14,6 @@ from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping
 from moefold.planner.validation import STATED_ERROR
 
-MEASURED_COLUMNS = (
-    *("model", "gpu", "seq_len", "tp", "cp", "pp", "ep", "etp", "mbs", "zero", "recompute", "offload"),
-    *("num_gpus", "source"),
-)
-"""Columns of `measured.csv`: what is compared, and where the measurement is from."""
 HOPPER = ("h100", "h200", "h800")
 FOLD_AXES = ("tp", "cp", "pp", "ep", "etp")
 NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")

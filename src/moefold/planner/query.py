@@ -25,7 +25,6 @@ from moefold.planner.cost_model.workload import RecordedRouting, workload_from_c
 from moefold.planner.families import FamilyBest, best_of_families
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
-from moefold.planner.lengths.strategy import strategy_as_dict
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
 from moefold.planner.priced_stage import check_priced_stage
@@ -248,6 +247,11 @@ def documents_as_dict(loads: AttentionLoads | None) -> dict[str, Any]:
     return {"lengths": loads.samples.name, "effective_length": loads.effective_length}
 
 
+def _strategy_as_dict(context: ContextPart) -> dict[str, str]:
+    """Return kind, placement and hosts of the attention of documents, ready for JSON."""
+    return {"context": context.kind, "placement": context.plan.placement, "attention_hosts": context.plan.hosts}
+
+
 def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
     """Return one mapping with its predicted time and memory, ready for JSON."""
     gib = 2**30
@@ -263,7 +267,7 @@ def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
         "time_parts_s": time_of.parts,
         "binding": plan.bottleneck,
         "fits": plan.memory.fits,
-        **({} if plan.attention is None else {"attention": strategy_as_dict(plan.attention)}),
+        **({} if plan.attention is None else {"attention": _strategy_as_dict(plan.attention)}),
     }
 
 

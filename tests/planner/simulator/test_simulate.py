@@ -10,8 +10,9 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.planner.cost_model.bubble import bubble_s
-from moefold.planner.simulator.simulate import Noise, Segment, StageSegments, StepTail, simulate, slot_rows
+from moefold.planner.simulator.simulate import Noise, Segment, StageSegments, StepTail, simulate
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
+from moefold.topology.schedules import schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 from tests.planner import naive_pipeline
 
@@ -36,7 +37,7 @@ def legal_counts(schedule: str, pp: int, chunks: int, most: int) -> list[int]:
 
 
 def play(schedule, pp, chunks, count, work, **options):
-    return simulate(slot_rows(schedule, pp, chunks, count), [work] * (pp * chunks), **options)
+    return simulate(schedule_rows(schedule, pp, chunks, count), [work] * (pp * chunks), **options)
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -125,7 +126,7 @@ def random_case(seed: int, overlap: bool):
     schedule, chunks = draw.choice([SCHEDULES[i] for i in (1, 2, 3, 7)] if overlap else SCHEDULES)
     pp = draw.randint(2, 6)
     count = draw.choice(legal_counts(schedule, pp, chunks, 3 * pp))
-    rows = slot_rows(schedule, pp, chunks, count, overlap=overlap)
+    rows = schedule_rows(schedule, pp, chunks, count, overlap=overlap)
     return draw, rows, pp * chunks, (schedule, pp, chunks, count)
 
 
@@ -177,8 +178,8 @@ def test_every_action_is_done_once_and_no_stream_does_two_things(seed, overlap):
 def test_overlap_hides_the_exchange_of_one_micro_batch_under_the_other():
     chain = (Segment("attention", 2.0), Segment("ep_comm", 2.0, COMMUNICATION), Segment("experts", 2.0))
     work = StageSegments(forward=chain, backward=chain + chain, input_gradient=chain, weight_gradient=chain)
-    plain = simulate(slot_rows("interleaved", 2, 2, 8), [work] * 4)
-    hidden = simulate(slot_rows("interleaved", 2, 2, 8, overlap=True), [work] * 4, overlap=True)
+    plain = simulate(schedule_rows("interleaved", 2, 2, 8), [work] * 4)
+    hidden = simulate(schedule_rows("interleaved", 2, 2, 8, overlap=True), [work] * 4, overlap=True)
     # Rank 0 exchanges 16 times forward and 32 times backward, 2 each.
     assert plain.exposed_s(0) == 96.0
     # 11 passes are not in pairs each way; in a pair of the last rank of the warm-up all three exchanges hide.
@@ -191,7 +192,7 @@ def test_overlap_hides_the_exchange_of_one_micro_batch_under_the_other():
 
 def test_an_uneven_pipeline_goes_at_the_pace_of_its_slowest_stage():
     stages = [stage(1, 1, 1), stage(2, 2, 2), stage(1, 1, 1), stage(1, 1, 1)]
-    timeline = simulate(slot_rows("1f1b", 4, 1, 64), stages)
+    timeline = simulate(schedule_rows("1f1b", 4, 1, 64), stages)
     # Rank 1 works 64*6. Before that rank 0 goes forward (1). Its first three passes end at 7, and the gradients that it
     # waits for come at 9 (2). After it, rank 0 goes backward (2).
     assert timeline.span_s == pytest.approx(1 + 2 + 64 * 6 + 2)
@@ -200,7 +201,7 @@ def test_an_uneven_pipeline_goes_at_the_pace_of_its_slowest_stage():
 
 
 def test_a_straggler_holds_everyone_up_and_jitter_is_the_same_every_time():
-    rows, stages = slot_rows("1f1b", 4, 1, 32), [stage(1, 1, 1)] * 4
+    rows, stages = schedule_rows("1f1b", 4, 1, 32), [stage(1, 1, 1)] * 4
     ideal = simulate(rows, stages)
     late = simulate(rows, stages, noise=Noise(slowdown_by_rank={2: 1.5}))
     # Two forward passes before it, 1.5 of waiting for rank 3 behind its own two, two backward passes after it.
@@ -229,7 +230,7 @@ def test_a_step_ends_with_gradients_and_an_update_that_begins_everywhere_at_once
 
 
 def test_an_order_that_never_ends_is_found():
-    rows = list(slot_rows("1f1b", 2, 1, 2))
+    rows = list(schedule_rows("1f1b", 2, 1, 2))
     rows[1] = rows[1][::-1]
     with pytest.raises(ValueError, match="deadlock: pipeline rank 0 waits before 0B0"):
         simulate(rows, [stage(1, 1, 1)] * 2)

@@ -6,10 +6,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError
 from moefold.parts.schedule.csv import CsvSchedule
-from moefold.planner.simulator.simulate import slot_rows
-from moefold.topology.schedules import runtime_slots
+from moefold.topology.schedules import runtime_slots, schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
@@ -35,34 +33,30 @@ def test_the_slots_equal_the_runtime(pp, schedule, chunks):
         cfg = config(schedule, pp, chunks, count)
         if not list(validate_micro_batch_count(cfg)):
             compared += 1
-            assert slot_rows(schedule, pp, chunks, count) == runtime_slots(cfg.model, cfg.parallel, cfg.train), count
+            assert schedule_rows(schedule, pp, chunks, count) == runtime_slots(cfg.model, cfg.parallel, cfg.train), (
+                count
+            )
     assert compared > pp
 
 
 def test_the_slots_of_a_file_equal_the_runtime(tmp_path):
     path = tmp_path / "order.csv"
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
-    mine = slot_rows(CsvSchedule(path=str(path)), 2, 1, 2)
+    mine = schedule_rows(CsvSchedule(path=str(path)), 2, 1, 2)
     cfg = config(make_part("schedule", "csv", path=str(path)), 2, 1, 2)
     assert mine == runtime_slots(cfg.model, cfg.parallel, cfg.train)
 
 
 def test_interleaved_is_1f1b_with_several_stages_and_one_rank_does_one_micro_batch_after_the_other():
-    assert slot_rows("1f1b", 4, 2, 8) == slot_rows("interleaved", 4, 2, 8)
-    assert spelled(slot_rows("1f1b", 1, 1, 2)) == [[["0F0"], ["0B0"], ["0F1"], ["0B1"]]]
+    assert schedule_rows("1f1b", 4, 2, 8) == schedule_rows("interleaved", 4, 2, 8)
+    assert spelled(schedule_rows("1f1b", 1, 1, 2)) == [[["0F0"], ["0B0"], ["0F1"], ["0B1"]]]
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("interleaved", 2), ("dualpipev", 2)])
 def test_pairs_are_of_a_forward_and_a_backward_pass_and_no_work_is_lost(schedule, chunks):
-    rows = slot_rows(schedule, 4, chunks, 8, overlap=True)
+    rows = schedule_rows(schedule, 4, chunks, 8, overlap=True)
     kinds = {"".join(sorted(action.kind for action in slot)) for row in rows for slot in row}
     assert {"BF", "F", "B"} <= kinds <= {"BF", "F", "B", "I", "W"}
     stages = {action.stage for row in rows for slot in row for action in slot}
     done = sorted((a.stage, a.micro_batch) for row in rows for slot in row for a in slot if a.kind in "BW")
     assert done == [(stage, i) for stage in sorted(stages) for i in range(8)]
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("zero-bubble", 1), ("zbv", 2)])
-def test_schedules_without_pairs_are_refused(schedule, chunks):
-    with pytest.raises(ConfigError, match="choose one of '1f1b', 'dualpipev', 'interleaved'"):
-        slot_rows(schedule, 4, chunks, 8, overlap=True)

@@ -16,12 +16,12 @@ from moefold.config.part import Part
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
-from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.topology.schedules import schedule_named
 

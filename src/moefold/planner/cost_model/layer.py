@@ -14,6 +14,7 @@ from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
+from moefold.cost.memoised import memoised
 from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers, TokenWidths, exchange_bytes
 from moefold.planner.cost_model.collective import (
     GroupLimitedRouting,
@@ -26,7 +27,6 @@ from moefold.planner.cost_model.collective import (
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memoised import memoised
 from moefold.planner.model_spec import ModelSpec
 
 KERNEL_COUNTS = {"mixer": (16, 26), "dense": (8, 14), "moe": (44, 66), "shared_experts": (6, 10)}

@@ -18,6 +18,7 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
 from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ModelChunk, columns_of
 from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
@@ -27,7 +28,6 @@ from moefold.planner.cost_model.data_parallel import DataParallelCostModel, Rank
 from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
-from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import (
     ActivationMemoryTable,
     MemoryStrategies,

@@ -39,8 +39,7 @@ def check_documents(data: DataConfig, rl: RLConfig, name: str) -> None:
     """
     if rl.is_on:
         raise ConfigError(
-            f"--lengths {name!r} has no effect on reinforcement learning, whose samples are rollouts; set "
-            "--prompt-tokens and --new-tokens instead"
+            f"--lengths {name!r} has no effect on reinforcement learning, whose samples are rollouts; leave it out"
         )
     if not data.may_have_documents:
         raise ConfigError(

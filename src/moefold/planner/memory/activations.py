@@ -23,12 +23,12 @@ from moefold.cost.activation_columns import (
 )
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
+from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.recompute_parts import NETWORK_PARTS
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memoised import memoised
 from moefold.planner.model_spec import ModelSpec
 
 ACTIVATION_PARTS: tuple[str, ...] = ("activations", "dispatch", "logits", "pipeline")

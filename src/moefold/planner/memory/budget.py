@@ -1,6 +1,6 @@
 """Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
 
-Weights, gradients, moments and activations follow `cost/state_memory.py` and `cost/activation_memory.py`, in the
+Weights, gradients, moments and activations follow `cost/unit_states.py` and `cost/activation_memory.py`, in the
 order of the schedule. They are linear in a few counts (`cost/memory_snapshots.py`) and a few sizes (`states.py`,
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
 from moefold.cost.memory_snapshots import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
-from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import (
     ACTIVATION_PARTS,
     ActivationMemoryTable,
@@ -102,10 +102,10 @@ class MemoryModel:
         self.device = device
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
         self.columns = columns_of(model_spec.kinds)
-        self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu")
         self.activation_memory = ActivationMemoryTable(
             model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu"
         )
+        self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.activation_memory.kernel_profile)
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
     def workspace(self, mapping: ParallelMapping) -> float:

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
+from moefold.cost.memoised import memoised
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
-from moefold.planner.memoised import memoised
 from moefold.planner.memory.activations import has_own_memory
 from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
 from moefold.planner.search.constraints import DEGREES, Fold

@@ -21,10 +21,10 @@ from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import Part, word_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
+from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.mapping import PipelineVariant
-from moefold.planner.memoised import all_arguments, memoised
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (
     AXIS_KEYS,

@@ -1,31 +1,19 @@
 """Export of a simulated step: a trace for Perfetto and Chrome, or a picture. Torch-free."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.config.pipeline_action import Action
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_writable
-from moefold.planner.colours import (
-    EXPOSED_COLOUR,
-    FAINT,
-    INK,
-    PASS_COLOURS,
-    PASS_NAMES,
-    STEP_TAIL_COLOURS,
-    STEP_TAIL_NAMES,
-)
 from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,
     SEND,
     Span,
     Timeline,
-    choose_windows,
-    describe_windows,
-    intersects,
     subtract_spans,
 )
 
@@ -36,14 +24,23 @@ if TYPE_CHECKING:
 TraceEvent = dict[str, Any]
 TRACKS = ("forward", "backward", COMPUTE, COMMUNICATION, SEND)
 """Tracks of a rank in a trace: its passes, and its streams."""
+INK = "#1c2430"
+FAINT = "#6b7685"
 IDLE_COLOUR = "#f1f3f6"
+PASS_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+STEP_TAIL_NAMES = {"dp_comm": "gradients over dp", "optimizer": "optimizer"}
 HIDDEN_COMM = "hidden communication"
 EXPOSED_COMM = "exposed communication"
-LEGEND = (
-    {name: PASS_COLOURS[kind] for kind, name in PASS_NAMES.items()}
-    | {EXPOSED_COMM: EXPOSED_COLOUR, HIDDEN_COMM: FAINT}
-    | {name: STEP_TAIL_COLOURS[part] for part, name in STEP_TAIL_NAMES.items()}
-)
+LEGEND = {
+    PASS_NAMES["F"]: "#7fa8d9",
+    PASS_NAMES["B"]: "#8fbf8f",
+    PASS_NAMES["I"]: "#a9d3a0",
+    PASS_NAMES["W"]: "#e3b778",
+    EXPOSED_COMM: "#d0574f",
+    HIDDEN_COMM: FAINT,
+    STEP_TAIL_NAMES["dp_comm"]: "#c9a0c9",
+    STEP_TAIL_NAMES["optimizer"]: "#9a9aa8",
+}
 """Colour of everything that a picture of a step may show."""
 LANE = (-0.4, 0.4)
 UPPER_HALF = (-0.4, -0.02)
@@ -58,21 +55,12 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     Raises:
         ConfigError: the suffix is another one, or the file cannot be written.
     """
-    write_export(path, lambda: chrome_trace(timeline), lambda: draw_timeline(timeline))
-
-
-def write_export(path: Path, trace: Callable[[], Sequence[TraceEvent]], draw: Callable[[], "Figure"]) -> None:
-    """Write the events as a trace (.json), or what `draw` returns as a picture.
-
-    Raises:
-        ConfigError: the suffix is another one, or the file cannot be written.
-    """
     check_timeline_file(path)
     try:
         if path.suffix.lower() == ".json":
-            path.write_text(json.dumps({"traceEvents": trace(), "displayTimeUnit": "ms"}))
+            path.write_text(json.dumps({"traceEvents": chrome_trace(timeline), "displayTimeUnit": "ms"}))
         else:
-            draw().savefig(path)
+            draw_timeline(timeline).savefig(path)
     except OSError as error:
         raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from None
 
@@ -96,9 +84,9 @@ def chrome_trace(timeline: Timeline) -> list[TraceEvent]:
     events: list[TraceEvent] = []
     begins = {}
     for rank in range(timeline.num_ranks):
-        events += name_track("process", f"pipeline rank {rank}", rank, {"pid": rank})
+        events += _name_track("process", f"pipeline rank {rank}", rank, {"pid": rank})
         for i, track in enumerate(TRACKS):
-            events += name_track("thread", track, i, {"pid": rank, "tid": i})
+            events += _name_track("thread", track, i, {"pid": rank, "tid": i})
         for action, span in timeline.actions(rank):
             track = "forward" if action.kind == "F" else "backward"
             events.append(_slice(rank, track, f"{PASS_NAMES[action.kind]} {action.micro_batch}", span, action))
@@ -118,78 +106,44 @@ def chrome_trace(timeline: Timeline) -> list[TraceEvent]:
     return events
 
 
-def name_track(what: str, name: str, position: int, ids: Mapping[str, int]) -> Iterator[TraceEvent]:
+def _name_track(what: str, name: str, position: int, ids: dict[str, int]) -> Iterator[TraceEvent]:
     """Yield the events that name and order a process or thread."""
     yield {"ph": "M", "name": f"{what}_name", **ids, "args": {"name": name}}
     yield {"ph": "M", "name": f"{what}_sort_index", **ids, "args": {"sort_index": position}}
 
 
 def _slice(rank: int, track: str, name: str, span: Span, action: Action | None) -> TraceEvent:
+    """Return the event of an interval."""
     args = {} if action is None else {"action": str(action), "stage": action.stage, "micro_batch": action.micro_batch}
-    return trace_slice(name, track, span, {"pid": rank, "tid": TRACKS.index(track)}, args)
-
-
-def trace_slice(name: str, category: str, span: Span, ids: Mapping[str, int], args: Mapping[str, object]) -> TraceEvent:
-    """Return the event of an interval, given in seconds."""
-    start, end = span
-    return {
-        "ph": "X", "name": name, "cat": category, **ids, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
-    }  # fmt: skip
+    event: TraceEvent = {"ph": "X", "name": name, "cat": track, "pid": rank, "tid": TRACKS.index(track), "args": args}
+    return event | {"ts": span[0] * 1e6, "dur": (span[1] - span[0]) * 1e6}
 
 
 def draw_timeline(timeline: Timeline) -> "Figure":
-    """Draw a lane for each rank: passes above, collectives below, red if exposed; a long step in windows."""
-    windows = choose_windows(timeline)
-    names = [f"pp rank {rank}" for rank in range(timeline.num_ranks)]
-    figure, panels, scale = draw_lanes(names, windows, timeline.total_s)
-    drawn = set()
-    for axes, window in zip(panels, windows, strict=True):
-        for rank in range(timeline.num_ranks):
-            drawn |= _draw_passes(axes, timeline, rank, (window, len(windows)), scale)
-            drawn |= _draw_streams(axes, timeline, rank, window, scale)
-    add_title(figure, format_summary(timeline), {name: LEGEND[name] for name in LEGEND if name in drawn})
-    figure.supxlabel(describe_windows(timeline, windows), x=0.99, ha="right", color=FAINT, fontsize=9)
-    return figure
-
-
-def draw_lanes(names: Collection[str], windows: Sequence[Span], end_s: float) -> tuple["Figure", list["Axes"], float]:
-    """Draw an idle lane for each name, in a panel for each window.
-
-    Returns:
-        The figure, its panels, and the units of the horizontal axis in a second.
-    """
+    """Draw a lane for each rank: passes above, collectives below, red if exposed."""
     from matplotlib.figure import Figure
-
-    # No pyplot: it would select a display and keep every figure alive.
-    figure = Figure(figsize=(16, 1.5 + 0.42 * len(names)), dpi=150, facecolor="white", layout="constrained")
-    panels = list(figure.subplots(1, len(windows), sharey=True, squeeze=False)[0])
-    unit, scale = ("s", 1.0) if end_s >= 1 else ("ms", 1e3)
-    for axes, (start, end) in zip(panels, windows, strict=True):
-        for lane in range(len(names)):
-            axes.broken_barh([(0, end_s * scale)], (lane - 0.44, 0.88), facecolor=IDLE_COLOUR)
-        axes.set(xlim=(start * scale, end * scale), ylim=(len(names) - 0.5, -0.5))
-        axes.set_xlabel(unit, color=FAINT, fontsize=9)
-        axes.tick_params(colors=FAINT, labelsize=9, length=0)
-        axes.spines[:].set_visible(False)
-    panels[0].set_yticks(range(len(names)), names)
-    return figure, panels, scale
-
-
-def add_title(figure: "Figure", title: str, colours: Mapping[str, str]) -> None:
-    """Add a title, and a legend of the colours that are drawn."""
     from matplotlib.patches import Patch
 
-    entries = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    ranks = range(timeline.num_ranks)
+    unit, scale = ("s", 1.0) if timeline.total_s >= 1 else ("ms", 1e3)
+    # No pyplot: it would select a display and keep every figure alive.
+    figure = Figure(figsize=(16, 1.5 + 0.42 * len(ranks)), dpi=150, facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    drawn = set()
+    for rank in ranks:
+        axes.broken_barh([(0, timeline.total_s * scale)], (rank - 0.44, 0.88), facecolor=IDLE_COLOUR)
+        drawn |= _draw_passes(axes, timeline, rank, scale)
+        drawn |= _draw_streams(axes, timeline, rank, scale)
+    axes.set(xlim=(0, timeline.total_s * scale), ylim=(len(ranks) - 0.5, -0.5))
+    axes.set_xlabel(unit, color=FAINT, fontsize=9)
+    axes.tick_params(colors=FAINT, labelsize=9, length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_yticks(ranks, [f"pp rank {rank}" for rank in ranks])
+    entries = [Patch(color=colour, label=name) for name, colour in LEGEND.items() if name in drawn]
     layout: dict[str, Any] = {"loc": "outside upper left", "alignment": "left", "ncols": len(entries)}
-    figure.legend(
-        handles=entries,
-        title=title,
-        title_fontproperties={"size": 12, "weight": "bold"},
-        **layout,
-        frameon=False,
-        fontsize=9,
-        labelcolor=FAINT,
-    )
+    title: dict[str, Any] = {"title": format_summary(timeline), "title_fontproperties": {"size": 12, "weight": "bold"}}
+    figure.legend(handles=entries, **title, **layout, frameon=False, fontsize=9, labelcolor=FAINT)
+    return figure
 
 
 def format_summary(timeline: Timeline) -> str:
@@ -201,40 +155,38 @@ def format_summary(timeline: Timeline) -> str:
     )
 
 
-def _draw_passes(
-    axes: "Axes", timeline: Timeline, rank: int, window_and_count: tuple[Span, int], scale: float
-) -> set[str]:
-    """Draw the passes of a rank within one of the windows; return their names."""
-    window, num_windows = window_and_count
-    least = MIN_LABELLED_FRACTION * num_windows * (window[1] - window[0])
-    spans = {action: span for action, span in timeline.actions(rank) if intersects(span, window)}
-    for kind, colour in PASS_COLOURS.items():
+def _draw_passes(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> set[str]:
+    """Draw the passes of a rank; return their names."""
+    least = MIN_LABELLED_FRACTION * timeline.total_s
+    spans = dict(timeline.actions(rank))
+    for kind, name in PASS_NAMES.items():
         low, high = LANE
         if timeline.has_overlapping_passes:
             # The forward passes have the upper half of the lane.
             low, high = UPPER_HALF if kind == "F" else LOWER_HALF
         chosen = [(action, span) for action, span in spans.items() if action.kind == kind]
         bars = [(start * scale, (end - start) * scale) for _, (start, end) in chosen]
-        axes.broken_barh(bars, (rank + low, high - low), facecolor=colour, edgecolor="white", linewidth=0.3)
+        axes.broken_barh(bars, (rank + low, high - low), facecolor=LEGEND[name], edgecolor="white", linewidth=0.3)
         for action, (start, end) in chosen:
-            if end - start > least and window[0] <= start and end <= window[1]:
+            if end - start > least:
                 at: dict[str, Any] = {"fontsize": 7, "ha": "center", "va": "center", "color": INK}
                 axes.text((start + end) / 2 * scale, rank + (low + high) / 2, str(action.micro_batch), **at)
     return {PASS_NAMES[action.kind] for action in spans}
 
 
-def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, window: Span, scale: float) -> set[str]:
+def _draw_streams(axes: "Axes", timeline: Timeline, rank: int, scale: float) -> set[str]:
     """Draw collectives as a thin line at the bottom of the lane, red if exposed; return the drawn entries."""
     exposed = timeline.exposed(rank)
     hidden = subtract_spans(timeline.spans(rank, COMMUNICATION), exposed)
     drawn = set()
     for name, spans in ((HIDDEN_COMM, hidden), (EXPOSED_COMM, exposed)):
-        bars = [(start * scale, (end - start) * scale) for start, end in spans if intersects((start, end), window)]
+        bars = [(start * scale, (end - start) * scale) for start, end in spans]
         axes.broken_barh(bars, (rank + 0.34, 0.09), facecolor=LEGEND[name])
         drawn |= {name} if bars else set()
     for event in timeline.events_of(rank, COMPUTE, COMMUNICATION):
-        if event.action is None and intersects((event.start_s, event.end_s), window):
+        if event.action is None:
             bar = (event.start_s * scale, (event.end_s - event.start_s) * scale)
-            axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=STEP_TAIL_COLOURS[event.part])
-            drawn.add(STEP_TAIL_NAMES[event.part])
+            name = STEP_TAIL_NAMES[event.part]
+            axes.broken_barh([bar], (rank - 0.4, 0.72), facecolor=LEGEND[name])
+            drawn.add(name)
     return drawn

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from moefold.config.part import Part
 from moefold.config.pipeline_action import Action, ActionResult, SlotRow, execute_order, find_deadlock
 from moefold.cost.memory_columns import ModelChunk, chunk_of
-from moefold.errors import ConfigError
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.mapping import ParallelMapping
@@ -27,7 +26,7 @@ from moefold.planner.model_spec import ModelSpec
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Event, Timeline
 from moefold.planner.stages import placed_ranks
 from moefold.topology.pipeline_layout import StagePlan
-from moefold.topology.schedules import overlapped_schedules, schedule_named, schedule_rows
+from moefold.topology.schedules import schedule_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def simulate(
     """Simulate a step.
 
     Args:
-        rows: the slots of every pipeline rank, of `slot_rows`.
+        rows: the slots of every pipeline rank, of `schedule_rows`.
         stages: segments of the stages, in model order.
         overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
         noise: stragglers and jitter; None: an ideal machine.
@@ -223,28 +222,6 @@ class _Simulation:
         return begin + tail.optimizer_s
 
 
-def slot_rows(
-    schedule: str | Part, pp: int, virtual_stages: int, num_micro_batches: int, *, overlap: bool = False
-) -> tuple[SlotRow, ...]:
-    """Return the slots of every pipeline rank, as the runtime executes them.
-
-    Args:
-        schedule: kind or part of a schedule; 1f1b with several virtual stages is interleaved.
-        pp: pipeline ranks; with 1, micro-batches follow each other.
-        virtual_stages: stages of each rank.
-        num_micro_batches: micro-batches of a step.
-        overlap: whether all-to-alls overlap with compute: then the steady phase consists of pairs.
-
-    Raises:
-        ConfigError: the file is invalid, or the schedule has no pairs.
-    """
-    part = schedule_named(schedule)
-    if overlap and not part.pairs_passes():
-        legal = ", ".join(map(repr, overlapped_schedules()))
-        raise ConfigError(f"overlap needs a schedule with paired passes, not {part.kind!r}; choose one of {legal}")
-    return schedule_rows(schedule, pp, virtual_stages, num_micro_batches, overlap=overlap)
-
-
 def simulate_mapping(
     cost_model: CostModel,
     mapping: ParallelMapping,
@@ -263,13 +240,13 @@ def simulate_mapping(
         schedule: the mapping's schedule with its settings, such as the path of its file; None: without any.
 
     Raises:
-        ConfigError: the file is invalid, or the schedule does not support the mapping's overlap.
+        ConfigError: the schedule's file is invalid.
     """
     count = mapping.num_micro_batches(cost_model.workload.global_batch_size)
     parts = cost_model.step_time(mapping).parts
     by_round = [stage_segments(model, mapping, chunks) for model in _models_of_rounds(cost_model, count)]
     return simulate(
-        slot_rows(schedule or mapping.schedule, mapping.pp, mapping.vpp, count, overlap=mapping.overlap),
+        schedule_rows(schedule or mapping.schedule, mapping.pp, mapping.vpp, count, overlap=mapping.overlap),
         stage_segments(cost_model, mapping, chunks),
         overlap=mapping.overlap,
         noise=noise,

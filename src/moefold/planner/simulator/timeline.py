@@ -1,4 +1,4 @@
-"""Timeline of a simulated step: events, metrics, and windows of long steps for pictures. Torch-free."""
+"""Timeline of a simulated step: events and metrics. Torch-free."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -158,41 +158,3 @@ def subtract_spans(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
         if at < end:
             found.append((at, end))
     return found
-
-
-MAX_PASSES = 160
-"""Maximum number of a rank's passes in one picture."""
-PASSES_PER_WINDOW = 20
-"""Passes of a rank in each window of a longer step."""
-
-
-def choose_windows(timeline: Timeline) -> tuple[Span, ...]:
-    """Return the windows that a picture shows: the whole step, or its start, a steady-state window and its end."""
-    passes = max(sum(1 for _ in timeline.actions(rank)) for rank in range(timeline.num_ranks))
-    if passes <= MAX_PASSES:
-        return ((0.0, timeline.total_s),)
-    seconds = timeline.span_s * PASSES_PER_WINDOW / passes
-    middle = timeline.span_s / 2
-    # The last window contains the gradient reductions and the update, and some passes before them.
-    closing = timeline.total_s - timeline.span_s
-    return (
-        (0.0, seconds),
-        (middle - seconds / 2, middle + seconds / 2),
-        (timeline.total_s - max(seconds, closing + seconds / 2), timeline.total_s),
-    )
-
-
-def intersects(span: Span, window: Span) -> bool:
-    """Return whether a span and a window intersect."""
-    return span[0] < window[1] and span[1] > window[0]
-
-
-def describe_windows(timeline: Timeline, windows: tuple[Span, ...]) -> str:
-    """Describe the windows; empty if the whole step is shown."""
-    if len(windows) == 1:
-        return ""
-    shown = ", ".join(
-        f"{name} ({start:.3g} to {end:.3g} s)"
-        for name, (start, end) in zip(("start", "steady state", "end"), windows, strict=True)
-    )
-    return f"windows of a step of {timeline.total_s:.3g} s: {shown}"

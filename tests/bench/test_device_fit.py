@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.cost.hardware import load_device
-from moefold.planner.device_fit import (
+from moefold.bench.device_fit import (
     AttentionTime,
     CollectiveTime,
     DeviceMeasurements,
@@ -15,6 +14,7 @@ from moefold.planner.device_fit import (
     fit_device,
     predictions,
 )
+from moefold.cost.hardware import load_device
 
 
 def _machine(device, dtype="bfloat16", local_ranks=8, groups=((2, 1), (8, 1), (4, 8))):

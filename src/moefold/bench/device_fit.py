@@ -1,6 +1,6 @@
 """Fit of a device description to measured times, so that the cost model's formulas reproduce them. Torch-free.
 
-`bench/device_probe.py` measures. What was not measured keeps the number of the base device.
+`device_probe.py` measures. What was not measured keeps the number of the base device.
 """
 
 import json

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from moefold.planner.colours import MEMORY_COLOURS, PALETTE, TIME_COLOURS
+from benchmarks.colours import PALETTE
 
 SEEN = {
     "normal": np.eye(3),
@@ -36,8 +36,3 @@ def oklab(colour: str, seen: np.ndarray) -> np.ndarray:
 def test_no_two_colours_look_the_same(seen):
     for a, b in combinations(PALETTE, 2):
         assert np.linalg.norm(oklab(a, SEEN[seen]) - oklab(b, SEEN[seen])) > 0.07, (a, b)
-
-
-def test_every_part_has_a_colour_of_its_own():
-    for colours in (TIME_COLOURS, MEMORY_COLOURS):
-        assert len(set(colours.values())) == len(colours)
