@@ -65,13 +65,21 @@ class HashingWriter(dcp.FileSystemWriter):
         folder: an existing folder.
         thread: the thread that hashes; None: the writing one.
         sync_files: whether a file is on the disk when it is complete.
+        per_thread_copy_ahead: as in the base class, bytes that are copied from a GPU before they are written.
 
     Attributes:
         digests: size and hash of each data file that this process has written.
     """
 
-    def __init__(self, folder: Path, thread: HashingThread | None = None, *, sync_files: bool = True) -> None:
-        super().__init__(folder, sync_files=sync_files)
+    def __init__(
+        self,
+        folder: Path,
+        thread: HashingThread | None = None,
+        *,
+        sync_files: bool = True,
+        per_thread_copy_ahead: int = 10_000_000,
+    ) -> None:
+        super().__init__(folder, sync_files=sync_files, per_thread_copy_ahead=per_thread_copy_ahead)
         self.digests: dict[str, FileDigest] = {}
         self.fs = _HashingFileSystem(self.digests, thread)
 

@@ -56,6 +56,28 @@ def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> It
         yield TensorChunk(name, start, min(shape[0], start + rows))
 
 
+class ReusedMemory:
+    """Memory for tensors that are used one after another; the first touch of fresh memory costs more than a copy.
+
+    Args:
+        count: number of tensors that stay valid: the one before the last `count` calls is overwritten.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self._blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor on the CPU without values, whose storage has its size."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        block = self._blocks.pop(0)
+        if block.nbytes < num_bytes:
+            block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._blocks.append(block)
+        return torch.frombuffer(block.numpy(), dtype=dtype, count=math.prod(shape)).view(*shape)
+
+
 class CheckpointSource:
     """Weights in a checkpoint, read without a process group.
 
@@ -170,14 +192,15 @@ def write_chunks(
         shapes: of the tensors, by name.
         dtypes: of the tensors, by name.
         local_chunks: the chunks that this process writes, in the order of its file.
-        read: returns the values of a chunk, in memory that nothing else uses.
+        read: returns the values of a chunk, which stay until its next call.
     """
     planner = _StreamingPlanner(shapes, dtypes, local_chunks, read)
     with translate_io_errors(f"the checkpoint cannot be written to {str(tmp)!r}"), warnings.catch_warnings():
         # DCP warns if there is no process group.
         warnings.simplefilter("ignore")
         with HashingThread() as thread:
-            writer = HashingWriter(tmp, thread)
+            # On a machine with CUDA, DCP would read chunks ahead, and sort them by size.
+            writer = HashingWriter(tmp, thread, per_thread_copy_ahead=0)
             dcp.save({}, storage_writer=writer, planner=planner)
     return writer.digests
 
@@ -225,7 +248,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the values of a chunk, and free the previous chunk."""
-        if self._last is not None:
+        if self._last is not None and self._last.untyped_storage().resizable():
             # The writer of torch 2.13 keeps a reference to a tensor of each name until its file is complete.
             self._last.untyped_storage().resize_(0)
         assert write_item.index.offset is not None

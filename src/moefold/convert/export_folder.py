@@ -21,7 +21,7 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
-from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import CHUNK_BYTES, ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
@@ -237,7 +237,7 @@ def export_folder(
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
         plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
-        hashes = _write_tensors(source, mapping, _Target(locations, plain_types, quantization), world, on_bytes)
+        hashes = _write_tensors(source, mapping, _Target(locations, plain_types, quantization, ReusedMemory(2)), world, on_bytes)
         manifest = Manifest(
             family.name,
             number,
@@ -409,9 +409,14 @@ class _Target:
     dtypes: Mapping[str, str]
     """Dtype name of every tensor of the mapping that is not quantised."""
     quantization: Quantization
+    memory: ReusedMemory
+    """Of the rows of two chunks: one is hashed while the next is assembled."""
 
     def chunks(self, source: CheckpointWeights, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
-        """Yield a tensor some rows at a time: the rows of each tensor that is written for it."""
+        """Yield a tensor some rows at a time: the rows of each tensor that is written for it.
+
+        Rows are valid until the second yield after theirs.
+        """
         shape = mapping.hf_shapes[name]
         if name in self.quantization.names:
             for rows in self.quantization.row_chunks(shape, CHUNK_BYTES):
@@ -420,7 +425,7 @@ class _Target:
             return
         dtype = DTYPES[self.dtypes[name]]
         for chunk in split_into_chunks(name, shape, dtype):
-            values = assemble_rows(source, mapping, chunk, dtype)
+            values = assemble_rows(source, mapping, chunk, dtype, self.memory)
             _check_overflow(values, name, source.dtype(mapping.by_hf_name[name][0].name))
             yield {name: values}
 
@@ -454,6 +459,7 @@ def _write_chunks(
         for name, values in parts.items():
             data = bytes_of(values)
             writer.write(locations[name], data, done[name])
+            thread.drain()
             thread.update(digests.setdefault(name, hashlib.sha256()), data)
             done[name] += len(data)
             on_bytes(len(data))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.hashed_files import HashingThread
-from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig, has_moe_layers
@@ -67,6 +67,7 @@ class HfSource:
         model: the model of the folder, without MTP layers if they are left out.
         ignored: tensors of the folder that are not mapped and need not be, with the reason.
         hashes: receives the bytes of tensors while they are read, if set.
+        memory: holds the tensors that `read` returns, if set: each is valid until the next one.
 
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
@@ -79,6 +80,7 @@ class HfSource:
         self.mapping, self.layout = _match_layout(folder, self.model, self.ignored.keys())
         self.shapes = self.mapping.shapes
         self.hashes: TensorHashes | None = None
+        self.memory: ReusedMemory | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the folder stores a parameter."""
@@ -93,7 +95,8 @@ class HfSource:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
-        values = torch.empty([part.stop - part.start for part in region], dtype=self.dtype(name))
+        shape = [part.stop - part.start for part in region]
+        values = (self.memory or ReusedMemory()).empty(shape, self.dtype(name))
         for piece in self.mapping.by_name[name]:
             part = piece.intersect(region)
             if part is None:
@@ -259,12 +262,19 @@ def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
             raise ConfigError(f"{str(folder.path)!r}: config.json means {count} {kind}, too many for {tensors} tensors")
 
 
-def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorChunk, dtype: torch.dtype) -> Tensor:
+def assemble_rows(
+    source: WeightSource,
+    mapping: StateDictMapping,
+    rows: TensorChunk,
+    dtype: torch.dtype,
+    memory: ReusedMemory | None = None,
+) -> Tensor:
     """Assemble some rows of an HF tensor from the weights of a source, contiguous, in `dtype`.
 
     Only these rows and the source's cache of each parameter are in memory.
     """
-    values = torch.empty((rows.stop - rows.start, *mapping.hf_shapes[rows.name][1:]), dtype=dtype)
+    shape = (rows.stop - rows.start, *mapping.hf_shapes[rows.name][1:])
+    values = (memory or ReusedMemory()).empty(shape, dtype)
     for whole_piece in mapping.by_hf_name[rows.name]:
         piece = whole_piece.intersect_hf_rows(rows.start, rows.stop)
         if piece is None:
