@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from moefold.checkpoint.checkpoint_dir import (
 )
 from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
-from moefold.checkpoint.streaming_io import CHUNK_BYTES, ReusedMemory, TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import (
+    CHUNK_BYTES,
+    ReusedMemory,
+    TensorChunk,
+    check_descriptions,
+    checked_while_read,
+    split_into_chunks,
+)
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
@@ -82,6 +90,7 @@ from moefold.convert.weights import (
     verify_against_folder,
 )
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import RemotePath
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
 """Keys of a config.json that stay valid when its model has been changed."""
@@ -211,7 +220,11 @@ def export_folder(
     """
     # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
-    check_integrity(checkpoint, world, checks_hashes=options.verify)
+    # One process compares the files of tensors with their hashes while it reads them; several share a pass before.
+    checks_while_read = options.verify and world.size == 1 and not isinstance(checkpoint, RemotePath)
+    check_integrity(checkpoint, world, checks_hashes=options.verify and not checks_while_read)
+    if checks_while_read:
+        check_descriptions(checkpoint)
     source = open_checkpoint(checkpoint, options.base)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
@@ -237,7 +250,10 @@ def export_folder(
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
         plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
-        hashes = _write_tensors(source, mapping, _Target(locations, plain_types, quantization, ReusedMemory(2)), world, on_bytes)
+        target = _Target(locations, plain_types, quantization, ReusedMemory(2))
+        checkpoint_source = source.adapters if isinstance(source, AdaptedSource) else source
+        with checked_while_read(checkpoint_source) if checks_while_read else nullcontext():
+            hashes = _write_tensors(source, mapping, target, world, on_bytes)
         manifest = Manifest(
             family.name,
             number,

@@ -1,19 +1,17 @@
 """Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.hashed_files import HashingThread
+from moefold.checkpoint.hashed_files import OrderedHashes
 from moefold.checkpoint.streaming_io import ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.comm.sharded_tensor import local_slice, region_of
@@ -104,7 +102,7 @@ class HfSource:
             box = tuple(
                 slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
             )
-            on_rows = None if self.hashes is None else partial(self.hashes.add, part.hf_name)
+            on_rows = None if self.hashes is None else partial(self.hashes.add_rows, part.hf_name)
             hf_values = self.location(part.hf_name).read(part.hf_region(), on_rows)
             copy_permuted(values[box], hf_values.permute(part.permutation()))
         return values
@@ -366,36 +364,14 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-@dataclass
-class _Progress:
-    """Hash of the first bytes of a tensor."""
-
-    total_bytes: int
-    digest: Any = field(default_factory=hashlib.sha256)
-    num_bytes: int = 0
-
-
-class TensorHashes:
-    """SHA-256 of tensors whose rows arrive in order, computed in a thread; use it with `with`.
+class TensorHashes(OrderedHashes):
+    """SHA-256 of tensors whose rows arrive in order.
 
     Rows that come again, as a matrix that fuses two of our parameters is read twice, are passed over. A tensor of which
     this process reads a part alone has no hash.
     """
 
-    def __init__(self) -> None:
-        self._thread = HashingThread()
-        self._found: dict[str, _Progress] = {}
-
-    def __enter__(self) -> Self:
-        self._thread.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.__exit__(kind, error, trace)
-
-    def add(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
+    def add_rows(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
         """Add rows of a tensor, which nothing changes later.
 
         Args:
@@ -404,12 +380,4 @@ class TensorHashes:
             offset: bytes before the first row.
             values: the rows.
         """
-        found = self._found.setdefault(name, _Progress(location.num_bytes))
-        end = offset + values.nbytes
-        if offset <= found.num_bytes < end:
-            self._thread.update(found.digest, bytes_of(values)[found.num_bytes - offset :])
-            found.num_bytes = end
-
-    def complete(self) -> dict[str, str]:
-        """Return the hashes of the tensors that were added whole; call it after `with`."""
-        return {name: one.digest.hexdigest() for name, one in self._found.items() if one.num_bytes == one.total_bytes}
+        self.add(name, location.num_bytes, offset, bytes_of(values))
