@@ -183,7 +183,7 @@ TENSOR_FILES = "*.distcp"
 
 
 def check_descriptions(path: Path) -> None:
-    """Compare all files of a checkpoint but those of its tensors with their hashes.
+    """Compare the files of a checkpoint that hold no tensors with their hashes.
 
     Raises:
         ConfigError: a file is missing or differs.
