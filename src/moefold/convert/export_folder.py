@@ -19,6 +19,7 @@ from moefold.checkpoint.checkpoint_dir import (
     locate_checkpoint,
     model_differences,
     model_sizes,
+    read_meta,
 )
 from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
@@ -220,11 +221,12 @@ def export_folder(
     """
     # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
-    # One process compares the files of tensors with their hashes while it reads them; several share a pass before.
-    checks_while_read = options.verify and world.size == 1 and not isinstance(checkpoint, RemotePath)
-    check_integrity(checkpoint, world, checks_hashes=options.verify and not checks_while_read)
-    if checks_while_read:
+    check_integrity(checkpoint, world, checks_hashes=False)
+    is_one_pass = options.verify and _can_check_while_read(checkpoint, world)
+    if is_one_pass:
         check_descriptions(checkpoint)
+    elif options.verify:
+        check_integrity(checkpoint, world)
     source = open_checkpoint(checkpoint, options.base)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
@@ -252,7 +254,7 @@ def export_folder(
         plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
         target = _Target(locations, plain_types, quantization, ReusedMemory(2))
         checkpoint_source = source.adapters if isinstance(source, AdaptedSource) else source
-        with checked_while_read(checkpoint_source) if checks_while_read else nullcontext():
+        with checked_while_read(checkpoint_source) if is_one_pass else nullcontext():
             hashes = _write_tensors(source, mapping, target, world, on_bytes)
         manifest = Manifest(
             family.name,
@@ -286,6 +288,11 @@ def export_folder(
     return Conversion(
         len(dtypes), size, written, dict.fromkeys(left_out, MTP_REASON), (*_messages(files), *tokenizer.messages)
     )
+
+
+def _can_check_while_read(checkpoint: Path, world: World) -> bool:
+    """Return whether this process reads all tensors: several share them, and of a run moments of weights remain."""
+    return world.size == 1 and not isinstance(checkpoint, RemotePath) and bool(read_meta(checkpoint).origin)
 
 
 def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
