@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -221,12 +221,7 @@ def export_folder(
     """
     # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
-    check_integrity(checkpoint, world, checks_hashes=False)
-    is_one_pass = options.verify and _can_check_while_read(checkpoint, world)
-    if is_one_pass:
-        check_descriptions(checkpoint)
-    elif options.verify:
-        check_integrity(checkpoint, world)
+    is_one_pass = _check_files(checkpoint, world, verify=options.verify)
     source = open_checkpoint(checkpoint, options.base)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
@@ -253,8 +248,7 @@ def export_folder(
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
         plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
         target = _Target(locations, plain_types, quantization, ReusedMemory(2))
-        checkpoint_source = source.adapters if isinstance(source, AdaptedSource) else source
-        with checked_while_read(checkpoint_source) if is_one_pass else nullcontext():
+        with _checked(source) if is_one_pass else nullcontext():
             hashes = _write_tensors(source, mapping, target, world, on_bytes)
         manifest = Manifest(
             family.name,
@@ -290,9 +284,22 @@ def export_folder(
     )
 
 
-def _can_check_while_read(checkpoint: Path, world: World) -> bool:
-    """Return whether this process reads all tensors: several share them, and of a run moments of weights remain."""
-    return world.size == 1 and not isinstance(checkpoint, RemotePath) and bool(read_meta(checkpoint).origin)
+def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
+    """Check the files of a checkpoint; return whether the hashes of its tensors are left to `checked_while_read`.
+
+    This process reads them all unless others share them, or they hold the moments of a run.
+    """
+    check_integrity(checkpoint, world, checks_hashes=False)
+    reads_all = world.size == 1 and not isinstance(checkpoint, RemotePath) and bool(read_meta(checkpoint).origin)
+    if verify and reads_all:
+        check_descriptions(checkpoint)
+    elif verify:
+        check_integrity(checkpoint, world)
+    return verify and reads_all
+
+
+def _checked(source: CheckpointWeights) -> AbstractContextManager[None]:
+    return checked_while_read(source.adapters if isinstance(source, AdaptedSource) else source)
 
 
 def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
