@@ -488,3 +488,25 @@ def test_a_key_that_nothing_reads_is_refused_and_passes_by_name(sound, tmp_path,
     assert "config.json, read: " in text
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf"), "--check"]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == config | odd
+
+
+def test_other_bytes_of_a_tensor_are_found_while_they_are_read(sound, tmp_path, capsys):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    (file,) = (tmp_path / "ckpt").glob("*.distcp")
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)
+        opened.seek(-1, 1)
+        opened.write(bytes([byte[0] ^ 1]))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    assert f"is damaged: file {file.name} has other content than was written" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*hf*"))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf"), "--no-verify"]) == 0
+
+
+def test_a_changed_description_is_found_before_it_is_read(sound, tmp_path, capsys):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    index = tmp_path / "ckpt" / ".metadata"
+    index.write_bytes(bytes(len(index.read_bytes())))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "hf")]) == 2
+    assert "is damaged: file .metadata has other content than was written" in capsys.readouterr().err

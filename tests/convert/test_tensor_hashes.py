@@ -21,7 +21,7 @@ def test_a_tensor_read_whole_is_hashed_once_and_a_part_not(locations):
 
         def read(name, first, stop, step=1):
             def on_rows(location, offset, values):
-                hashes.add(name, location, offset, values)
+                hashes.add_rows(name, location, offset, values)
 
             found = locations[name].read((slice(first, stop, step), slice(0, 4, 1)), on_rows)
             assert torch.equal(found, VALUES[name][first:stop:step])
@@ -31,8 +31,8 @@ def test_a_tensor_read_whole_is_hashed_once_and_a_part_not(locations):
         read("fused", 1, 4)
         read("fused", 3, 6)
         read("fused", 0, 6)
-        locations["number"].read((), lambda *rows: hashes.add("number", *rows))
-        locations["part"].read((slice(1, 4, 1), slice(0, 2, 1)), lambda *rows: hashes.add("part", *rows))
+        locations["number"].read((), lambda *rows: hashes.add_rows("number", *rows))
+        locations["part"].read((slice(1, 4, 1), slice(0, 2, 1)), lambda *rows: hashes.add_rows("part", *rows))
     expected = {name: hashlib.sha256(bytes_of(VALUES[name])).hexdigest() for name in ("fused", "number")}
     assert hashes.complete() == expected
 

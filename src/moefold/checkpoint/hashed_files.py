@@ -5,7 +5,9 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed.checkpoint as dcp
@@ -58,6 +60,54 @@ class HashingThread:
         self._waiting_bytes -= num_bytes
 
 
+@dataclass
+class _Progress:
+    """Hash of the first bytes of something."""
+
+    total_bytes: int
+    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    num_bytes: int = 0
+
+
+class OrderedHashes:
+    """SHA-256 of files or tensors whose bytes arrive in order, computed in a thread; use it with `with`.
+
+    Bytes that come again are passed over, and so are bytes that come too early: their file has no hash then.
+    """
+
+    def __init__(self) -> None:
+        self._thread = HashingThread()
+        self._found: dict[str, _Progress] = {}
+
+    def __enter__(self) -> Self:
+        self._thread.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.__exit__(kind, error, trace)
+
+    def add(self, name: str, total_bytes: int, offset: int, data: memoryview) -> None:
+        """Add bytes, which nothing changes later.
+
+        Args:
+            name: of the file or tensor.
+            total_bytes: of the whole of it.
+            offset: bytes before the first one of these.
+            data: the bytes.
+        """
+        found = self._found.setdefault(name, _Progress(total_bytes))
+        end = offset + len(data)
+        if offset <= found.num_bytes < end:
+            self._thread.update(found.digest, data[found.num_bytes - offset :])
+            found.num_bytes = end
+
+    def complete(self) -> dict[str, str]:
+        """Return the hashes of what was added whole; call it after `with`."""
+        return {name: one.digest.hexdigest() for name, one in self._found.items() if one.num_bytes == one.total_bytes}
+
+
 class HashingWriter(dcp.FileSystemWriter):
     """DCP writer of a folder whose data files are hashed while they are written.
 
@@ -65,13 +115,21 @@ class HashingWriter(dcp.FileSystemWriter):
         folder: an existing folder.
         thread: the thread that hashes; None: the writing one.
         sync_files: whether a file is on the disk when it is complete.
+        per_thread_copy_ahead: as in the base class, bytes that are copied from a GPU before they are written.
 
     Attributes:
         digests: size and hash of each data file that this process has written.
     """
 
-    def __init__(self, folder: Path, thread: HashingThread | None = None, *, sync_files: bool = True) -> None:
-        super().__init__(folder, sync_files=sync_files)
+    def __init__(
+        self,
+        folder: Path,
+        thread: HashingThread | None = None,
+        *,
+        sync_files: bool = True,
+        per_thread_copy_ahead: int = 10_000_000,
+    ) -> None:
+        super().__init__(folder, sync_files=sync_files, per_thread_copy_ahead=per_thread_copy_ahead)
         self.digests: dict[str, FileDigest] = {}
         self.fs = _HashingFileSystem(self.digests, thread)
 

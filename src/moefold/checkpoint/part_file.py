@@ -9,7 +9,7 @@ import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import SEEK_CUR, SEEK_END, SEEK_SET, BytesIO, RawIOBase
 from itertools import groupby
@@ -92,13 +92,18 @@ def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
                 _locate_values(opened, part)
 
 
-def read_part(folder: Path, part: StoredPart, rows: slice | None = None) -> Tensor:
+OnArchive = Callable[[StorageInfo, memoryview], None]
+"""Callback that receives the place and the bytes of an archive."""
+
+
+def read_part(folder: Path, part: StoredPart, rows: slice | None = None, on_archive: OnArchive | None = None) -> Tensor:
     """Read a shard, or some rows (first dimension) of it; of a remote one, a whole shard by one request.
 
     Args:
         folder: the checkpoint.
         part: the index entry.
         rows: rows to read; nothing else is read of a local file.
+        on_archive: called with the whole archive, which is read at once; not with `rows`.
 
     Raises:
         OSError: the file cannot be read.
@@ -110,7 +115,26 @@ def read_part(folder: Path, part: StoredPart, rows: slice | None = None) -> Tens
         content = BytesIO(path.read_range(info.offset, info.length))
         return _read_values(content, replace(part, storage_info=replace(info, offset=0)), rows)
     with open_regular(path) as opened:
+        if on_archive is not None and rows is None and part.sizes.numel():
+            return _read_archive(opened, part, on_archive)
         return _read_values(opened, part, rows)
+
+
+def _read_archive(file: BinaryIO, part: StoredPart, on_archive: OnArchive) -> Tensor:
+    """Read a whole archive, and return the values in it without a copy."""
+    tensor, start = _locate_values(file, part)
+    info = part.storage_info
+    content = bytearray(info.length)
+    file.seek(info.offset)
+    if file.readinto(content) != len(content):  # type: ignore[attr-defined]
+        raise ValueError(f"file {info.relative_path} ends within {part.name}")
+    on_archive(info, memoryview(content))
+    first = start - info.offset + tensor.offset * part.dtype.itemsize
+    count = _num_values(part.sizes, tensor.stride)
+    if first % part.dtype.itemsize:
+        # No archive of torch has its values there.
+        content, first = content[first : first + count * part.dtype.itemsize], 0
+    return torch.frombuffer(content, dtype=part.dtype, count=count, offset=first).as_strided(part.sizes, tensor.stride)
 
 
 def _read_values(file: BinaryIO, part: StoredPart, rows: slice | None) -> Tensor:

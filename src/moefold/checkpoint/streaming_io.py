@@ -3,7 +3,9 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -25,12 +27,21 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
-from moefold.checkpoint.hashed_files import HashingThread, HashingWriter
-from moefold.checkpoint.manifest import FileDigest, digest_file, regular_file, write_manifest
-from moefold.checkpoint.part_file import StoredPart, read_part
+from moefold.checkpoint.hashed_files import HashingThread, HashingWriter, OrderedHashes
+from moefold.checkpoint.manifest import (
+    FileDigest,
+    digest_file,
+    read_manifest,
+    regular_file,
+    validate_hashes,
+    write_manifest,
+)
+from moefold.checkpoint.part_file import OnArchive, StoredPart, read_part
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
 from moefold.comm.groups import World
+from moefold.comm.torch_compat import StorageInfo
+from moefold.errors import ConfigError, format_list
 
 CHUNK_BYTES = 1 << 25
 """Approximate size of a chunk of whole rows: the unit that a reader has to read for any part of it."""
@@ -56,10 +67,35 @@ def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> It
         yield TensorChunk(name, start, min(shape[0], start + rows))
 
 
+class ReusedMemory:
+    """Memory for tensors that are used one after another; the first touch of fresh memory costs more than a copy.
+
+    Args:
+        count: number of tensors that stay valid: the one before the last `count` calls is overwritten.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self._blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor on the CPU without values, whose storage has its size."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        block = self._blocks.pop(0)
+        if block.nbytes < num_bytes:
+            block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._blocks.append(block)
+        return torch.frombuffer(block.numpy(), dtype=dtype, count=math.prod(shape)).view(*shape)
+
+
 class CheckpointSource:
     """Weights in a checkpoint, read without a process group.
 
     The chunks that the last read of a tensor touched are cached until `clear_cache`.
+
+    Attributes:
+        on_archive: called with the bytes of each archive that `read` reads, if set.
 
     Raises:
         ConfigError: the folder is no complete checkpoint.
@@ -78,6 +114,7 @@ class CheckpointSource:
         }
         self.shapes = {name: tuple(stored.size) for name, stored in self._stored.items()}
         self._cached_chunks: dict[str, dict[Offsets, Tensor]] = {}
+        self.on_archive: OnArchive | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype of a tensor."""
@@ -138,7 +175,59 @@ class CheckpointSource:
         part = StoredPart(name, places[MetadataIndex(f"model.{name}", chunk.offsets)], chunk.sizes, self.dtype(name))
         with translate_read_errors(self.path):
             regular_file(self.path, part.storage_info.relative_path)
-            return read_part(self.path, part, rows)
+            return read_part(self.path, part, rows, self.on_archive)
+
+
+TENSOR_FILES = "*.distcp"
+"""Names of the files of tensors; the other files of a checkpoint describe it."""
+
+
+def check_descriptions(path: Path) -> None:
+    """Compare the files of a checkpoint that hold no tensors with their hashes.
+
+    Raises:
+        ConfigError: a file is missing or differs.
+    """
+    _raise_if_damaged(path, [name for name in read_manifest(path) if not fnmatch(name, TENSOR_FILES)])
+
+
+@contextmanager
+def checked_while_read(source: CheckpointSource) -> Iterator[None]:
+    """Compare the files of a local checkpoint's tensors with their hashes: one pass if they are read in order.
+
+    A file that is not read whole, or in another order, is read at the end.
+
+    Raises:
+        ConfigError: a file is missing or differs; also instead of an error that damage may have caused.
+    """
+    manifest = {name: entry for name, entry in read_manifest(source.path).items() if fnmatch(name, TENSOR_FILES)}
+    hashes = OrderedHashes()
+
+    def add(info: StorageInfo, content: memoryview) -> None:
+        if info.relative_path in manifest:
+            hashes.add(info.relative_path, manifest[info.relative_path].size_bytes, info.offset, content)
+
+    source.on_archive = add
+    try:
+        with hashes:
+            yield
+    except ConfigError:
+        _raise_if_damaged(source.path, list(manifest))
+        raise
+    finally:
+        source.on_archive = None
+    found = hashes.complete()
+    _raise_if_damaged(source.path, [name for name, entry in manifest.items() if found.get(name) != entry.sha256])
+
+
+def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:
+    """Read and hash some files.
+
+    Raises:
+        ConfigError: one is missing or differs.
+    """
+    if faults := validate_hashes(path, read_manifest(path), names):
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
 
 
 def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
@@ -170,14 +259,15 @@ def write_chunks(
         shapes: of the tensors, by name.
         dtypes: of the tensors, by name.
         local_chunks: the chunks that this process writes, in the order of its file.
-        read: returns the values of a chunk, in memory that nothing else uses.
+        read: returns the values of a chunk, which stay until its next call.
     """
     planner = _StreamingPlanner(shapes, dtypes, local_chunks, read)
     with translate_io_errors(f"the checkpoint cannot be written to {str(tmp)!r}"), warnings.catch_warnings():
         # DCP warns if there is no process group.
         warnings.simplefilter("ignore")
         with HashingThread() as thread:
-            writer = HashingWriter(tmp, thread)
+            # On a machine with CUDA, DCP would read chunks ahead, and sort them by size.
+            writer = HashingWriter(tmp, thread, per_thread_copy_ahead=0)
             dcp.save({}, storage_writer=writer, planner=planner)
     return writer.digests
 
@@ -225,7 +315,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the values of a chunk, and free the previous chunk."""
-        if self._last is not None:
+        if self._last is not None and self._last.untyped_storage().resizable():
             # The writer of torch 2.13 keeps a reference to a tensor of each name until its file is complete.
             self._last.untyped_storage().resize_(0)
         assert write_item.index.offset is not None

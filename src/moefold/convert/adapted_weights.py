@@ -67,7 +67,7 @@ class AdaptedSource:
 
     Args:
         base: the weights of the model.
-        adapters: the checkpoint with the adapters.
+        adapters: the checkpoint with the adapters, kept as an attribute.
 
     Raises:
         ConfigError: the adapters are of another model.
@@ -75,7 +75,7 @@ class AdaptedSource:
 
     def __init__(self, base: WeightSource, adapters: CheckpointSource) -> None:
         self._base = base
-        self._adapters = adapters
+        self.adapters = adapters
         self.path = adapters.path
         self.meta = adapters.meta
         self._scale = self.meta.lora["alpha"] / self.meta.lora["rank"]
@@ -96,7 +96,7 @@ class AdaptedSource:
         dtype = self._base.dtype(name)
         if name not in self.adapted:
             return dtype
-        return torch.promote_types(torch.promote_types(dtype, self._adapters.dtype(adapter_names(name)[0])), FLOAT)
+        return torch.promote_types(torch.promote_types(dtype, self.adapters.dtype(adapter_names(name)[0])), FLOAT)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor of the base weights."""
@@ -109,20 +109,20 @@ class AdaptedSource:
             return values
         dtype = self.dtype(name)
         product = product_region(name, region, self._read_adapter).to(dtype)
-        self._adapters.clear_cache()
+        self.adapters.clear_cache()
         merged: Tensor = values.to(dtype) + self._scale * product
         return merged
 
     def clear_cache(self) -> None:
         """Free the caches of both sources."""
         self._base.clear_cache()
-        self._adapters.clear_cache()
+        self.adapters.clear_cache()
 
     def _read_adapter(self, name: str, region: Region) -> Tensor:
-        return self._adapters.read(name, _closed(region, self._adapters.shapes[name])).to(self._sum_dtype(name))
+        return self.adapters.read(name, _closed(region, self.adapters.shapes[name])).to(self._sum_dtype(name))
 
     def _sum_dtype(self, name: str) -> torch.dtype:
-        return torch.promote_types(self._adapters.dtype(name), FLOAT)
+        return torch.promote_types(self.adapters.dtype(name), FLOAT)
 
 
 CheckpointWeights = CheckpointSource | AdaptedSource

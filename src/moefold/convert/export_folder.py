@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,18 @@ from moefold.checkpoint.checkpoint_dir import (
     locate_checkpoint,
     model_differences,
     model_sizes,
+    read_meta,
 )
 from moefold.checkpoint.hashed_files import HashingThread
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
-from moefold.checkpoint.streaming_io import CHUNK_BYTES, TensorChunk, split_into_chunks
+from moefold.checkpoint.streaming_io import (
+    CHUNK_BYTES,
+    ReusedMemory,
+    TensorChunk,
+    check_descriptions,
+    checked_while_read,
+    split_into_chunks,
+)
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
 from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
@@ -82,6 +91,7 @@ from moefold.convert.weights import (
     verify_against_folder,
 )
 from moefold.errors import ConfigError, format_list
+from moefold.remote_path import RemotePath
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
 """Keys of a config.json that stay valid when its model has been changed."""
@@ -211,7 +221,7 @@ def export_folder(
     """
     # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
-    check_integrity(checkpoint, world, checks_hashes=options.verify)
+    is_one_pass = _check_files(checkpoint, world, verify=options.verify)
     source = open_checkpoint(checkpoint, options.base)
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
@@ -237,7 +247,9 @@ def export_folder(
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
         plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
-        hashes = _write_tensors(source, mapping, _Target(locations, plain_types, quantization), world, on_bytes)
+        target = _Target(locations, plain_types, quantization, ReusedMemory(2))
+        with _checked(source) if is_one_pass else nullcontext():
+            hashes = _write_tensors(source, mapping, target, world, on_bytes)
         manifest = Manifest(
             family.name,
             number,
@@ -270,6 +282,24 @@ def export_folder(
     return Conversion(
         len(dtypes), size, written, dict.fromkeys(left_out, MTP_REASON), (*_messages(files), *tokenizer.messages)
     )
+
+
+def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
+    """Check the files of a checkpoint; return whether the hashes of its tensors are left to `checked_while_read`.
+
+    This process reads them all unless others share them, or they hold the moments of a run.
+    """
+    check_integrity(checkpoint, world, checks_hashes=False)
+    reads_all = world.size == 1 and not isinstance(checkpoint, RemotePath) and bool(read_meta(checkpoint).origin)
+    if verify and reads_all:
+        check_descriptions(checkpoint)
+    elif verify:
+        check_integrity(checkpoint, world)
+    return verify and reads_all
+
+
+def _checked(source: CheckpointWeights) -> AbstractContextManager[None]:
+    return checked_while_read(source.adapters if isinstance(source, AdaptedSource) else source)
 
 
 def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
@@ -409,9 +439,14 @@ class _Target:
     dtypes: Mapping[str, str]
     """Dtype name of every tensor of the mapping that is not quantised."""
     quantization: Quantization
+    memory: ReusedMemory
+    """Of the rows of two chunks: one is hashed while the next is assembled."""
 
     def chunks(self, source: CheckpointWeights, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
-        """Yield a tensor some rows at a time: the rows of each tensor that is written for it."""
+        """Yield a tensor some rows at a time: the rows of each tensor that is written for it.
+
+        Rows are valid until the second yield after theirs.
+        """
         shape = mapping.hf_shapes[name]
         if name in self.quantization.names:
             for rows in self.quantization.row_chunks(shape, CHUNK_BYTES):
@@ -420,7 +455,7 @@ class _Target:
             return
         dtype = DTYPES[self.dtypes[name]]
         for chunk in split_into_chunks(name, shape, dtype):
-            values = assemble_rows(source, mapping, chunk, dtype)
+            values = assemble_rows(source, mapping, chunk, dtype, self.memory)
             _check_overflow(values, name, source.dtype(mapping.by_hf_name[name][0].name))
             yield {name: values}
 
@@ -454,6 +489,7 @@ def _write_chunks(
         for name, values in parts.items():
             data = bytes_of(values)
             writer.write(locations[name], data, done[name])
+            thread.drain()
             thread.update(digests.setdefault(name, hashlib.sha256()), data)
             done[name] += len(data)
             on_bytes(len(data))

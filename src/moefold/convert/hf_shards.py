@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -66,7 +66,9 @@ class Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder."""
-    text = json.dumps({"format": 1, **asdict(manifest)}, indent=1)
+    # `asdict` would copy every entry.
+    tensors = {name: vars(entry) for name, entry in manifest.tensors.items()}
+    text = json.dumps({"format": 1, **vars(manifest), "tensors": tensors}, indent=1)
     (path / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, write
 from moefold.checkpoint.manifest import FileDigest
 from moefold.checkpoint.streaming_io import (
     CheckpointSource,
+    ReusedMemory,
     TensorChunk,
     split_into_chunks,
     write_chunks,
@@ -104,9 +105,9 @@ def import_folder(
         raise ConfigError(reason)
     with atomic_directory(out, world) as tmp_dir:
         with TensorHashes() as hashes:
-            source.hashes = hashes
+            source.hashes, source.memory = hashes, ReusedMemory()
             digests = write_weights(source, tmp_dir, world, on_bytes)
-            source.hashes = None
+            source.hashes = source.memory = None
         manifest = _manifest(source, hashes.complete(), world)
         sidecar_files: tuple[str, ...] = ()
         if world.is_rank0:
@@ -145,6 +146,7 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         The digests of the files that this process has written.
     """
     dtypes = {name: source.dtype(name) for name in source.shapes}
+    memory = ReusedMemory()
     last = ""
 
     def read(chunk: TensorChunk) -> torch.Tensor:
@@ -153,11 +155,12 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
             source.clear_cache()
         last = chunk.name
         region = (slice(chunk.start, chunk.stop), *(slice(0, size) for size in source.shapes[chunk.name][1:]))
-        values = source.read(chunk.name, region).contiguous()
+        values = source.read(chunk.name, region)
         on_bytes(values.nbytes)
-        storage = values.untyped_storage()
-        # A chunk of a checkpoint may be a view of a cached read, whose memory cannot be freed early.
-        return values if storage.nbytes() == values.nbytes and storage.resizable() else values.clone()
+        if values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes:
+            return values
+        # A view of a cached read: DCP would copy it to fresh memory.
+        return memory.empty(values.shape, values.dtype).copy_(values)
 
     parts = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
     chunks = assign_chunks(parts, source, world)

@@ -1,20 +1,18 @@
 """Weight sources: any region of any parameter, from a checkpoint or a Hugging Face folder; comparison of the two."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.hashed_files import HashingThread
-from moefold.checkpoint.streaming_io import TensorChunk, split_into_chunks
+from moefold.checkpoint.hashed_files import OrderedHashes
+from moefold.checkpoint.streaming_io import ReusedMemory, TensorChunk, split_into_chunks
 from moefold.comm.groups import World
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig, has_moe_layers
@@ -67,6 +65,7 @@ class HfSource:
         model: the model of the folder, without MTP layers if they are left out.
         ignored: tensors of the folder that are not mapped and need not be, with the reason.
         hashes: receives the bytes of tensors while they are read, if set.
+        memory: holds the tensors that `read` returns, if set: each is valid until the next one.
 
     Raises:
         ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
@@ -79,6 +78,7 @@ class HfSource:
         self.mapping, self.layout = _match_layout(folder, self.model, self.ignored.keys())
         self.shapes = self.mapping.shapes
         self.hashes: TensorHashes | None = None
+        self.memory: ReusedMemory | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which the folder stores a parameter."""
@@ -93,7 +93,8 @@ class HfSource:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
-        values = torch.empty([part.stop - part.start for part in region], dtype=self.dtype(name))
+        shape = [part.stop - part.start for part in region]
+        values = (self.memory or ReusedMemory()).empty(shape, self.dtype(name))
         for piece in self.mapping.by_name[name]:
             part = piece.intersect(region)
             if part is None:
@@ -101,7 +102,7 @@ class HfSource:
             box = tuple(
                 slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
             )
-            on_rows = None if self.hashes is None else partial(self.hashes.add, part.hf_name)
+            on_rows = None if self.hashes is None else partial(self.hashes.add_rows, part.hf_name)
             hf_values = self.location(part.hf_name).read(part.hf_region(), on_rows)
             copy_permuted(values[box], hf_values.permute(part.permutation()))
         return values
@@ -259,12 +260,19 @@ def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
             raise ConfigError(f"{str(folder.path)!r}: config.json means {count} {kind}, too many for {tensors} tensors")
 
 
-def assemble_rows(source: WeightSource, mapping: StateDictMapping, rows: TensorChunk, dtype: torch.dtype) -> Tensor:
+def assemble_rows(
+    source: WeightSource,
+    mapping: StateDictMapping,
+    rows: TensorChunk,
+    dtype: torch.dtype,
+    memory: ReusedMemory | None = None,
+) -> Tensor:
     """Assemble some rows of an HF tensor from the weights of a source, contiguous, in `dtype`.
 
     Only these rows and the source's cache of each parameter are in memory.
     """
-    values = torch.empty((rows.stop - rows.start, *mapping.hf_shapes[rows.name][1:]), dtype=dtype)
+    shape = (rows.stop - rows.start, *mapping.hf_shapes[rows.name][1:])
+    values = (memory or ReusedMemory()).empty(shape, dtype)
     for whole_piece in mapping.by_hf_name[rows.name]:
         piece = whole_piece.intersect_hf_rows(rows.start, rows.stop)
         if piece is None:
@@ -356,36 +364,14 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-@dataclass
-class _Progress:
-    """Hash of the first bytes of a tensor."""
-
-    total_bytes: int
-    digest: Any = field(default_factory=hashlib.sha256)
-    num_bytes: int = 0
-
-
-class TensorHashes:
-    """SHA-256 of tensors whose rows arrive in order, computed in a thread; use it with `with`.
+class TensorHashes(OrderedHashes):
+    """SHA-256 of tensors whose rows arrive in order.
 
     Rows that come again, as a matrix that fuses two of our parameters is read twice, are passed over. A tensor of which
     this process reads a part alone has no hash.
     """
 
-    def __init__(self) -> None:
-        self._thread = HashingThread()
-        self._found: dict[str, _Progress] = {}
-
-    def __enter__(self) -> Self:
-        self._thread.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.__exit__(kind, error, trace)
-
-    def add(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
+    def add_rows(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
         """Add rows of a tensor, which nothing changes later.
 
         Args:
@@ -394,12 +380,4 @@ class TensorHashes:
             offset: bytes before the first row.
             values: the rows.
         """
-        found = self._found.setdefault(name, _Progress(location.num_bytes))
-        end = offset + values.nbytes
-        if offset <= found.num_bytes < end:
-            self._thread.update(found.digest, bytes_of(values)[found.num_bytes - offset :])
-            found.num_bytes = end
-
-    def complete(self) -> dict[str, str]:
-        """Return the hashes of the tensors that were added whole; call it after `with`."""
-        return {name: one.digest.hexdigest() for name, one in self._found.items() if one.num_bytes == one.total_bytes}
+        self.add(name, location.num_bytes, offset, bytes_of(values))
