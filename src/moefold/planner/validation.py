@@ -49,6 +49,7 @@ OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
 which NeMo and Megatron-Bridge are built too."""
 
 _RELEASE = re.compile(r"\[(\d+)\.(\d+)[\d.]* NeMo|\(NeMo (\d+)\.(\d+)\)")
+_STEP = re.compile(r"\bstep ([\d.]+) s\b|([\d.]+) s a step\b")
 _RECOMPUTE_PATTERNS = {
     r"norm": "norms",
     r"core.?att": "core_attention",
@@ -166,8 +167,18 @@ def parse_case(row: PublishedRow) -> PublishedCase:
         workload=workload,
         recompute=recompute,
         is_fully_specified=row["source"].startswith(PAPER),
-        published_flops_per_token=27.15e9 if model == "gpt-oss-120b" and (0, 0) < row.release < (26, 6) else 0.0,
+        published_flops_per_token=_published_flops_per_token(row, model, workload),
     )
+
+
+def _published_flops_per_token(row: PublishedRow, model: str, workload: TrainingWorkload) -> float:
+    """Return the FLOPs of a token by the source's formula: of the step that it prints, or as known; 0: of neither."""
+    printed = _STEP.search(row.method_and_note)
+    if printed and row["metric"] == "tflops_per_gpu":
+        seconds = float(printed[1] or printed[2])
+        tokens = workload.seq_len * workload.global_batch_size / int(row["n_gpus"])
+        return float(row["value"]) * 1e12 * seconds / tokens
+    return 27.15e9 if model == "gpt-oss-120b" and (0, 0) < row.release < (26, 6) else 0.0
 
 
 def _parse_device_name(text: str) -> str | None:
@@ -179,7 +190,8 @@ def _parse_device_name(text: str) -> str | None:
 def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
     """Return the mapping of a row, with the degrees that follow from other columns."""
     method = row["method"]
-    is_baseline = row["source"].startswith(PAPER) and method in BASELINES
+    is_paper = row["source"].startswith(PAPER)
+    is_baseline = is_paper and method in BASELINES
     known = {axis: row.positive_int(axis) for axis in ("tp", "etp", "cp", "ep", "pp", "n_gpus")}
     if known["pp"] is None and (is_baseline and method != "MCore"):
         known["pp"] = 1
@@ -201,8 +213,8 @@ def _parse_mapping(row: PublishedRow, gpu: str) -> ParallelMapping:
         etp=etp,
         dp=n // (tp * cp * pp),
         edp=n // (etp * ep * pp),
-        vpp=1 if pp == 1 else row.positive_int("vpp") or 0,
-        mbs=row.positive_int("mbs") or (1 if row["source"].startswith(PAPER) else 0),
+        vpp=1 if pp == 1 else row.positive_int("vpp") or (0 if is_paper else 1),
+        mbs=row.positive_int("mbs") or (1 if is_paper else 0),
         zero=3 if has_fsdp else 1,
         dispatcher=_parse_dispatcher(row),
         overlap=_parse_overlap(row, gpu, ep * etp),
@@ -260,7 +272,8 @@ def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Tr
         expert_spread=EXPERT_SPREAD if "natural routing" in words else 0.0,
         cuda_graphs="full" if is_new else graphs,
         fused_experts=is_new,
-        unfused_clamp=graphs == "none",
+        # HybridEP came with the containers in which the activation was fused.
+        unfused_clamp=graphs == "none" and "hybridep" not in words,
         counts_causal_attention=not is_paper and not (0, 0) < row.release < (25, 6),
         is_coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
         overlaps_dp_comm=not is_paper,
