@@ -102,7 +102,6 @@ CONSTANTS = (
     Constant("layer.ROUTER_BYTES", (), 60.0, 0.4),
     Constant("layer.UNFUSED_PERMUTE_PASSES", (), 1.5, 0.4),
     Constant("layer.UNFUSED_CLAMP_FACTOR", (), 2.0, 0.5),
-    Constant("layer.HIDDEN_RING_FRACTION", (), 0.7, 0.3, 1.0),
     Constant("layer.CLAMPED_SWIGLU_PASSES", (), 8.0, 0.4),
     Constant("step.HIDDEN_ALL_TO_ALL_FRACTION", (), 0.7, 0.25, 0.95),
     Constant("step.EXPERT_LAUNCH_SHARE", (), 0.2, 0.15),

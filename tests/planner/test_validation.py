@@ -176,6 +176,47 @@ def test_micro_batch_and_virtual_stages_that_are_not_printed_are_chosen(tmp_path
         assert given.predicted == "OOM" or given.predicted <= chosen.predicted
 
 
+def test_the_tables_of_megatron_bridge_print_virtual_stages_where_there_are_any(tmp_path):
+    row = GOOD | {"source": "github:NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md [26.08 NeMo Container]"}
+    (plain,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
+    (interleaved,) = validate_predictions(table(tmp_path / "t.csv", **row | {"vpp": "7"})).predictions
+    assert (plain.mapping.vpp, interleaved.mapping.vpp) == (1, 7)
+    assert plain.predicted < interleaved.predicted
+
+
+def test_a_verification_card_has_the_features_that_it_prints(tmp_path):
+    row = GOOD | {"model": "Qwen3-30B-A3B", "n_gpus": "16", "gbs": "16", "tp": "1", "pp": "1", "ep": "16", "mbs": "1"}
+    row["method"] = "Megatron-Bridge Pre-Training"
+    found = {}
+    for page in ("docs/performance-summary.md", "examples/model_verification_cards"):
+        row["source"] = f"github:NVIDIA-NeMo/Megatron-Bridge {page} [26.08 NeMo Container]"
+        (found[page],) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
+    tuned, card = found.values()
+    assert (tuned.mapping.overlap, tuned.workload.cuda_graphs) == (True, "partial")
+    assert (card.mapping.overlap, card.workload.cuda_graphs) == (False, "none")
+    assert card.predicted < tuned.predicted
+    row |= {"method": "MCore; EP overlap; partial CUDA graph"}
+    (printed,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
+    assert (printed.mapping.overlap, printed.workload.cuda_graphs) == (True, "partial")
+
+
+@pytest.mark.parametrize("note", ["step 2.0 s", "2.0 s a step; median"])
+def test_a_printed_step_decides_what_the_tflops_of_a_row_count(tmp_path, note):
+    row = GOOD | {"metric": "tflops_per_gpu", "value": "300", "note": note}
+    (found,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
+    tokens = 256 * 4096 / 128 / 2.0
+    row |= {"metric": "tokens_per_s_per_gpu", "value": str(tokens)}
+    (same,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
+    assert found.error_pct == pytest.approx(same.error_pct, rel=1e-9)
+
+
+@pytest.mark.parametrize(("method", "is_unfused"), [("MCore alltoall", True), ("MCore HybridEP", False)])
+def test_hybrid_ep_is_of_the_software_with_a_fused_clamp(tmp_path, method, is_unfused):
+    row = GOOD | {"model": "GPT-OSS-120B", "tp": "1", "pp": "1", "gbs": "512", "mbs": "1", "method": method}
+    (found,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
+    assert found.workload.unfused_clamp == is_unfused
+
+
 def test_every_metric_tells_the_same_time(tmp_path):
     def predicted(metric):
         (one,) = validate_predictions(table(tmp_path / "t.csv", **GOOD | {"metric": metric})).predictions
@@ -205,6 +246,7 @@ def test_every_metric_tells_the_same_time(tmp_path):
             for value in ("0", "-5", "nan", "inf")
         ),
         ({"vpp": "500"}, "pp=8 with vpp=500 is more stages than 56 layers make"),
+        ({"ep": "16"}, "ep=16 does not divide 8 experts"),
         ({"tp": "two"}, "tp='two' is not an integer"),
         ({"ep": "0"}, "ep=0 is below 1"),
         ({"method": "LoRA"}, "LoRA trains other weights than the model's"),

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.find import find_part
+from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
 from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
-from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel
+from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel, attention_core_s
 from moefold.planner.cost_model.step import TIME_PARTS, CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
@@ -246,6 +247,38 @@ def test_context_parallelism_exchanges_latents_once_and_index_keys():
         return forward
 
     assert exchange_s(192) - exchange_s(128) == pytest.approx(64 * received)
+
+
+def test_kernels_of_ring_attention_are_as_fast_as_those_of_a_sequence_of_a_rank():
+    spec = load_model_spec("qwen3-235b-a22b")
+    core = spec.kinds[0].core
+    work = replace(WORK, seq_len=65536)
+    block = LayerCostModel(spec, load_device("h100"), work).mixer(0, ParallelMapping(tp=1, cp=4))
+    keys = keys_per_token(0, 65536, causal=True)
+    flops = 2.0 * keys * (core.key_width + core.value_width) * core.heads * 65536 / 4
+    expected, _ = attention_core_s(load_device("h100"), "bfloat16", flops, 65536 / 4, core.key_width)
+    assert dict(block.recompute)["core_attention"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_one_hardware_queue_exposes_every_send_of_ring_attention(tp):
+    """Within a node (tp 1) and between nodes."""
+    spec = load_model_spec("mixtral-8x22b")
+    device = load_device("h100")
+    work = replace(WORK, seq_len=65536)
+
+    def exchange_s(overlaps):
+        costs = LayerCostModel(spec, device, replace(work, overlaps_dp_comm=overlaps))
+        block = costs.mixer(0, ParallelMapping(tp=tp, cp=4))
+        return [next(item.seconds for item in way if item.part == "cp_comm") for way in (block.forward, block.backward)]
+
+    link = device.links[0 if tp == 1 else 1]
+    core = spec.kinds[0].core
+    sent = 65536 / 4 * core.kv_heads / tp * core.key_value_width * 2
+    step = link.latency_s + sent / (link.bytes_per_s * link.fraction)
+    hidden, exposed = exchange_s(overlaps=True), exchange_s(overlaps=False)
+    assert exposed[0] - hidden[0] == pytest.approx(2 * step)  # One step has nothing to run under.
+    assert exposed[1] - hidden[1] == pytest.approx(5 * step)
 
 
 def test_the_backward_pass_of_linear_attention_recomputes_its_core():

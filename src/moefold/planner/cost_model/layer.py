@@ -47,11 +47,12 @@ FULL_SPEED_HEAD_SIZE = 128
 MIN_ATTENTION_LENGTH = 256.0
 """Shorter sequences are as fast for each FLOP as sequences of this length."""
 
-RING_KERNELS = 28.91
-"""Kernel launches of one forward step of ring attention: sends, halves, attention, corrections."""
+RING_KERNELS = 20.0
+"""Kernel launches of one forward step of ring attention: sends, halves, attention, corrections. Fitted (16 to 22, prior
+16) on Qwen3-235B at 64K and 128K on H100 and GB300 and the rows of arXiv:2504.14960 with cp."""
 
-HIDDEN_RING_FRACTION = 0.6672
-"""Part of the attention core under which ring sends between nodes are hidden."""
+HIDDEN_RING_FRACTION = 0.7
+"""Part of the attention core under which ring sends between nodes are hidden: a prior, which no row decides."""
 
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
@@ -376,8 +377,9 @@ class _MixerCost:
             return seconds, (3 if self._recomputes_core else 2) * seconds
         if self.load is None:
             keys = mean_keys = keys_per_token(layer.window, seq_len, causal=True, chunk_size=layer.chunk)
-            # Ring attention works on pairs of half chunks, so that causal ranks have equal work (arXiv:2310.03294).
-            chunk = seq_len / self.cp / 2 if self.cp > 1 else float(seq_len)
+            # A step of ring attention has the queries of a rank and half of the keys of another, or half and all
+            # (arXiv:2310.03294). No mask hides any: at least as many keys for each query as in a sequence of S / cp.
+            chunk = seq_len / self.cp
         else:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
@@ -442,7 +444,8 @@ class _MixerCost:
         # Partial outputs are corrected in float32: read, scaled, added, written.
         merge = cp * self.layer_costs.gemm.memory_bound_s(12 * self.tokens * core.heads * core.value_width / self.tp)
         # The keys of sparse attention are gathered before any is selected.
-        overlap = 0.0 if core.selected else (cp - 1) / cp
+        is_exposed = core.selected or not self.layer_costs.workload.overlaps_dp_comm
+        overlap = 0.0 if is_exposed else (cp - 1) / cp
         if link is not device.links[0]:
             # Sends between nodes share the cards with the sends of other ranks, and kernels with the copies.
             overlap *= HIDDEN_RING_FRACTION

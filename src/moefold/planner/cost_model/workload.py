@@ -96,9 +96,9 @@ class TrainingWorkload:
     is_coupled: bool = False
     """The experts' ranks lie within data parallelism, as before MoE Parallel Folding: ep neighbours are tp*cp apart."""
     overlaps_dp_comm: bool = True
-    """True if parameter all-gathers and gradient reductions overlap with compute. One hardware queue for all kernels,
-    which
-    tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1), serialises them."""
+    """True if parameter all-gathers, gradient reductions and the sends of ring attention overlap with compute. One
+    hardware queue for all kernels, which tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1),
+    serialises them."""
     shards_over_dp_only: bool = False
     """ZeRO shards over dp and replicates over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM
     for 465B
