@@ -20,9 +20,9 @@ from tests.train.test_trainer import _train, recipe, records
 pytestmark = pytest.mark.parity
 
 RANKS = 2
-STEPS_PER_LIFE = 10
+STEPS_PER_LIFE = 6
 """More than a life has time for, so that the run is not through before its last death."""
-LIFE_S = (0.15, 0.6)
+LIFE_S = (0.1, 0.35)
 LAST_LIFE_S = 900.0
 """Time to train to the end."""
 

@@ -31,17 +31,17 @@ def _beside_training(cfg: Config) -> Config:
 
 
 def test_what_is_written_beside_training_is_what_is_written_at_once(pool, tmp_path):
-    at_once = recipe(tmp_path / "at-once", 4, every=1, **MAPPING)
-    beside = _beside_training(recipe(tmp_path / "beside", 4, every=1, **MAPPING))
+    at_once = recipe(tmp_path / "at-once", 2, every=1, **MAPPING)
+    beside = _beside_training(recipe(tmp_path / "beside", 2, every=1, **MAPPING))
     pool.run(4, _train, at_once)
     pool.run(4, _train, beside)
     saved = [complete_checkpoints(tmp_path / name / "checkpoints") for name in ("at-once", "beside")]
-    assert [path.name for path in saved[1]] == [f"step-00000{step}" for step in (1, 2, 3, 4)]
-    assert [differing_tensors(*pair) for pair in zip(*saved, strict=True)] == [[]] * 4
+    assert [path.name for path in saved[1]] == [f"step-00000{step}" for step in (1, 2)]
+    assert [differing_tensors(*pair) for pair in zip(*saved, strict=True)] == [[]] * 2
     assert [record["loss"] for record in records(tmp_path / "beside")] == [
         record["loss"] for record in records(tmp_path / "at-once")
     ]
-    assert [record["save_s"] > 0 for record in records(tmp_path / "beside")] == [False, True, True, True]
+    assert [record["save_s"] > 0 for record in records(tmp_path / "beside")] == [False, True]
 
 
 def test_a_run_goes_on_from_what_was_written_beside_training(pool, tmp_path):

@@ -598,6 +598,13 @@ MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3
 ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
 ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
 """For tests of code that does not depend on the family."""
+FIRST_OF_CLASS = tuple(
+    name
+    if name == next(first for first in ALL_MODELS if MODELS[first][0] == MODELS[name][0])
+    else pytest.param(name, marks=pytest.mark.slow)
+    for name in ALL_MODELS
+)
+"""All models, further ones of a class of transformers as slow rows: for tests that options of layers do not change."""
 
 
 def make_model(name: str, **sizes: Any) -> Any:

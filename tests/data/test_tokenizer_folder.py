@@ -10,6 +10,7 @@ import pytest
 from moefold.data.tokenizer_classes import ClassTable
 from moefold.data.tokenizer_folder import JsonTokenizer, read_tokenizer_folder
 from moefold.errors import ConfigError
+from tests.slow import slow
 from tools.tokenizer_classes import make_table
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
@@ -138,18 +139,27 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "additional_chat_templates/tool_use.jinja": "tools {{ pad_token }}",
     },
 }
+SPACED = ("plain", "no-file", "decoder-strips", "adds-bos", "cleans-up")
+SPACED += ("llama", "llama-legacy", "llama-no-space", "llama-bare", "gemma", "cohere")
+"""Settings that a tokenizer of the Llama 2 kind takes in its own way, or that are of its classes."""
 CASES = [
     # The class of Gemma needs the token <unk> among the pieces.
     *(("bytes-bos", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS if name != "gemma"),
-    *(("space", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS),
+    *(("space", {"tokenizer_config.json": SETTINGS[name]}) for name in SPACED),
     *((kind, {"tokenizer_config.json": SETTINGS["plain"]}) for kind in KINDS),
     *(("words", {"tokenizer_config.json": SETTINGS[name]}) for name in ("max-length", "cleans-up")),
     *(("space-plain", {"tokenizer_config.json": SETTINGS[name]}) for name in ("llama", "llama-legacy", "adds-bos")),
-    *((kind, {"tokenizer_config.json": PLAIN, **FILES[name]}) for kind in ("bytes", "space") for name in FILES),
-    *((kind, FILES[name]) for kind in ("bytes", "bytes-prefix") for name in FILES),
+    *(("space", {"tokenizer_config.json": PLAIN, **FILES[name]}) for name in FILES),
+    *(("bytes", FILES[name]) for name in FILES),
     *(("bytes", files) for files in TEMPLATES.values()),
 ]
-NAMES = [f"{number}-{kind}-{'-'.join(files)}" for number, (kind, files) in enumerate(CASES)]
+OTHER_CASES = [
+    *(("space", {"tokenizer_config.json": SETTINGS[name]}) for name in SETTINGS if name not in SPACED),
+    *(("bytes", {"tokenizer_config.json": PLAIN, **FILES[name]}) for name in FILES),
+    *(("bytes-prefix", FILES[name]) for name in FILES),
+]
+"""The same settings and files of another tokenizer, slow."""
+NAMES = [f"{number}-{kind}-{'-'.join(files)}" for number, (kind, files) in enumerate([*CASES, *OTHER_CASES])]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +192,7 @@ def assert_is_declared_as_by_transformers(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "files"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("kind", "files"), [*CASES, *slow(OTHER_CASES)], ids=NAMES)
 def test_a_folder_declares_what_transformers_declares(tmp_path: Path, sources: dict[str, str], kind: str, files: Any):
     assert_is_declared_as_by_transformers(write_folder(tmp_path, {"tokenizer.json": sources[kind], **files}))
 
