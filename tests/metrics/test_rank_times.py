@@ -1,12 +1,11 @@
 """Who is slower than the others, by hand."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from moefold.metrics.rank_times import REPORT_SLOW_STEPS, WINDOW_STEPS, RankTimeMetrics, Stragglers, describe_straggler
+from moefold.metrics.rank_times import REPORT_SLOW_STEPS, WINDOW_STEPS, Stragglers, describe_straggler
+from moefold.metrics.step_metrics import RankTimeMetrics
+from moefold.metrics.writer import to_record
 from tests.metrics.example import STEP
 
 
@@ -22,7 +21,7 @@ def test_numbers_over_the_ranks():
     assert found.data_max_s == pytest.approx(0.05)
     assert (found.wait_min_s, found.wait_median_s) == pytest.approx((0.5, 0.65))
     assert RankTimeMetrics.from_ranks(np.zeros((4, 3))) is None
-    assert json.loads(replace(STEP, rank_times=found).to_json())["rank_times"]["slowest_rank"] == 1
+    assert to_record(STEP | {"rank_times": found})["rank_times"]["slowest_rank"] == 1
 
 
 def stragglers(*stages: list[int], factor: float = 1.5) -> Stragglers:

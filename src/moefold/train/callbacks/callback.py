@@ -7,7 +7,6 @@ from signal import Signals
 from typing import Any
 
 from moefold.comm.groups import ParallelGroups
-from moefold.metrics.step_metrics import StepMetrics
 from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
@@ -46,8 +45,8 @@ class TrainingContext:
     stop: StopSignals
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
-    metrics: StepMetrics | None = None
-    """Metrics of the last step, on every rank; None before the first."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Metrics of the last step by name, on every rank, as `metrics.table.STEP` lists them; empty before the first."""
     is_resumed: bool = False
     """A checkpoint was loaded."""
     status: int = 0

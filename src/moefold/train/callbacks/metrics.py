@@ -2,8 +2,7 @@
 
 import socket
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,9 +11,13 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
-from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
-from moefold.metrics.step_metrics import StepMetrics, StepNumbers
+from moefold.metrics.step_metrics import RankTimeMetrics
+from moefold.metrics.table import STEP, step_values
+from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+
+if TYPE_CHECKING:
+    from moefold.metrics.rank_times import Stragglers
 
 
 class MetricsLogging(Callback):
@@ -35,33 +38,33 @@ class MetricsLogging(Callback):
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
         run.groups.recorder.set_phase("writing metrics")
-        run.metrics = self._metrics(run, step)
+        run.metrics = step_values(self._values(run, step))
         if run.log is not None:
             run.log.write(run.metrics, step.result.expert_counts)
 
-    def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
+    def _values(self, run: TrainingContext, step: FinishedStep) -> dict[str, Any]:
         result = step.result
         tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
-        return StepMetrics(
-            **{field.name: getattr(result, field.name) for field in fields(StepNumbers)},
-            step=step.number,
-            loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
-            loss_metrics=None if step.rl else result.loss_metrics or None,
-            tokens=run.position.tokens,
-            tokens_consumed=run.position.tokens_consumed,
-            step_time_s=step.step_time_s,
-            tokens_per_s=tokens_per_s,
-            tflops_per_rank=tflops,
-            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
-            memory_gib=result.peak_memory_gib,
-            save_s=run.save_s,
-            eval_loss=step.eval_loss,
-            rank_times=RankTimeMetrics.from_ranks(result.rank_times),
-            rl=step.rl and step.rl | result.loss_metrics,
-            sites=step.sites,
-            skipped=result.decision.reason if result.decision.action == "skip" else None,
-        )
+        values = {metric.name: getattr(result, metric.name) for metric in STEP if hasattr(result, metric.name)}
+        return values | {
+            "step": step.number,
+            "loss_terms": result.loss_terms if len(result.loss_terms) > 1 else None,
+            "loss_metrics": None if step.rl else result.loss_metrics or None,
+            "tokens": run.position.tokens,
+            "tokens_consumed": run.position.tokens_consumed,
+            "step_time_s": step.step_time_s,
+            "tokens_per_s": tokens_per_s,
+            "tflops_per_rank": tflops,
+            "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
+            "memory_gib": result.peak_memory_gib,
+            "save_s": run.save_s,
+            "eval_loss": step.eval_loss,
+            "rank_times": RankTimeMetrics.from_ranks(result.rank_times),
+            "rl": step.rl and step.rl | result.loss_metrics,
+            "sites": step.sites,
+            "skipped": result.decision.reason if result.decision.action == "skip" else None,
+        }
 
 
 class StepReporting(Callback):
@@ -78,11 +81,10 @@ class StepReporting(Callback):
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Report the step, and keep its metrics if it is the last one."""
-        assert run.metrics is not None, "the metrics are computed before the callbacks of a program run"
         if step.is_last or step.signals:
-            self.last = run.metrics.to_record()
+            self.last = to_record(run.metrics)
         if self._on_step is not None:
-            self._on_step(run.metrics.to_record())
+            self._on_step(to_record(run.metrics))
 
 
 class RoutingTraceSaving(Callback):
@@ -115,6 +117,8 @@ class StragglerDetection(Callback):
         """Gather the host names of all ranks; collective."""
         layout = run.groups.layout
         if self._factor and layout.world_size > 1:
+            from moefold.metrics.rank_times import Stragglers
+
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 

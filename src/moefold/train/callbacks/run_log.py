@@ -17,8 +17,6 @@ from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.progress import Progress, StepLine
-from moefold.metrics.rank_times import describe_straggler
-from moefold.metrics.step_metrics import StepMetrics
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
@@ -101,14 +99,14 @@ class RunLog:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def write(self, metrics: StepMetrics, expert_counts: np.ndarray) -> None:
+    def write(self, values: Mapping[str, Any], expert_counts: np.ndarray) -> None:
         """Log one step."""
         counts = self._counts
-        if counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
+        if counts is not None and is_due(self._cfg.metrics.expert_counts_every, values["step"]):
             of_experts = expert_counts[:, : self._cfg.model.experts.num_experts]
-            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(metrics.step, of_experts))
-        self._writer.write(metrics)
-        self._progress.update(metrics)
+            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(values["step"], of_experts))
+        self._writer.write(values)
+        self._progress.update(values)
 
     def lacks_evaluation(self, step: int) -> bool:
         """Return whether the log has step `step` but no validation loss for it."""
@@ -159,6 +157,8 @@ class RunLog:
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
         for record in records:
+            from moefold.metrics.rank_times import describe_straggler
+
             self.log_fault({"step": step} | record)
             self._progress.message(describe_straggler(record))
 
