@@ -1,8 +1,8 @@
 """One step of a made-up run, for the tests of those who show or store it."""
 
-from moefold.metrics.memory_breakdown import MemoryByPart
 from moefold.metrics.step_metrics import MoELayerMetrics
 from moefold.metrics.table import step_values
+from moefold.parallel.memory_tracking import MemoryByPart
 
 LAYER = MoELayerMetrics(
     layer=1,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from moefold.metrics.memory_breakdown import PARTS, MemoryByPart
 from moefold.metrics.reader import read_lines
-from moefold.metrics.step_metrics import OffloadMetrics
+from moefold.metrics.step_metrics import offload_metrics
 from moefold.metrics.table import number_of
 from moefold.metrics.writer import to_record
+from moefold.parallel.memory_tracking import PARTS, MemoryByPart
 from tests.metrics.example import LAYER, MEMORY, STEP
 
 KEYS = [
@@ -62,7 +62,7 @@ def test_holds_every_key_in_order_and_null_for_what_is_not_known() -> None:
 
 
 def test_offload_is_summed_in_bytes_and_averaged_in_seconds() -> None:
-    metrics = OffloadMetrics.from_sums((3 * 2**30, 2**29, 6.0, 1.0), num_ranks=4)
+    metrics = offload_metrics((3 * 2**30, 2**29, 6.0, 1.0), num_ranks=4)
     record = to_record(STEP | {"offload": metrics})["offload"]
     assert record == {"stored_gib": 3.0, "kept_gib": 0.5, "io_s": 1.5, "waited_s": 0.25}
 

@@ -9,11 +9,11 @@ import pytest
 from moefold.data.prompts import Prompt
 from moefold.errors import RunError
 from moefold.metrics.expert_balance import LayerSummary
-from moefold.metrics.memory_breakdown import MemoryByPart
 from moefold.metrics.progress import StepLine
-from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, RankTimeMetrics, ReplicaMetrics
+from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offload_metrics, rank_time_metrics
 from moefold.metrics.table import GROUPS, LAYER_CURVES, LINE, MISREAD, SHOWN, definitions_text, step_values
 from moefold.metrics.writer import to_record
+from moefold.parallel.memory_tracking import MemoryByPart
 from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.statistics import RoundStatistics
 from tests.metrics.example import LAYER, MEMORY, STEP
@@ -34,12 +34,15 @@ def test_the_page_is_current():
     [
         ("moe_layers.", MoELayerMetrics),
         ("replicas.", ReplicaMetrics),
-        ("offload.", OffloadMetrics),
-        ("rank_times.", RankTimeMetrics),
     ],
 )
 def test_each_field_of_a_record_has_one_definition_in_its_order(prefix, record):
     assert NAMES[prefix] == [field.name for field in fields(record)]
+
+
+def test_each_number_of_times_and_offload_has_one_definition_in_its_order():
+    assert NAMES["offload."] == list(offload_metrics((1.0, 1.0, 1.0, 1.0), 1))
+    assert NAMES["rank_times."] == list(rank_time_metrics(np.ones((1, 3))) or {})
 
 
 def test_each_number_of_a_step_has_one_definition():

@@ -10,8 +10,8 @@ import numpy as np
 
 from moefold.board.smoothing import exponential_mean, reach
 from moefold.metrics.expert_balance import Array
-from moefold.metrics.reader import MAX_VALUE, finite_number, nonfinite_of
-from moefold.metrics.table import COUNTS, NONFINITE, STEP
+from moefold.metrics.reader import MAX_VALUE, NONFINITE, finite_number, nonfinite_of
+from moefold.metrics.table import COUNTS, STEP
 
 MAX_METRICS = 1000
 """Limit of the columns: the names in loss_metrics are free, and each takes 12 bytes a step."""

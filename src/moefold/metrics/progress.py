@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from moefold.metrics.table import LINE
 from moefold.terminal import MULTILINE_CHARS, color_labels, printable
 
 if TYPE_CHECKING:
@@ -261,6 +260,10 @@ class StepLine:
     """
 
     def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:
+        # The table of all numbers, which only the rank with the line needs.
+        from moefold.metrics.table import LINE
+
+        self._table = LINE
         self._steps = steps
         self._is_gpu = is_gpu
         self._seen = {"eval"} if evaluates else set()
@@ -274,7 +277,7 @@ class StepLine:
         columns = self.columns(values, values["eval_loss"], time_left_s)
         kept: set[str] = set()
         free = width + len(GAP)
-        for column in sorted(LINE, key=lambda column: column.rank):
+        for column in sorted(self._table, key=lambda column: column.rank):
             cost = len(columns.get(column.name, "")) + len(GAP)
             if column.name in columns and (cost <= free or column.rank == 0):
                 kept.add(column.name)
@@ -284,11 +287,15 @@ class StepLine:
     def columns(self, values: Mapping[str, Any], eval_loss: float | None, time_left_s: float) -> dict[str, str]:
         """Return the columns of a step by name, from left to right."""
         step = values["step"]
-        texts = {column.name: column.text({**values, "eval_loss": eval_loss}, is_gpu=self._is_gpu) for column in LINE}
+        texts = {
+            column.name: column.text({**values, "eval_loss": eval_loss}, is_gpu=self._is_gpu) for column in self._table
+        }
         texts["step"] = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         texts["left"] = f"{format_duration(time_left_s):>7} left" if step < self._steps else ""
         self._seen.update(name for name, text in texts.items() if text)
-        return {column.name: texts[column.name] or " " * column.width for column in LINE if column.name in self._seen}
+        return {
+            column.name: texts[column.name] or " " * column.width for column in self._table if column.name in self._seen
+        }
 
 
 GAP = "  "
@@ -304,6 +311,14 @@ def wrap_columns(columns: list[str], width: int) -> str:
         else:
             lines.append(column)
     return "\n".join(lines)
+
+
+def format_count(count: float) -> str:
+    """Return a count with three significant digits and a suffix: 950, 12.3k, 4.56M."""
+    for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
+        if count < 999.5 * size:
+            return f"{count / size:.3g}{suffix}"
+    return f"{count / 1e9:.3g}G"
 
 
 def format_duration(seconds: float) -> str:

@@ -1,17 +1,17 @@
 """Read metrics.jsonl: the lines of training steps, and of the evaluation before the first step. Torch-free."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from moefold.bounded_read import LongLineError, bounded_lines, open_regular, parse_json
 from moefold.errors import ConfigError
-from moefold.metrics.table import NONFINITE
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in the run folder: one JSON object per line, one line per step."""
+NONFINITE = "nonfinite"
+"""Key of the names of the numbers of a line that are not finite."""
 MAX_STEP = 2**53
 """Largest step number that float64 represents exactly."""
 MAX_VALUE = 1e300
@@ -74,7 +74,7 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 def finite_number(value: Any) -> float:
     """Return a measurement as float; NaN for a value of another type or too large a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:
-        return np.nan
+        return math.nan
     return float(value)
 
 
@@ -82,7 +82,7 @@ def value_of(record: Mapping[str, Any], path: str) -> float:
     """Return a number of a line by its path, "rl.reward"; NaN if there is none, or it was not finite."""
     section, _, name = path.rpartition(".")
     values = record.get(section) if section else record
-    return finite_number(values.get(name)) if isinstance(values, Mapping) else np.nan
+    return finite_number(values.get(name)) if isinstance(values, Mapping) else math.nan
 
 
 def nonfinite_of(record: Mapping[str, Any]) -> dict[str, str]:

@@ -150,25 +150,15 @@ def _relative_deviation(values: NDArray[np.float64]) -> float | None:
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadMetrics:
-    """Activation offload of one step over all ranks."""
-
-    stored_gib: float
-    kept_gib: float
-    io_s: float
-    waited_s: float
-
-    @classmethod
-    def from_sums(cls, sums: Sequence[float], num_ranks: int) -> Self:
-        """Compute the metrics from sums over the ranks: bytes stored, bytes kept, transfer seconds, wait seconds."""
-        stored_bytes, kept_bytes, io_s, waited_s = sums
-        return cls(
-            stored_gib=stored_bytes / GIB,
-            kept_gib=kept_bytes / GIB,
-            io_s=io_s / num_ranks,
-            waited_s=waited_s / num_ranks,
-        )
+def offload_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
+    """Compute `metrics.table.OFFLOAD` from sums over the ranks: bytes stored, bytes kept, transfer and wait seconds."""
+    stored_bytes, kept_bytes, io_s, waited_s = sums
+    return {
+        "stored_gib": stored_bytes / GIB,
+        "kept_gib": kept_bytes / GIB,
+        "io_s": io_s / num_ranks,
+        "waited_s": waited_s / num_ranks,
+    }
 
 
 COMPUTE = 0
@@ -178,33 +168,20 @@ COMM = 2
 NUM_TIMES = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimeMetrics:
-    """Statistics over all ranks of their times in one step, up to its gradients; on CUDA of the previous step."""
-
-    own_min_s: float
-    own_median_s: float
-    own_max_s: float
-    slowest_rank: int
-    data_max_s: float
-    wait_min_s: float
-    wait_median_s: float
-
-    @classmethod
-    def from_ranks(cls, times: NDArray[np.float64]) -> Self | None:
-        """Compute the statistics from the times of each rank, [ranks, (own, data, wait)]; None if nothing was timed."""
-        if not times.any():
-            return None
-        own = times[:, COMPUTE]
-        return cls(
-            own_min_s=float(own.min()),
-            own_median_s=float(np.median(own)),
-            own_max_s=float(own.max()),
-            slowest_rank=int(own.argmax()),
-            data_max_s=float(times[:, DATA].max()),
-            wait_min_s=float(times[:, COMM].min()),
-            wait_median_s=float(np.median(times[:, COMM])),
-        )
+def rank_time_metrics(times: NDArray[np.float64]) -> dict[str, float] | None:
+    """Compute `metrics.table.RANK_TIMES` from the times of each rank, [ranks, (own, data, wait)]; None if all are 0."""
+    if not times.any():
+        return None
+    own = times[:, COMPUTE]
+    return {
+        "own_min_s": float(own.min()),
+        "own_median_s": float(np.median(own)),
+        "own_max_s": float(own.max()),
+        "slowest_rank": int(own.argmax()),
+        "data_max_s": float(times[:, DATA].max()),
+        "wait_min_s": float(times[:, COMM].min()),
+        "wait_median_s": float(np.median(times[:, COMM])),
+    }
 
 
 _PROCESS_STATUS = Path("/proc/self/status")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moefold.errors import RunError
+from moefold.metrics.progress import format_count
+from moefold.metrics.reader import NONFINITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,6 @@ def _metrics(*rows: tuple[str, ...]) -> tuple[Metric, ...]:
 
 COUNTS = frozenset({"steps", "tokens", "rows", "bytes", "experts", "groups", "rounds", "sites"})
 """Units of whole numbers."""
-NONFINITE = "nonfinite"
-"""Key of the names of the numbers of a line that are not finite."""
 MISREAD = (
     "loss: without aux_loss, z_loss, mtp_loss and indexer_loss; the optimised total is the sum of the five",
     "aux_loss, z_loss: with their coefficients, summed over layers (Megatron: without, mean over layers)",
@@ -430,14 +430,6 @@ def _norm(norm: float) -> str:
     return f"{norm:6.3f}" if norm < 10 else f"{norm:6.1f}" if norm < 1000 else f"{norm:6.0e}"
 
 
-def format_count(count: float) -> str:
-    """Return a count with three significant digits and a suffix: 950, 12.3k, 4.56M."""
-    for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
-        if count < 999.5 * size:
-            return f"{count / size:.3g}{suffix}"
-    return f"{count / 1e9:.3g}G"
-
-
 @dataclass(frozen=True, slots=True)
 class LineColumn:
     """Column of the line of a step."""
@@ -601,17 +593,11 @@ SHOWN = {
 }
 """Where the numbers of a step are shown, by path, in the order of the charts. Others have a chart under their names."""
 LAYER_CURVES = {
-    "load": "expert_load",
-    "load_cv": "expert_load_cv",
-    "dead_experts": "dead_experts",
-    "dropped_fraction": "dropped_fraction",
-    "zero_fraction": "zero_expert_fraction",
-    "router_entropy": "router_entropy",
-    "aux_loss": "router_aux_loss",
-    "z_loss": "router_z_loss",
-    "bias_min": "expert_bias_min",
+    "load": "expert_load", "load_cv": "expert_load_cv", "dead_experts": "dead_experts",
+    "dropped_fraction": "dropped_fraction", "zero_fraction": "zero_expert_fraction", "router_entropy": "router_entropy",
+    "aux_loss": "router_aux_loss", "z_loss": "router_z_loss", "bias_min": "expert_bias_min",
     "bias_max": "expert_bias_max",
-}
+}  # fmt: skip
 """Curves of the numbers of an MoE layer in trackers."""
 _UNITS = {"_per_s": "/s", "_s": ", s", "_gib": ", GiB", "_bytes": ", bytes"}
 """Units that stand at the ends of names."""

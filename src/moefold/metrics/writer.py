@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from moefold.config.metrics import MetricsConfig
 from moefold.errors import ConfigError
-from moefold.metrics.reader import METRICS_FILE, nonfinite_of, read_lines, read_records
-from moefold.metrics.table import NONFINITE
+from moefold.metrics.reader import METRICS_FILE, NONFINITE, nonfinite_of, read_lines, read_records
 
 if TYPE_CHECKING:
     from moefold.metrics.tracker import Tracker

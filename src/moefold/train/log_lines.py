@@ -31,7 +31,7 @@ from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.errors import SIGNAL_STATUS
-from moefold.metrics.table import format_count
+from moefold.metrics.progress import format_count
 from moefold.optim.lr_schedule import continuation
 
 MIN_UNBOUNDED_SAMPLES = 2**39

@@ -20,8 +20,8 @@ from moefold.metrics.step_metrics import (
     DATA,
     NUM_TIMES,
     MoELayerMetrics,
-    OffloadMetrics,
     ReplicaMetrics,
+    offload_metrics,
     peak_memory_gib,
 )
 from moefold.model.loss_metrics import MISMATCH
@@ -31,8 +31,8 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import Mismatch, StepDecision
 
 if TYPE_CHECKING:
-    from moefold.metrics.memory_breakdown import MemoryByPart
     from moefold.metrics.memory_tracker import MemoryTracker
+    from moefold.parallel.memory_tracking import MemoryByPart
     from moefold.parallel.replica_check import Divergence, HostFact
     from moefold.train.attention_meter import AttentionMeter
     from moefold.train.nonfinite import NonFiniteReport
@@ -54,7 +54,7 @@ class StepResult:
     dropped_fraction: float
     moe_layers: tuple[MoELayerMetrics, ...] = ()
     replicas: ReplicaMetrics | None = None
-    offload: OffloadMetrics | None = None
+    offload: dict[str, float] | None = None
     memory_by_part: "MemoryByPart | None" = None
     attention_max_over_mean: float | None = None
     attention_moved_rows: int | None = None
@@ -77,6 +77,12 @@ class StepResult:
     """The metrics of the loss function by name: logged, not minimised."""
     divergences: "tuple[Divergence, ...]" = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers by name that the table of metrics has."""
+        from moefold.metrics.table import STEP
+
+        return {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
 
     def guarded_metrics(self) -> dict[str, float]:
         """Return the values that must be finite, by their name in a message."""
@@ -245,9 +251,7 @@ class StepMeter:
             peak_memory_gib=float(totals["memory"].max()),
             rank_times=times.numpy(),
             memory_by_part=_memory_by_part(totals["memory by part"]),
-            offload=(
-                OffloadMetrics.from_sums(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None
-            ),
+            offload=(offload_metrics(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None),
             **({} if self._attention is None else self._attention.metrics(totals["attention"])),
         )
 
@@ -323,7 +327,7 @@ class StepMeter:
 def _memory_by_part(ranks_bytes: Tensor) -> "MemoryByPart | None":
     if not ranks_bytes.numel():
         return None
-    from moefold.metrics.memory_breakdown import MemoryByPart
+    from moefold.parallel.memory_tracking import MemoryByPart
 
     return MemoryByPart.from_ranks(ranks_bytes.tolist())
 

@@ -11,8 +11,7 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
-from moefold.metrics.step_metrics import RankTimeMetrics
-from moefold.metrics.table import STEP, step_values
+from moefold.metrics.step_metrics import rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
@@ -38,6 +37,8 @@ class MetricsLogging(Callback):
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
         run.groups.recorder.set_phase("writing metrics")
+        from moefold.metrics.table import step_values
+
         run.metrics = step_values(self._values(run, step))
         if run.log is not None:
             run.log.write(run.metrics, step.result.expert_counts)
@@ -46,8 +47,7 @@ class MetricsLogging(Callback):
         result = step.result
         tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
-        values = {metric.name: getattr(result, metric.name) for metric in STEP if hasattr(result, metric.name)}
-        return values | {
+        return result.numbers() | {
             "step": step.number,
             "loss_terms": result.loss_terms if len(result.loss_terms) > 1 else None,
             "loss_metrics": None if step.rl else result.loss_metrics or None,
@@ -60,7 +60,7 @@ class MetricsLogging(Callback):
             "memory_gib": result.peak_memory_gib,
             "save_s": run.save_s,
             "eval_loss": step.eval_loss,
-            "rank_times": RankTimeMetrics.from_ranks(result.rank_times),
+            "rank_times": rank_time_metrics(result.rank_times),
             "rl": step.rl and step.rl | result.loss_metrics,
             "sites": step.sites,
             "skipped": result.decision.reason if result.decision.action == "skip" else None,
