@@ -7,9 +7,11 @@ metrics.jsonl, the line of a step, the trackers, `moefold inspect`, the board an
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
 from typing import Any, Literal
 
-from moefold.errors import RunError
+from moefold.errors import ConfigError, RunError
 from moefold.metrics.progress import format_count
 from moefold.metrics.reader import NONFINITE
 
@@ -26,7 +28,7 @@ class Metric:
     elsewhere: str = ""
     """Name and, where it differs, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM; may be empty."""
     reduce: Literal["", "sum", "mean", "max", "min"] = ""
-    """Reduction of the values of all ranks; empty if the producer returns the same value on every rank."""
+    """Reduction of the values of all ranks; empty if every rank has the same value, or the producer has reduced it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -622,6 +624,51 @@ def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
     return sorted(charts)
 
 
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "": itemgetter(0), "sum": math.fsum, "mean": fmean, "max": max, "min": min
+}  # fmt: skip
+
+
+def check_metrics(metrics: Sequence[Metric]) -> None:
+    """Check the metrics that the callbacks of a program declare.
+
+    Raises:
+        ConfigError: a name is taken, or a reduction does not exist.
+    """
+    taken = {metric.name for metric in STEP}
+    for metric in metrics:
+        if metric.name in taken:
+            raise ConfigError(f"the metric {metric.name!r} of a callback exists already; give it another name")
+        if metric.reduce not in REDUCTIONS:
+            raise ConfigError(
+                f"the metric {metric.name!r} of a callback has reduce={metric.reduce!r}, which must be one of "
+                f"{', '.join(map(repr, REDUCTIONS))}"
+            )
+        taken.add(metric.name)
+
+
+def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Reduce the values of all ranks by the rules of their definitions; None does not count.
+
+    Args:
+        metrics: the definitions.
+        ranks: values of each rank by name.
+
+    Raises:
+        RunError: a value has no definition.
+    """
+    if unknown := sorted({name for rank in ranks for name in rank} - {metric.name for metric in metrics}):
+        raise RunError(
+            f"the metric {unknown[0]!r}, which `measure` of a callback returned, has no definition; declare it in "
+            "`metrics` of the callback, as Metric(name, unit, definition, reduce=...)"
+        )
+    values: dict[str, float | None] = {}
+    for metric in metrics:
+        found = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
+        values[metric.name] = REDUCTIONS[metric.reduce](found) if found else None
+    return values
+
+
 def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
     """Return the numbers of a step in the order of the table, None for what has no value.
 
@@ -634,10 +681,7 @@ def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> di
     """
     names = [metric.name for metric in (*STEP, *further) if metric.name != NONFINITE]
     if unknown := sorted(values.keys() - set(names)):
-        raise RunError(
-            f"the metric {unknown[0]!r} has no definition; the callback that returns it must declare it in `metrics`, "
-            "as Metric(name, unit, definition, reduce=...)"
-        )
+        raise RunError(f"the metric {unknown[0]!r} has no definition; add it to STEP in metrics/table.py")
     return {name: values.get(name) for name in names}
 
 

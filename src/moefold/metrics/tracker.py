@@ -14,7 +14,7 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError
 from moefold.extras import install_command
-from moefold.metrics.table import LAYER_CURVES, SHOWN, TRACKED, number_of
+from moefold.metrics.table import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
 
 GIB = 2**30
 EVAL_CURVE = SHOWN["eval_loss"].curve
@@ -129,6 +129,8 @@ Tracker = TensorBoardTracker | WandbTracker
 def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
     """Return the scalars of a step by curve name."""
     scalars = {shown.curve: number_of(values, path) for path, shown in SHOWN.items() if shown.curve}
+    program = {name: values[name] for name in values.keys() - {metric.name for metric in STEP}}
+    scalars |= _tree("program", program)
     for section, start in TRACKED.items():
         scalars |= _tree(start, values.get(section) or {})
     for name, curve in LAYER_CURVES.items():

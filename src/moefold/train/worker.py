@@ -73,6 +73,13 @@ class ProgramParts:
     on_step: Callable[[dict[str, Any]], None] | None = None
     """Called with the metrics of each step, on each rank that trains."""
 
+    def __post_init__(self) -> None:
+        further = [metric for callback in self.callbacks for metric in callback.metrics]
+        if further:
+            from moefold.metrics.table import check_metrics
+
+            check_metrics(further)
+
 
 def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
     """Return the outcome of a run whose checkpoint has all steps already; None if steps are left."""

@@ -1,7 +1,7 @@
 """Callbacks that write the metrics of each step, and the routing of traced steps."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,19 +27,33 @@ class MetricsLogging(Callback):
         metrics: for the peak that a recipe gives.
         flops_per_token: FLOPs of a step for each token of the batch.
         device: device of the rank.
+        callbacks: of the program, which may measure more.
     """
 
-    def __init__(self, run: RunConfig, metrics: MetricsConfig, flops_per_token: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        metrics: MetricsConfig,
+        flops_per_token: float,
+        device: torch.device,
+        callbacks: Sequence[Callback],
+    ) -> None:
         self._flops_per_token = flops_per_token
+        self._measuring = [callback for callback in callbacks if callback.metrics]
         name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
         self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
         run.groups.recorder.set_phase("writing metrics")
-        from moefold.metrics.table import step_values
+        from moefold.metrics.table import reduced, step_values
 
-        run.metrics = step_values(self._values(run, step))
+        values = self._values(run, step)
+        further = [metric for callback in self._measuring for metric in callback.metrics]
+        if further:
+            own = {name: value for one in self._measuring for name, value in one.measure(run, step).items()}
+            values |= reduced(further, current_world().all_gather_object(own))
+        run.metrics = step_values(values, further)
         if run.log is not None:
             run.log.write(run.metrics, step.result.expert_counts)
 
