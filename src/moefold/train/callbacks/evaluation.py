@@ -27,14 +27,15 @@ class PeriodicEvaluation(Callback):
         Sets the exit status of the run if another signal came.
         """
         step = run.position.step
-        is_missing = run.log is not None and run.log.lacks_evaluation(step)
+        is_missing = run.log is not None and run.log.writer.lacks_evaluation(step)
         if not run.is_resumed or not self._is_due(step) or not any(current_world().all_gather_object(is_missing)):
             return
         for layer in run.training.model.moe_layers().values():
             layer.begin_step(step)
         eval_loss, raised = _evaluate(run)
         if run.log is not None and eval_loss is not None:
-            run.log.add_evaluation(step, eval_loss)
+            run.log.writer.add_evaluation(step, eval_loss)
+            run.log.message(f"step {step}: eval {eval_loss:.4f}, made up after a signal")
         if raised and eval_loss is None:
             run.status = SIGNAL_STATUS + raised[0]
 

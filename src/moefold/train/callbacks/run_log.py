@@ -59,6 +59,8 @@ class RunLog:
         self.outputs = AuxiliaryOutputs(self.message)
         """Files and trackers that may fail while the run goes on."""
         self._stack = ExitStack()
+        self.writer: MetricsWriter
+        """Writes metrics.jsonl and logs to the trackers."""
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace_writer: RoutingTraceWriter | None = None
@@ -105,17 +107,8 @@ class RunLog:
         if counts is not None and is_due(self._cfg.metrics.expert_counts_every, values["step"]):
             of_experts = expert_counts[:, : self._cfg.model.experts.num_experts]
             self.outputs.attempt(COUNTS_FILE, lambda: counts.write(values["step"], of_experts))
-        self._writer.write(values)
+        self.writer.write(values)
         self._progress.update(values)
-
-    def lacks_evaluation(self, step: int) -> bool:
-        """Return whether the log has step `step` but no validation loss for it."""
-        return self._writer.lacks_evaluation(step)
-
-    def add_evaluation(self, step: int, eval_loss: float) -> None:
-        """Log the validation loss of a step that is already in the log."""
-        self._writer.add_evaluation(step, eval_loss)
-        self._progress.message(f"step {step}: eval {eval_loss:.4f}, made up after a signal")
 
     def log_fault(self, record: Mapping[str, Any]) -> None:
         """Append a fault to faults.jsonl."""
@@ -213,7 +206,7 @@ class RunLog:
         with ExitStack() as stack:
             config = config_to_dict(cfg)
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config, outputs=self.outputs)
-            self._writer = stack.enter_context(writer)
+            self.writer = stack.enter_context(writer)
             self.outputs.attempt(COUNTS_FILE, lambda: truncate_expert_counts(self._dir, resume_step))
             if (self._dir / TRACE_FOLDER).is_dir():
                 from moefold.data.routing_trace import truncate_trace
