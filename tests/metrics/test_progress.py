@@ -10,10 +10,10 @@ from moefold.metrics.progress import (
     PLAIN_INTERVAL_S,
     Progress,
     StepLine,
-    format_count,
     format_duration,
     round_steps,
 )
+from moefold.terminal import format_count
 from tests.metrics.example import STEP
 
 

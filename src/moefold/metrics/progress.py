@@ -313,14 +313,6 @@ def wrap_columns(columns: list[str], width: int) -> str:
     return "\n".join(lines)
 
 
-def format_count(count: float) -> str:
-    """Return a count with three significant digits and a suffix: 950, 12.3k, 4.56M."""
-    for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
-        if count < 999.5 * size:
-            return f"{count / size:.3g}{suffix}"
-    return f"{count / 1e9:.3g}G"
-
-
 def format_duration(seconds: float) -> str:
     """Return a duration as m:ss or h:mm:ss, rounded to seconds."""
     minutes, second = divmod(round(seconds), 60)

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from moefold.errors import ConfigError, RunError
-from moefold.metrics.progress import format_count
 from moefold.metrics.reader import NONFINITE
+from moefold.terminal import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,12 @@ MISREAD = (
 """Definitions that differ from what a reader may expect; the page and the help of `moefold inspect` begin with them."""
 
 STEP = _metrics(
-    ("step", "steps", "optimizer step, from 1; skipped updates count", "iteration (Megatron), global_step (HF)"),
+    (
+        "step",
+        "steps",
+        "optimizer step, from 1; skipped updates count. 0: only `eval_loss`, of the weights before the first step",
+        "iteration (Megatron), global_step (HF)",
+    ),
     (
         "loss",
         "nats",

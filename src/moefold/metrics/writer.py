@@ -123,7 +123,7 @@ class MetricsWriter:
         return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in nonfinite_of(records[-1])
 
     def add_evaluation(self, step: int, eval_loss: float) -> None:
-        """Write the evaluation loss into the line of a step, and log it to the trackers."""
+        """Write the evaluation loss into the line of a step, or as the first line, and log it to the trackers."""
         self._outputs.attempt(METRICS_FILE, lambda: self._add_evaluation(step, eval_loss))
         self._track(lambda tracker: tracker.log_evaluation(step, eval_loss))
 
@@ -151,6 +151,8 @@ class MetricsWriter:
                     record[NONFINITE] = nonfinite_of(record) | {EVAL_LOSS: str(eval_loss)}
                 line = json.dumps(record, allow_nan=False)
             lines.append(line + "\n")
+        if not lines:
+            lines = [json.dumps(to_record({"step": step, EVAL_LOSS: eval_loss})) + "\n"]
         assert self._file is not None
         self._file.close()
         _write_atomically(self._path, lines)

@@ -86,7 +86,7 @@ class Trainer:
         """Return the callbacks of the recipe in order. What a recipe does not ask for is not imported."""
         cfg = self._cfg
         rounds: tuple[Callback, ...] = ()
-        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train.eval_every, cfg.run.steps),)
+        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train, cfg.run.steps),)
         rollouts: tuple[Callback, ...] = ()
         reference: tuple[Callback, ...] = ()
         kernels: tuple[Callback, ...] = ()

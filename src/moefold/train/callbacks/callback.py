@@ -108,7 +108,7 @@ class Callback:
     """Definitions of the metrics that `measure` returns."""
 
     def measure(self, run: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
-        """Return this rank's values of `metrics` by name, before those of the step are written; None: no value."""
+        """Return this rank's values of `metrics` by name, before the line of the step is written; None: no value."""
         return {}
 
     def on_start(self, run: TrainingContext) -> None:
