@@ -86,6 +86,7 @@ def test_the_package_offers_what_the_interface_exports():
         "GenerateOptions",
         "LossFunction",
         "ModelOutput",
+        "Metric",
         "NextTokenLoss",
         "PlanOptions",
         "Planner",

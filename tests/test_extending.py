@@ -14,7 +14,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import read_steps
 from moefold.parallel.parallelize import parallelize
 from moefold.parts.schedule.csv import CsvSchedule
 from moefold.train.batch import BatchSharder
@@ -104,7 +104,7 @@ def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
     """Run the program of the page on one rank; the metrics have the terms by name."""
     _register("A loss and its data")
     cfg = sys.modules["extension"].train(str(tmp_path / "run"))
-    records = [record for _, record in read_records(tmp_path / "run" / METRICS_FILE) if record is not None]
+    records = read_steps(tmp_path / "run")
     assert len(records) == cfg.run.steps
     for record in records:
         assert set(record["loss_terms"]) == {"policy", "z"}

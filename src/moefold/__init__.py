@@ -11,6 +11,7 @@ _MODULES = {
     "Callback": "train.callbacks.callback",
     "LossFunction": "model.loss_function",
     "ModelOutput": "model.head",
+    "Metric": "metrics.table",
     "NextTokenLoss": "parts.loss.next_token",
     "ProgramData": "data.dataset",
     "Sample": "data.sample",

@@ -1,4 +1,4 @@
-"""Terminal output: escape control sequences of untrusted text, colour the labels of lines, format bytes. Torch-free."""
+"""Terminal output: escape control sequences of untrusted text, colour labels, format bytes and counts. Torch-free."""
 
 import logging
 import os
@@ -110,3 +110,11 @@ def format_bytes(size: int) -> str:
     """Format bytes with three digits in the largest fitting unit: "1.5 GiB"."""
     unit, name = next(entry for entry in UNITS if size >= entry[0] or entry[0] == 1)
     return f"{size / unit:.3g} {name}"
+
+
+def format_count(count: float) -> str:
+    """Return a count with three significant digits and a suffix: 950, 12.3k, 4.56M."""
+    for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
+        if count < 999.5 * size:
+            return f"{count / size:.3g}{suffix}"
+    return f"{count / 1e9:.3g}G"

@@ -9,8 +9,7 @@ import numpy as np
 
 from moefold.config.schema import Config, write_config_json
 from moefold.metrics.expert_balance import ExpertCountsWriter
-from moefold.metrics.rank_times import RankTimeMetrics
-from moefold.metrics.step_metrics import StepMetrics
+from moefold.metrics.step_metrics import rank_time_metrics
 from moefold.metrics.writer import MetricsWriter, log_fault
 from tests.metrics.example import LAYER, MEMORY, STEP
 
@@ -18,17 +17,9 @@ HOSTILE = "</pre><script>window.broken = 1</script><img src=x onerror='window.br
 """Text of a stranger: markup, a change of the direction of writing, a lone surrogate."""
 
 
-def step_metrics(step: int, **values: Any) -> StepMetrics:
+def step_metrics(step: int, **values: Any) -> dict[str, Any]:
     """Metrics of a step of a run with two MoE layers and two ranks."""
-    slowest = RankTimeMetrics(
-        own_min_s=0.1,
-        own_median_s=0.2,
-        own_max_s=0.3,
-        slowest_rank=step % 2,
-        data_max_s=0.01234,
-        wait_min_s=0.0,
-        wait_median_s=0.1,
-    )
+    slowest = rank_time_metrics(np.array([[0.1, 0.0, 0.1], [0.3, 0.01234, 0.0]][:: 1 if step % 2 else -1]))
     made = {
         "loss": 5.0 / step,
         "tokens": 2048 * step,
@@ -37,7 +28,7 @@ def step_metrics(step: int, **values: Any) -> StepMetrics:
         "rank_times": slowest,
         "eval_loss": 5.5 / step if step % 10 == 0 else None,
     }
-    return replace(STEP, step=step, **(made | values))
+    return STEP | {"step": step} | made | values
 
 
 def write_run(run_dir: Path, steps: int = 30, *, cfg: Config | None = None, resume_step: int = 0) -> Path:

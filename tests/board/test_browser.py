@@ -17,6 +17,7 @@ pytest.importorskip("starlette", reason="starlette comes with the extra `board`:
 
 from moefold.board.export import export_board
 from moefold.board.run_list import MAX_OPEN, RunList
+from moefold.metrics.writer import to_record
 from tests.board.chromium import Page, open_page
 from tests.board.run_files import step_metrics, write_faults, write_rollouts, write_run
 from tests.docs.browser import chromium
@@ -98,7 +99,7 @@ def test_a_running_job_is_followed_and_a_lost_server_is_reported(page, folder):
         show(page, address, "curves")
         page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('0.125')")
         with (folder / "one/metrics.jsonl").open("a") as file:
-            file.write(step_metrics(41, loss=7.125).to_json() + "\n" + '{"step": 42, "lo')
+            file.write(json.dumps(to_record(step_metrics(41, loss=7.125))) + "\n" + '{"step": 42, "lo')
         page.wait(f"{LOSS}.querySelector('.u-legend').innerText.includes('7.125')")
         page.wait("document.getElementById('runs').innerText.includes('41 of 40')")
         # A resumed run drops the later steps.
@@ -465,7 +466,7 @@ def test_damage_of_a_run_stands_in_its_row_and_the_others_go_on(page, tmp_path):
         (tmp_path / "gone").rename(tmp_path / ".gone")
         page.wait(f"{row.format('gone')}.includes('the folder is gone: this is what was read of it')")
         with (tmp_path / "good/metrics.jsonl").open("a") as file:
-            file.write(step_metrics(21, loss=7.125).to_json() + "\n")
+            file.write(json.dumps(to_record(step_metrics(21, loss=7.125))) + "\n")
         page.wait(f"{row.format('good')}.includes('7.125')")
         page.evaluate("document.querySelector('.draw-none')?.click()")
         for name in ("nan",):

@@ -21,10 +21,10 @@ def test_columns_have_the_steps_at_which_a_metric_was_recorded():
     table.append(1, {"step": 1, "loss": 3.0, "eval_loss": None, "rl": {"reward": 0.5, "text": "x"}, "skipped": "spike"})
     table.append(2, {"step": 2, "loss": None, "eval_loss": 2.5, "nonfinite": {"loss": "nan", "expert_load[0]": "inf"}})
     table.append(5, {"step": 5, "loss": 1.0, "flag": True, "huge": 1e301, "expert_load": [1.5, 2.5]})
-    assert table.names == ["loss", "rl.reward", "eval_loss", "worst_expert_load"]
+    assert table.names == ["loss", "rl.reward", "eval_loss", "expert_load"]
     assert points(table, "loss", 0, 10, 100) == ([1, 2, 5], [3.0, None, 1.0])
     assert points(table, "eval_loss", 0, 10, 100) == ([2], [2.5])
-    assert table.latest("worst_expert_load") == (5, 2.5)
+    assert table.latest("expert_load") == (5, 2.5)
     assert table.latest("loss") == (5, 1.0)
     assert table.latest("nothing") is None
 

@@ -19,7 +19,7 @@ from moefold.board.run_reader import RunReader
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import ExpertCountsWriter
-from moefold.metrics.writer import MetricsWriter
+from moefold.metrics.writer import MetricsWriter, to_record
 from tests.board.run_files import HOSTILE, step_metrics, write_faults, write_rollouts, write_run
 
 
@@ -79,7 +79,7 @@ def test_a_running_job_is_followed(tmp_path):
         assert reader.summary()["state"] == "running"
         job.communicate()
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(step_metrics(5).to_json() + "\n")
+        file.write(json.dumps(to_record(step_metrics(5))) + "\n")
     reader.read()
     summary = reader.summary()
     assert (summary["step"], summary["state"]) == (5, "finished")
@@ -372,7 +372,7 @@ def test_a_folder_without_runs_waits_for_them(tmp_path):
 def append_steps(run_dir: Path, first: int, last: int, **values) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         for step in range(first, last + 1):
-            file.write(step_metrics(step, **values).to_json() + "\n")
+            file.write(json.dumps(to_record(step_metrics(step, **values))) + "\n")
 
 
 ROW = ("state", "step", "loss", "eval_loss", "tokens_per_s", "num_faults")

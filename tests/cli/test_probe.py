@@ -9,7 +9,7 @@ from moefold.bench import device_probe
 from moefold.cli.main import main
 from moefold.config.schema import config_to_dict
 from moefold.cost.hardware import load_device
-from moefold.metrics.step_metrics import METRICS_FILE
+from moefold.metrics.reader import METRICS_FILE
 from moefold.recipe import load_config
 from tests.bench.small_sizes import SMALLEST_SIZES
 

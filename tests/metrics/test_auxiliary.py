@@ -64,6 +64,6 @@ def test_a_run_folder_without_metrics_is_no_end(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with MetricsWriter(tmp_path / "file/run", MetricsConfig(), outputs=AuxiliaryOutputs(said.append)) as writer:
         writer.write(STEP)
-        writer.add_evaluation(STEP.step, 1.0)
-        assert not writer.lacks_evaluation(STEP.step)
+        writer.add_evaluation(STEP["step"], 1.0)
+        assert not writer.lacks_evaluation(STEP["step"])
     assert len(said) == 1

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -11,10 +10,10 @@ from moefold.metrics.progress import (
     PLAIN_INTERVAL_S,
     Progress,
     StepLine,
-    format_count,
     format_duration,
     round_steps,
 )
+from moefold.terminal import format_count
 from tests.metrics.example import STEP
 
 
@@ -41,7 +40,7 @@ def run_plain(steps: int, *, first_step: int = 1, step_time_s: float = 1.0, eval
         for step in range(first_step, steps + 1):
             clock.now_s += step_time_s
             eval_loss = 2.75 if eval_every and step % eval_every == 0 else None
-            progress.update(replace(STEP, step=step, step_time_s=step_time_s, eval_loss=eval_loss))
+            progress.update(STEP | {"step": step, "step_time_s": step_time_s, "eval_loss": eval_loss})
     return stream.getvalue().splitlines()
 
 
@@ -52,9 +51,9 @@ def shown_steps(lines: list[str]) -> list[int]:
 def test_columns_of_a_run_stand_below_each_other() -> None:
     """Values of other lengths do not move the columns, and steps without an evaluation leave its column blank."""
     line = StepLine(1000, is_gpu=False, evaluates=True)
-    first = replace(STEP, step=20, lr=3e-4, tokens_per_s=4100.0, expert_load=(1.5,))
-    other = replace(first, step=1000, loss=-0.01234, lr=9.86e-4, grad_norm=123.456, tokens_per_s=987_654.0)
-    assert line.format(replace(first, eval_loss=2.75), 3725.4, 120) == (
+    first = STEP | {"step": 20, "lr": 3e-4, "tokens_per_s": 4100.0, "expert_load": (1.5,)}
+    other = first | {"step": 1000, "loss": -0.01234, "lr": 9.86e-4, "grad_norm": 123.456, "tokens_per_s": 987_654.0}
+    assert line.format(first | {"eval_loss": 2.75}, 3725.4, 120) == (
         "step   20/1000  loss  2.5000  eval  2.7500  lr 3.00e-04  grad norm  1.250   4.1k tokens/s  load  1.50x  "
         "1:02:05 left"
     )
@@ -64,21 +63,21 @@ def test_columns_of_a_run_stand_below_each_other() -> None:
 
 
 def test_a_gpu_shows_memory_and_mfu_and_a_cpu_neither() -> None:
-    metrics = replace(STEP, step=10, tflops_per_rank=412.3, mfu=0.417, memory_gib=61.23)
+    metrics = STEP | {"step": 10, "tflops_per_rank": 412.3, "mfu": 0.417, "memory_gib": 61.23}
     text = StepLine(10, is_gpu=True, evaluates=False).format(metrics, 0.0, 120)
     assert "MFU  41.7%" in text
     assert "61.2 GiB" in text
-    unknown = StepLine(10, is_gpu=True, evaluates=False).format(replace(metrics, mfu=None), 0.0, 120)
+    unknown = StepLine(10, is_gpu=True, evaluates=False).format(metrics | {"mfu": None}, 0.0, 120)
     assert " 412 TFLOP/s" in unknown
     text = StepLine(10, is_gpu=False, evaluates=False).format(metrics, 0.0, 120)
     assert not any(word in text for word in ("MFU", "GiB", "TFLOP"))
 
 
 def test_preferences_show_their_accuracy_and_margin() -> None:
-    metrics = replace(STEP, loss_metrics={"accuracy": 0.7125, "margin": 0.123, "chosen_reward": 0.1})
+    metrics = STEP | {"loss_metrics": {"accuracy": 0.7125, "margin": 0.123, "chosen_reward": 0.1}}
     text = StepLine(10, is_gpu=False, evaluates=False).format(metrics, 5.0, 120)
     assert "loss  2.5000  acc  71.2%  margin   0.1230  lr" in text
-    own = replace(STEP, loss_metrics={"accuracy": 0.7125})
+    own = STEP | {"loss_metrics": {"accuracy": 0.7125}}
     assert "acc" not in StepLine(10, is_gpu=False, evaluates=False).format(own, 5.0, 120), "of a loss of a program"
 
 
@@ -86,12 +85,19 @@ def test_preferences_show_their_accuracy_and_margin() -> None:
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_a_line_fits_and_keeps_the_most_important_columns(width: int, is_gpu: bool) -> None:
     line = StepLine(100_000, is_gpu=is_gpu, evaluates=True)
-    metrics = replace(STEP, step=5, eval_loss=2.75, mfu=0.4, dropped_fraction=0.0123, loss=1234.5, grad_norm=1e6)
+    metrics = STEP | {
+        "step": 5,
+        "eval_loss": 2.75,
+        "mfu": 0.4,
+        "dropped_fraction": 0.0123,
+        "loss": 1234.5,
+        "grad_norm": 1e6,
+    }
     text = line.format(metrics, 3725.4, width)
     assert len(text) <= width
     assert text.startswith("step      5/100000  loss 1234.50  eval")
     assert "dropped   1.2%" in line.format(metrics, 3725.4, 200)
-    assert "loss     nan" in line.format(replace(metrics, loss=float("nan")), 1.0, width)
+    assert "loss     nan" in line.format(metrics | {"loss": float("nan")}, 1.0, width)
 
 
 def test_a_short_run_prints_every_step() -> None:
@@ -111,7 +117,7 @@ def test_the_interval_in_steps_is_constant_and_round() -> None:
     with Progress(1000, 1, stream, clock=clock) as progress:
         for step in range(1, 1001):
             clock.now_s += 9.0 if step < 3 else 0.08 + 0.04 * (step % 2)
-            progress.update(replace(STEP, step=step))
+            progress.update(STEP | {"step": step})
     assert shown_steps(stream.getvalue().splitlines()) == [1, 2, *range(100, 1001, 100)]
     assert [round_steps(number) for number in (0.2, 1, 1.1, 4, 5, 9, 10, 11, 499, 5001)] == [
         1, 1, 2, 5, 5, 10, 10, 20, 500, 10000,
@@ -131,11 +137,11 @@ def test_a_resumed_run_prints_its_own_first_step() -> None:
 def test_time_left_follows_the_pace_of_the_last_steps() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress(100, 1, stream, clock=clock) as progress:
-        progress.update(replace(STEP, step=1, step_time_s=30.0))
+        progress.update(STEP | {"step": 1, "step_time_s": 30.0})
         for step in range(2, 91):
             # The later steps take 4 s with their saving, though they measure 0.5 s themselves.
             clock.now_s += 1.0 if step <= 40 else 4.0
-            progress.update(replace(STEP, step=step))
+            progress.update(STEP | {"step": step})
     lines = stream.getvalue().splitlines()
     assert "49:30 left" in lines[0]
     assert "1:20 left" in lines[19]
@@ -170,7 +176,7 @@ def test_a_terminal_keeps_one_line_and_the_messages(wide_terminal: Terminal) -> 
     with Progress(30, 1, wide_terminal, clock=clock) as progress:
         for step in range(1, 31):
             clock.now_s += 1.0
-            progress.update(replace(STEP, step=step, eval_loss=2.75 if step == 10 else None))
+            progress.update(STEP | {"step": step, "eval_loss": 2.75 if step == 10 else None})
             if step == 20:
                 progress.message("saved [bold]step-000020[/bold]")
     text = wide_terminal.getvalue()
@@ -187,7 +193,7 @@ def test_a_terminal_keeps_one_line_and_the_messages(wide_terminal: Terminal) -> 
 def test_after_the_end_only_the_last_step_and_the_messages_stand(wide_terminal: Terminal) -> None:
     """An interrupted run shows no time left below its last lines."""
     with Progress(30, 1, wide_terminal) as progress:
-        progress.update(replace(STEP, step=7))
+        progress.update(STEP | {"step": 7})
         progress.end()
         progress.message("done: 7 steps")
         after = wide_terminal.getvalue().rsplit("\x1b[2K", 1)[1]
@@ -201,7 +207,7 @@ def test_a_terminal_is_not_redrawn_for_every_fast_step(wide_terminal: Terminal) 
     with Progress(1000, 1, wide_terminal, clock=clock) as progress:
         for step in range(1, 900):
             clock.now_s += 0.001
-            progress.update(replace(STEP, step=step))
+            progress.update(STEP | {"step": step})
     text = wide_terminal.getvalue()
     assert text.count("loss") < 20
     assert "step  899/1000" in text

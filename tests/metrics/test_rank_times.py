@@ -1,12 +1,11 @@
 """Who is slower than the others, by hand."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from moefold.metrics.rank_times import REPORT_SLOW_STEPS, WINDOW_STEPS, RankTimeMetrics, Stragglers, describe_straggler
+from moefold.metrics.rank_times import REPORT_SLOW_STEPS, WINDOW_STEPS, Stragglers, describe_straggler
+from moefold.metrics.step_metrics import rank_time_metrics
+from moefold.metrics.writer import to_record
 from tests.metrics.example import STEP
 
 
@@ -15,14 +14,14 @@ def times(*own: float) -> np.ndarray:
 
 
 def test_numbers_over_the_ranks():
-    found = RankTimeMetrics.from_ranks(times(0.2, 0.5, 0.3, 0.4))
+    found = rank_time_metrics(times(0.2, 0.5, 0.3, 0.4))
     assert found is not None
-    assert (found.own_min_s, found.own_median_s, found.own_max_s) == pytest.approx((0.2, 0.35, 0.5))
-    assert found.slowest_rank == 1
-    assert found.data_max_s == pytest.approx(0.05)
-    assert (found.wait_min_s, found.wait_median_s) == pytest.approx((0.5, 0.65))
-    assert RankTimeMetrics.from_ranks(np.zeros((4, 3))) is None
-    assert json.loads(replace(STEP, rank_times=found).to_json())["rank_times"]["slowest_rank"] == 1
+    assert (found["own_min_s"], found["own_median_s"], found["own_max_s"]) == pytest.approx((0.2, 0.35, 0.5))
+    assert found["slowest_rank"] == 1
+    assert found["data_max_s"] == pytest.approx(0.05)
+    assert (found["wait_min_s"], found["wait_median_s"]) == pytest.approx((0.5, 0.65))
+    assert rank_time_metrics(np.zeros((4, 3))) is None
+    assert to_record(STEP | {"rank_times": found})["rank_times"]["slowest_rank"] == 1
 
 
 def stragglers(*stages: list[int], factor: float = 1.5) -> Stragglers:

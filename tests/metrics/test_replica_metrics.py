@@ -1,12 +1,10 @@
 """Dispersions and angles, by hand."""
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from moefold.metrics.step_metrics import ReplicaMetrics
+from moefold.metrics.writer import to_record
 from tests.metrics.example import STEP
 
 
@@ -44,7 +42,7 @@ def test_a_model_without_experts_and_a_replica_without_tokens_have_no_angles():
 
 def test_they_stand_in_the_line_of_the_step():
     found = ReplicaMetrics.from_dot_products(np.array([1.0, np.nan]), np.eye(2), np.eye(2), *alike(2, 2))
-    record = json.loads(replace(STEP, replicas=found).to_json())
+    record = to_record(STEP | {"replicas": found})
     assert record["replicas"]["grad_cosine"] == 0.0
     assert record["replicas"]["loss_dispersion"] is None
     assert record["nonfinite"] == {"replicas.loss_dispersion": "nan"}

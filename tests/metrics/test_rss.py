@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moefold.metrics import memory_breakdown
-from moefold.metrics.memory_breakdown import peak_memory_gib
+from moefold.metrics import step_metrics
+from moefold.metrics.step_metrics import peak_memory_gib
 
 
 def test_grows_with_what_the_process_touches_and_keeps_the_peak() -> None:
     code = (
-        "from moefold.metrics.memory_breakdown import peak_memory_gib as peak; a = peak('cpu');"
+        "from moefold.metrics.step_metrics import peak_memory_gib as peak; a = peak('cpu');"
         "b = bytearray(b'x') * 2**28; c = peak('cpu'); del b; d = peak('cpu'); print(a, c, d)"
     )
     before, during, after = map(float, subprocess.check_output([sys.executable, "-c", code]).split())
@@ -25,9 +25,9 @@ def test_grows_with_what_the_process_touches_and_keeps_the_peak() -> None:
 
 @pytest.mark.parametrize(("platform", "peak_units"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
 def test_systems_without_proc_ask_getrusage(monkeypatch: pytest.MonkeyPatch, platform: str, peak_units: int) -> None:
-    monkeypatch.setattr(memory_breakdown, "_PROCESS_STATUS", Path("/absent"))
+    monkeypatch.setattr(step_metrics, "_PROCESS_STATUS", Path("/absent"))
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(memory_breakdown.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=peak_units))
+    monkeypatch.setattr(step_metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=peak_units))
     assert peak_memory_gib("cpu") == 3.0
 
 

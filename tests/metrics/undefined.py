@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moefold.metrics.definitions import GROUPS
+from moefold.metrics.table import GROUPS
 
 
 def undefined(record: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -13,7 +13,7 @@ def undefined(record: Mapping[str, Any], prefix: str = "") -> list[str]:
         record: a record of metrics.jsonl, or of a group.
         prefix: path of the record: the prefix of its group without the dot at its end; empty for metrics.jsonl.
     """
-    known = {(group.prefix + one.name) for group in GROUPS for one in group.definitions}
+    known = {(group.prefix + one.name) for group in GROUPS for one in group.metrics}
     return [path for path in _paths(record, f"{prefix}." if prefix else "") if not _is_known(path, known)]
 
 

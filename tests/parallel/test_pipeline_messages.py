@@ -11,7 +11,7 @@ from moefold.comm.comm_timer import CommTimer
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
-from moefold.metrics.memory_breakdown import PIPELINE
+from moefold.parallel.memory_tracking import PIPELINE
 from moefold.parallel.pipeline_schedule import PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore

@@ -8,8 +8,14 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS
-from moefold.metrics.memory_breakdown import ACTIVATIONS, PARTS, RELOADED
-from moefold.parallel.memory_tracking import DISPATCH_PART, TRACKED_LAYERS, TRACKED_METHODS
+from moefold.parallel.memory_tracking import (
+    ACTIVATIONS,
+    DISPATCH_PART,
+    PARTS,
+    RELOADED,
+    TRACKED_LAYERS,
+    TRACKED_METHODS,
+)
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
 from tests.models import edit_model

@@ -27,7 +27,7 @@ from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
 from moefold.board.smoothing import WEIGHTS
 from moefold.host.listen import LOOPBACK_HOSTS
-from moefold.metrics.step_metrics import MAX_STEP
+from moefold.metrics.reader import MAX_STEP
 
 MAX_POINTS = 20_000
 MAX_LIMIT = 200

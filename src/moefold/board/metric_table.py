@@ -3,26 +3,25 @@
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from moefold.board.smoothing import exponential_mean, reach
-from moefold.metrics.expert_balance import MAX_VALUE, Array, finite_number
-from moefold.metrics.step_metrics import StepMetrics
+from moefold.metrics.expert_balance import Array
+from moefold.metrics.reader import MAX_VALUE, NONFINITE, finite_number, nonfinite_of
+from moefold.metrics.table import COUNTS, STEP
 
 MAX_METRICS = 1000
 """Limit of the columns: the names in loss_metrics are free, and each takes 12 bytes a step."""
 DIGITS = 7
 """Significant digits of the points of a curve; all 17 would double the bytes of an answer."""
-WORST_LOAD = "worst_expert_load"
-"""Column of the largest expert_load of all layers."""
-NOT_SCALAR = ("step", "expert_load", "moe_layers", "memory_by_part", "nonfinite")
+LOAD = "expert_load"
+"""List of a line, and column of the largest of all layers."""
+NOT_SCALAR = ("step", LOAD, "moe_layers", "memory_by_part", NONFINITE)
 """Keys of a line that other readers take."""
-
-
-MEASURED = frozenset(field.name for field in fields(StepMetrics) if field.type in (float, float | None))
+MEASURED = frozenset(metric.name for metric in STEP if metric.unit not in COUNTS)
 """Metrics that are no counts, even if all their values are integers."""
 MAX_MEAN_POINTS = 300
 """Most points that a smoothed curve adds to the points of its values, so that its own extremes are kept."""
@@ -87,13 +86,12 @@ class MetricTable:
             if value is None or key in NOT_SCALAR:
                 continue
             self._add_parts(key, value, row)
-        nonfinite = record.get("nonfinite")
-        for name in nonfinite if isinstance(nonfinite, dict) else ():
+        for name in nonfinite_of(record):
             if "[" not in name:  # not an entry of a list
                 self._column(name).append(row, np.nan)
-        loads = record.get("expert_load")
+        loads = record.get(LOAD)
         if isinstance(loads, list) and loads:
-            worst = self._column(WORST_LOAD)
+            worst = self._column(LOAD)
             worst.append(row, max(map(finite_number, loads)))
             worst.is_count = False
 

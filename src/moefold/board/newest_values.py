@@ -9,8 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from moefold.bounded_read import KIB, MIB, open_regular
-from moefold.metrics.expert_balance import finite_number
-from moefold.metrics.step_metrics import parse_step
+from moefold.metrics.reader import nonfinite_of, parse_step, value_of
 
 LAST_BYTES = 256 * KIB
 """Bytes at the end of the file in which the last line is looked for."""
@@ -103,13 +102,10 @@ def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
 
 def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
     """Return the values of a line; one that was not finite, or that `nonfinite` names, is NaN."""
-    nonfinite = record.get("nonfinite")
-    broken = nonfinite if isinstance(nonfinite, dict) else {}
+    broken = nonfinite_of(record)
     found = {}
     for name in NAMES:
-        section, _, key = name.rpartition(".")
-        part = record.get(section) if section else record
-        value = finite_number(part.get(key)) if isinstance(part, dict) else np.nan
+        value = value_of(record, name)
         if name in broken or not np.isnan(value):
             found[name] = NewestValue(record["step"], value)
     return found

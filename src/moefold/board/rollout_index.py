@@ -11,7 +11,7 @@ from typing import Any
 
 from moefold.board.json_tail import JsonTail
 from moefold.bounded_read import MIB
-from moefold.metrics.expert_balance import finite_number
+from moefold.metrics.reader import finite_number
 from moefold.metrics.writer import ROLLOUTS_FILE
 
 MAX_SEARCH_BYTES = 32 * MIB

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.errors import ConfigError
-from moefold.metrics.step_metrics import METRICS_FILE
+from moefold.metrics.reader import METRICS_FILE
 from moefold.train.run_folder import SETTINGS_FILE
 
 MAX_DEPTH = 3

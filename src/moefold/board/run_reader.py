@@ -28,8 +28,9 @@ from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded
 from moefold.errors import format_list
 from moefold.host.folder_lock import is_in_use
-from moefold.metrics.expert_balance import Array, finite_number
-from moefold.metrics.step_metrics import MAX_STEP, METRICS_FILE
+from moefold.metrics.expert_balance import Array
+from moefold.metrics.reader import MAX_STEP, METRICS_FILE, finite_number, is_step
+from moefold.metrics.table import charts_of
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
 from moefold.train.run_folder import SETTINGS_FILE
 
@@ -174,7 +175,7 @@ class RunReader:
                 curve = self._table.curve(name, first, last, max_points, weights)
                 # asdict would copy each list.
                 series[name] = {field.name: getattr(curve, field.name) for field in fields(curve)}
-            return {"series": series, "axes": self._axes(max_points)}
+            return {"series": series, "charts": charts_of(series), "axes": self._axes(max_points)}
 
     def experts(self) -> dict[str, Any]:
         """Return the balance of layers over steps, and of experts if the run counts them.
@@ -317,7 +318,7 @@ class RunReader:
             self._clear_metrics()
         for line in lines:
             step = line.record.get("step")
-            if type(step) is not int or not 0 <= step <= MAX_STEP:
+            if not is_step(step):
                 self._num_invalid_steps += 1
                 continue
             self._table.append(step, line.record)

@@ -16,9 +16,9 @@ from moefold.cli.command_parser import CommandParser
 from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
-from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.metric_curves import CURVE_GROUPS, MetricCurve
+from moefold.metrics.metric_curves import MetricCurve
+from moefold.metrics.table import MISREAD, TABLES, definitions_text
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
         console = PrintableConsole(highlight=False)
         print_balance(console, balance, arguments.layer)
         for key, group in curves.items():
-            print_curves(console, CURVE_GROUPS[key].title, group)
+            print_curves(console, TABLES[key], group)
     return 0
 
 

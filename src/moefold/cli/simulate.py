@@ -24,7 +24,7 @@ from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
 from moefold.host.output_file import reject_existing
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import read_steps
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import PRECISIONS, workload_from_config
@@ -138,8 +138,7 @@ def _run_config(run_dir: Path) -> Config:
 
 def _measured_steps(run_dir: Path) -> list[float]:
     """Return the seconds of each step of a run after its first ones."""
-    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
-    seconds = [record["step_time_s"] for record in records if record.get("step_time_s")][WARMUP_STEPS:]
+    seconds = [record["step_time_s"] for record in read_steps(run_dir) if record.get("step_time_s")][WARMUP_STEPS:]
     if not seconds:
         raise ConfigError(f"--run {run_dir} has no more than {WARMUP_STEPS} steps to compare with; train there longer")
     return seconds

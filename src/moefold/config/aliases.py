@@ -23,6 +23,7 @@ train.micro_batch_size: per_device_train_batch_size local_batch_size micro_batch
 train.global_batch_size: train_batch_size batch_size training.global_batch_size
 train.seq_len: seq_length sequence_length max_seq_length max_seq_len block_size max_model_len training.seq_len
 train.eval_every: eval_steps eval_interval
+train.eval_at_start: eval_on_start
 train.eval_samples: max_eval_samples
 train.recompute: recompute_modules
 train.optimizer.moment_dtype: optimizer_state_dtype exp_avg_dtype
@@ -199,7 +200,7 @@ dataloader_in_order
 the keys of [parallel] set the mapping, and the launcher the ranks: ddp_find_unused_parameters ddp_bucket_cap_mb \
 ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank accelerator_config parallelism_config
 train.eval_every and train.eval_samples set the evaluation, in the batches and the dtype of training: do_train \
-do_eval do_predict prediction_loss_only eval_on_start eval_delay eval_do_concat_batches eval_use_gather_object \
+do_eval do_predict prediction_loss_only eval_delay eval_do_concat_batches eval_use_gather_object \
 eval_accumulation_steps include_for_metrics batch_eval_metrics label_names per_device_eval_batch_size \
 bf16_full_eval fp16_full_eval eval_packing num_generations_eval
 columns that nothing reads are ignored; leave it out: remove_unused_columns dataset_kwargs

@@ -23,7 +23,7 @@ from moefold.convert.run_config import find_run_config, read_json_object
 from moefold.cost.flops import count_parameters
 from moefold.errors import ConfigError
 from moefold.hub import CARD_FILE, is_hub_url, parse_hub_url, repo_of_snapshot
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import read_records
 from moefold.remote_path import is_remote
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -88,9 +88,9 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
     run_dir = checkpoint.parent.parent
     # The folder above a remote one is not the folder of a run.
     if not is_remote(checkpoint) and (run_dir / CONFIG_FILE).is_file():
-        for _, record in read_records(run_dir / METRICS_FILE):
-            step = None if record is None else record.get("step")
-            if record is None or not isinstance(step, int) or step > meta.step:
+        for record in read_records(run_dir):
+            step = record["step"]
+            if step > meta.step:
                 continue
             loss = record["loss"] if step == meta.step and isinstance(record.get("loss"), float) else loss
             if isinstance(record.get("eval_loss"), float):

@@ -15,7 +15,7 @@ import numpy as np
 
 from moefold.bounded_read import open_regular, parse_json
 from moefold.errors import ConfigError
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import METRICS_FILE, finite_number, read_steps
 
 COUNTS_FILE = "expert_counts.bin"
 """Name of the counts file in the run folder."""
@@ -189,7 +189,6 @@ def _make_record_dtype(num_layers: int, num_experts: int) -> np.dtype[Any]:
     return np.dtype([("step", "<i8"), ("counts", "<u4", (num_layers, num_experts))])
 
 
-MAX_VALUE = 1e300
 _MIN_POSITIVE = np.finfo(np.float64).tiny
 _COUNTS_PER_CHUNK = 1 << 22
 """Limit of the counts that are converted to floats at once; at least one step."""
@@ -299,7 +298,7 @@ def read_balance(run_dir: Path) -> ExpertBalance:
     """
     if not run_dir.is_dir():
         raise ConfigError(f"run {str(run_dir)!r} does not exist; name the run.dir of a training run")
-    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
+    records = read_steps(run_dir)
     counts = read_expert_counts(run_dir)
     source = COUNTS_FILE
     if counts is None or not len(counts.steps):
@@ -408,13 +407,6 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
         else:
             dropped[i] = finite_number(record.get("dropped_fraction"))
     return steps, dropped, entropy
-
-
-def finite_number(value: Any) -> float:
-    """Return a measurement as float; NaN for a value of another type or too large a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:
-        return np.nan
-    return float(value)
 
 
 def _mean(values: Array) -> float | None:

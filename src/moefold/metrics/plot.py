@@ -5,10 +5,10 @@ from functools import cache
 from itertools import accumulate
 from math import isnan, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moefold.errors import ConfigError
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import METRICS_FILE, finite_number, read_records, value_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,25 +89,24 @@ def read_curves(run_dir: Path) -> Curves:
     Raises:
         ConfigError: the folder has no metrics.
     """
-    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
+    lines = read_records(run_dir)
+    records = [line for line in lines if line["step"] > 0]
     if not records:
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds no metrics to plot ({METRICS_FILE}); train there for a step first"
         )
     is_reward = isinstance(records[-1].get("rl"), dict)
-    rows = [r.get("rl") or {} for r in records] if is_reward else records
-    train_key, eval_key = ("reward", "eval_reward") if is_reward else ("loss", "eval_loss")
-    values = [row.get(eval_key) for row in rows]
-    evaluations = [(r["step"], value) for r, value in zip(records, values, strict=True) if value is not None]
-    loads = [[_number(load) for load in r.get("expert_load", ())] for r in records]
+    train_path, eval_path = ("rl.reward", "rl.eval_reward") if is_reward else ("loss", "eval_loss")
+    evaluations = [(line["step"], value) for line in lines if not isnan(value := value_of(line, eval_path))]
+    loads = [[finite_number(load) for load in r.get("expert_load", ())] for r in records]
     has_experts = all(loads)
     return Curves(
         steps=[r["step"] for r in records],
-        loss=[_number(row.get(train_key)) for row in rows],
+        loss=[value_of(r, train_path) for r in records],
         eval_steps=[step for step, _ in evaluations],
         eval_loss=[loss for _, loss in evaluations],
-        lr=[_number(r.get("lr")) for r in records],
-        grad_norm=[_number(r.get("grad_norm")) for r in records],
+        lr=[value_of(r, "lr") for r in records],
+        grad_norm=[value_of(r, "grad_norm") for r in records],
         worst_load=[max(layers) for layers in loads] if has_experts else [],
         mean_load=[sum(layers) / len(layers) for layers in loads] if has_experts else [],
         tokens=records[-1].get("tokens") or 0,
@@ -130,10 +129,6 @@ def smooth(values: list[float], half_window: int) -> list[float]:
         count = counts[end] - counts[first]
         averages.append((sums[end] - sums[first]) / count if count else nan)
     return averages
-
-
-def _number(value: Any) -> float:
-    return nan if value is None else float(value)
 
 
 def _draw_loss(axes: "Axes", curves: Curves) -> None:

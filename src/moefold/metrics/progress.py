@@ -5,11 +5,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from moefold.metrics.step_metrics import StepMetrics
 from moefold.terminal import MULTILINE_CHARS, color_labels, printable
 
 if TYPE_CHECKING:
@@ -84,12 +83,12 @@ class Progress:
         with self._discard_lost_output():
             self._display.close()
 
-    def update(self, metrics: StepMetrics) -> None:
+    def update(self, values: Mapping[str, Any]) -> None:
         """Show a finished step."""
         self._step_ends_s.append(self._clock())
-        is_milestone = metrics.step in (self._first_step, self._steps) or metrics.eval_loss is not None
+        is_milestone = values["step"] in (self._first_step, self._steps) or values["eval_loss"] is not None
         with self._discard_lost_output():
-            self._display.show(metrics, self._time_left_s(metrics), is_milestone=is_milestone)
+            self._display.show(values, self._time_left_s(values), is_milestone=is_milestone)
 
     def message(self, text: str) -> None:
         """Show a permanent line of text, with control characters escaped."""
@@ -126,11 +125,14 @@ class Progress:
         is_short = self._steps - self._first_step < SHORT_RUN_STEPS
         return PlainDisplay(self._stream, self._line, shows_every_step=is_short, clock=self._clock)
 
-    def _time_left_s(self, metrics: StepMetrics) -> float:
+    def _time_left_s(self, values: Mapping[str, Any]) -> float:
         """Estimate the remaining seconds from the wall time of the last steps, evaluation and saving included."""
         num_timed = len(self._step_ends_s) - 1
-        mean_s = (self._step_ends_s[-1] - self._step_ends_s[0]) / num_timed if num_timed else metrics.step_time_s
-        return mean_s * (self._steps - metrics.step)
+        mean_s: float = (
+            (self._step_ends_s[-1] - self._step_ends_s[0]) / num_timed if num_timed else values["step_time_s"]
+        )
+        steps_left: int = self._steps - values["step"]
+        return mean_s * steps_left
 
 
 class PlainDisplay:
@@ -145,12 +147,12 @@ class PlainDisplay:
         self._num_timed = 0
         self._fastest_s = float("inf")
 
-    def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
+    def show(self, values: Mapping[str, Any], time_left_s: float, *, is_milestone: bool) -> None:
         """Write the step's line if it is a milestone or a multiple of the interval."""
         self._time_step()
-        is_due = self._num_timed > 0 and metrics.step % round_steps(PLAIN_INTERVAL_S / self._fastest_s) == 0
+        is_due = self._num_timed > 0 and values["step"] % round_steps(PLAIN_INTERVAL_S / self._fastest_s) == 0
         if is_milestone or self._shows_every_step or is_due:
-            self.message(self._line.format(metrics, time_left_s, PLAIN_WIDTH))
+            self.message(self._line.format(values, time_left_s, PLAIN_WIDTH))
 
     def _time_step(self) -> None:
         """Record the wall time since the last step, of the first `TIMED_STEPS` steps."""
@@ -195,16 +197,16 @@ class LiveDisplay:
         self._live = Live(self._bar, console=console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
 
-    def show(self, metrics: StepMetrics, time_left_s: float, *, is_milestone: bool) -> None:
+    def show(self, values: Mapping[str, Any], time_left_s: float, *, is_milestone: bool) -> None:
         """Redraw the live line, rate-limited; print the line of a step with an evaluation above it."""
-        self._pending = self._line.format(metrics, time_left_s, self._console.width)
-        if metrics.eval_loss is not None:
-            self._eval_loss = metrics.eval_loss
+        self._pending = self._line.format(values, time_left_s, self._console.width)
+        if values["eval_loss"] is not None:
+            self._eval_loss = values["eval_loss"]
             self._print_pending()
         now_s = self._clock()
         if is_milestone or now_s - self._drawn_s >= LIVE_INTERVAL_S:
-            columns = self._line.columns(metrics, self._eval_loss, time_left_s)
-            self._bar = self._draw(metrics.step, [text for text in columns.values() if not text.isspace()])
+            columns = self._line.columns(values, self._eval_loss, time_left_s)
+            self._bar = self._draw(values["step"], [text for text in columns.values() if not text.isspace()])
             self._drawn_s = now_s
             self._live.update(self._bar, refresh=True)
 
@@ -258,91 +260,46 @@ class StepLine:
     """
 
     def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:
+        # The table of all numbers, which only the rank with the line needs.
+        from moefold.metrics.table import LINE
+
+        self._table = LINE
         self._steps = steps
         self._is_gpu = is_gpu
         self._seen = {"eval"} if evaluates else set()
 
-    def format(self, metrics: StepMetrics, time_left_s: float, width: int) -> str:
+    def format(self, values: Mapping[str, Any], time_left_s: float, width: int) -> str:
         """Return a step as one line of at most `width` columns; the least important columns are left out.
 
         Args:
             time_left_s: seconds to the end of the run; not shown for the last step.
         """
-        columns = self.columns(metrics, metrics.eval_loss, time_left_s)
-        kept = {"step", "loss"}
-        free = width - len(columns["step"]) - len(columns["loss"]) - len(GAP)
-        for name in IMPORTANCE:
-            if name in columns and (cost := len(columns[name]) + len(GAP)) <= free:
-                kept.add(name)
+        columns = self.columns(values, values["eval_loss"], time_left_s)
+        kept: set[str] = set()
+        free = width + len(GAP)
+        for column in sorted(self._table, key=lambda column: column.rank):
+            cost = len(columns.get(column.name, "")) + len(GAP)
+            if column.name in columns and (cost <= free or column.rank == 0):
+                kept.add(column.name)
                 free -= cost
         return GAP.join(text for name, text in columns.items() if name in kept).rstrip()
 
-    def columns(self, metrics: StepMetrics, eval_loss: float | None, time_left_s: float) -> dict[str, str]:
+    def columns(self, values: Mapping[str, Any], eval_loss: float | None, time_left_s: float) -> dict[str, str]:
         """Return the columns of a step by name, from left to right."""
-        values = {
-            "step": f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}",
-            "loss": f"loss {_loss(metrics.loss)}",
-            "indexer": f"indexer {_loss(metrics.indexer_loss)}" if metrics.indexer_loss else "",
-            "eval": "" if eval_loss is None else f"eval {_loss(eval_loss)}",
-            "reward": _reward(metrics),
-            "accuracy": _preference(metrics, "accuracy", "acc {:6.1%}"),
-            "margin": _preference(metrics, "margin", "margin {:8.4f}"),
-            "lr": f"lr {metrics.lr:8.2e}",
-            "grad": f"grad norm {_norm(metrics.grad_norm)}",
-            "rate": f"{format_count(metrics.tokens_per_s):>5} tokens/s",
-            "compute": self._compute(metrics),
-            "memory": f"{metrics.memory_gib:5.1f} GiB" if self._is_gpu else "",
-            "load": "" if metrics.worst_expert_load is None else f"load {metrics.worst_expert_load:5.2f}x",
-            "dropped": f"dropped {metrics.dropped_fraction:6.1%}" if metrics.dropped_fraction > 0 else "",
-            "left": f"{format_duration(time_left_s):>7} left" if metrics.step < self._steps else "",
+        step = values["step"]
+        texts = {
+            column.name: column.text({**values, "eval_loss": eval_loss}, is_gpu=self._is_gpu) for column in self._table
         }
-        self._seen.update(name for name, text in values.items() if text)
-        return {name: text or " " * COLUMN_WIDTHS[name] for name, text in values.items() if name in self._seen}
-
-    def _compute(self, metrics: StepMetrics) -> str:
-        """Return the use of the GPU: MFU, or TFLOP/s where the peak is unknown."""
-        if not self._is_gpu:
-            return ""
-        return f"{metrics.tflops_per_rank:4.0f} TFLOP/s" if metrics.mfu is None else f"MFU {metrics.mfu:6.1%}"
+        texts["step"] = f"step {step:>{len(str(self._steps))}}/{self._steps}"
+        texts["left"] = f"{format_duration(time_left_s):>7} left" if step < self._steps else ""
+        self._seen.update(name for name, text in texts.items() if text)
+        return {
+            column.name: texts[column.name] or " " * column.width for column in self._table if column.name in self._seen
+        }
 
 
-PREFERENCE_METRICS = frozenset({"accuracy", "margin"})
-"""Metrics of a loss on pairs of completions."""
 GAP = "  "
 """Space between two columns."""
-IMPORTANCE = (
-    "eval", "reward", "accuracy", "margin", "grad", "rate", "compute", "memory", "left", "lr", "load", "dropped",
-    "indexer",
-)  # fmt: skip
-"""Columns after step and loss, the most important first."""
-COLUMN_WIDTHS = {
-    "indexer": 15, "eval": 12, "reward": 14, "accuracy": 10, "margin": 15, "lr": 11, "grad": 16, "rate": 14,
-    "compute": 10, "memory": 9, "load": 11,
-    "dropped": 14, "left": 12,
-}  # fmt: skip
-"""Widths of the columns that may be blank."""
-
-
-def _loss(loss: float) -> str:
-    """Return a loss with four decimals, or two from 100 on, in seven columns."""
-    return f"{loss:7.2f}" if abs(loss) >= 100 else f"{loss:7.4f}"
-
-
-def _norm(norm: float) -> str:
-    """Return a norm in six columns."""
-    return f"{norm:6.3f}" if norm < 10 else f"{norm:6.1f}" if norm < 1000 else f"{norm:6.0e}"
-
-
-def _reward(metrics: StepMetrics) -> str:
-    """Return the mean reward of a step of reinforcement learning; empty without one."""
-    reward = None if metrics.rl is None else metrics.rl["reward"]
-    return "" if reward is None else f"reward {reward:7.3f}"
-
-
-def _preference(metrics: StepMetrics, name: str, form: str) -> str:
-    """Return a metric of preferences; empty in a run without preferences, whose loss has other metrics."""
-    values = metrics.loss_metrics or {}
-    return form.format(values[name]) if values.keys() >= PREFERENCE_METRICS else ""
 
 
 def wrap_columns(columns: list[str], width: int) -> str:
@@ -354,14 +311,6 @@ def wrap_columns(columns: list[str], width: int) -> str:
         else:
             lines.append(column)
     return "\n".join(lines)
-
-
-def format_count(count: float) -> str:
-    """Return a count with three significant digits and a suffix: 950, 12.3k, 4.56M."""
-    for suffix, size in (("", 1.0), ("k", 1e3), ("M", 1e6)):
-        if count < 999.5 * size:
-            return f"{count / size:.3g}{suffix}"
-    return f"{count / 1e9:.3g}G"
 
 
 def format_duration(seconds: float) -> str:

@@ -5,10 +5,11 @@ All ranks of a pipeline stage do the same work, so a slow rank stands out (C4, a
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
+
+from moefold.metrics.step_metrics import COMM, COMPUTE, DATA
 
 WINDOW_STEPS = 16
 REPORT_SLOW_STEPS = 12
@@ -17,43 +18,8 @@ RECOVERED_SLOW_STEPS = 4
 recovered once it was slow in at most RECOVERED_SLOW_STEPS of them."""
 MIN_IMPACT = 0.05
 """Least excess time of a slow rank, as a fraction of the step."""
-COMPUTE = 0
-DATA = 1
-COMM = 2
-"""Columns COMPUTE, DATA and COMM of the times of a rank in one step, in seconds."""
-NUM_TIMES = 3
-
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimeMetrics:
-    """Statistics over all ranks of their times in one step, up to its gradients; on CUDA of the previous step."""
-
-    own_min_s: float
-    own_median_s: float
-    own_max_s: float
-    slowest_rank: int
-    data_max_s: float
-    wait_min_s: float
-    wait_median_s: float
-
-    @classmethod
-    def from_ranks(cls, times: Array) -> Self | None:
-        """Compute the statistics from the times of each rank, [ranks, (own, data, wait)]; None if nothing was timed."""
-        if not times.any():
-            return None
-        own = times[:, COMPUTE]
-        return cls(
-            own_min_s=float(own.min()),
-            own_median_s=float(np.median(own)),
-            own_max_s=float(own.max()),
-            slowest_rank=int(own.argmax()),
-            data_max_s=float(times[:, DATA].max()),
-            wait_min_s=float(times[:, COMM].min()),
-            wait_median_s=float(np.median(times[:, COMM])),
-        )
 
 
 class Stragglers:

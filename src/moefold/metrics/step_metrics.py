@@ -1,23 +1,17 @@
-"""Metrics of one optimizer step, and their line in metrics.jsonl.
+"""Compute numbers of a step: of each MoE layer, replicas, times of ranks, activation offload, memory of a process.
 
-Includes per-layer MoE metrics (expert balance, router losses), agreement of the data-parallel replicas, and activation
-offload. `metrics/definitions.py` has the definition of each number. Needs numpy, not torch.
+`metrics/table.py` has the definition of each number. Needs numpy, not torch.
 """
 
-import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-
-from moefold.bounded_read import LongLineError, bounded_lines, open_regular, parse_json
-from moefold.errors import ConfigError
-from moefold.metrics.memory_breakdown import MemoryByPart
-from moefold.metrics.rank_times import RankTimeMetrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,148 +150,65 @@ def _relative_deviation(values: NDArray[np.float64]) -> float | None:
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadMetrics:
-    """Activation offload of one step over all ranks."""
-
-    stored_gib: float
-    kept_gib: float
-    io_s: float
-    waited_s: float
-
-    @classmethod
-    def from_sums(cls, sums: Sequence[float], num_ranks: int) -> Self:
-        """Compute the metrics from sums over the ranks: bytes stored, bytes kept, transfer seconds, wait seconds."""
-        stored_bytes, kept_bytes, io_s, waited_s = sums
-        return cls(
-            stored_gib=stored_bytes / GIB,
-            kept_gib=kept_bytes / GIB,
-            io_s=io_s / num_ranks,
-            waited_s=waited_s / num_ranks,
-        )
+def offload_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
+    """Compute `metrics.table.OFFLOAD` from sums over the ranks: bytes stored, bytes kept, transfer and wait seconds."""
+    stored_bytes, kept_bytes, io_s, waited_s = sums
+    return {
+        "stored_gib": stored_bytes / GIB,
+        "kept_gib": kept_bytes / GIB,
+        "io_s": io_s / num_ranks,
+        "waited_s": waited_s / num_ranks,
+    }
 
 
-MAX_STEP = 2**53
-"""Largest step number that float64 represents exactly."""
-METRICS_FILE = "metrics.jsonl"
-"""Name of the metrics file in the run folder: one JSON object per line, one line per step."""
+COMPUTE = 0
+DATA = 1
+COMM = 2
+"""Columns COMPUTE, DATA and COMM of the times of a rank in one step, in seconds."""
+NUM_TIMES = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepNumbers:
-    """Numbers of the global batch of one optimizer step, equal on all ranks; `definitions.STEP` defines each."""
-
-    loss: float
-    aux_loss: float
-    z_loss: float
-    mtp_loss: float = 0.0
-    indexer_loss: float = 0.0
-    grad_norm: float
-    projected_gradient: float | None = None
-    lr: float
-    expert_load: tuple[float, ...]
-    dropped_fraction: float
-    moe_layers: tuple[MoELayerMetrics, ...] = ()
-    replicas: ReplicaMetrics | None = None
-    offload: OffloadMetrics | None = None
-    memory_by_part: MemoryByPart | None = None
-    attention_max_over_mean: float | None = None
-    attention_moved_rows: int | None = None
-    attention_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMetrics(StepNumbers):
-    """Metrics of one optimizer step, as one rank logs them."""
-
-    step: int
-    tokens: int
-    tokens_consumed: int
-    step_time_s: float
-    tokens_per_s: float
-    tflops_per_rank: float
-    mfu: float | None
-    memory_gib: float
-    save_s: float = 0.0
-    eval_loss: float | None = None
-    skipped: str | None = None
-    rank_times: RankTimeMetrics | None = None
-    loss_terms: dict[str, float] | None = None
-    loss_metrics: dict[str, float] | None = None
-    rl: dict[str, Any] | None = None
-    sites: dict[str, Any] | None = None
-
-    @property
-    def worst_expert_load(self) -> float | None:
-        """Largest value of expert_load (NaN if one is NaN); None for a model without MoE layers."""
-        return max(self.expert_load, key=lambda load: (math.isnan(load), load), default=None)
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the values of the line in metrics.jsonl.
-
-        JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
-        names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
-        """
-        nonfinite: dict[str, str] = {}
-        from moefold.metrics.definitions import STEP
-
-        names = [definition.name for definition in STEP if hasattr(self, definition.name)]
-        record = {name: _to_plain(getattr(self, name), name, nonfinite) for name in names}
-        if nonfinite:
-            record["nonfinite"] = nonfinite
-        return record
-
-    def to_json(self) -> str:
-        """Return one line of JSON, without the newline, floats at full precision."""
-        return json.dumps(self.to_record(), allow_nan=False)
-
-
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield each line of a metrics file, without its newline, with its record; None for an invalid (truncated) line.
-
-    A missing file yields nothing.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a regular file, or has an overlong line.
-    """
-    if not path.exists():
-        return
-    try:
-        with open_regular(path) as file:
-            for line in bounded_lines(file):
-                text = line.decode("utf-8", errors="replace").rstrip("\n")
-                yield text, parse_step(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; remove it, or name another run") from None
-    except LongLineError as error:
-        raise ConfigError(f"{path} is not a metrics file: {error}; remove it, or name another run") from None
-
-
-def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
-    """Return a JSON-serialisable value; record NaN and infinities in `nonfinite` under their full names."""
-    if isinstance(value, tuple):
-        return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
-    if isinstance(value, dict):
-        return {key: _to_plain(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
-    if isinstance(value, MemoryByPart):
-        return asdict(value)
-    if isinstance(value, MoELayerMetrics | ReplicaMetrics | RankTimeMetrics | OffloadMetrics):
-        return {key: _finite(part, f"{name}.{key}", nonfinite) for key, part in asdict(value).items()}
-    return _finite(value, name, nonfinite)
-
-
-def _finite(value: float | str | None, name: str, nonfinite: dict[str, str]) -> float | str | None:
-    if value is None or isinstance(value, str) or math.isfinite(value):
-        return value
-    nonfinite[name] = str(float(value))
-    return None
-
-
-def parse_step(text: str | bytes) -> dict[str, Any] | None:
-    """Return the record of a line of a metrics file; None for an invalid line."""
-    try:
-        record = parse_json(text)
-    except ValueError:
+def rank_time_metrics(times: NDArray[np.float64]) -> dict[str, float] | None:
+    """Compute `metrics.table.RANK_TIMES` from the times of each rank, [ranks, (own, data, wait)]; None if all are 0."""
+    if not times.any():
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and 0 <= step <= MAX_STEP else None
+    own = times[:, COMPUTE]
+    return {
+        "own_min_s": float(own.min()),
+        "own_median_s": float(np.median(own)),
+        "own_max_s": float(own.max()),
+        "slowest_rank": int(own.argmax()),
+        "data_max_s": float(times[:, DATA].max()),
+        "wait_min_s": float(times[:, COMM].min()),
+        "wait_median_s": float(np.median(times[:, COMM])),
+    }
+
+
+_PROCESS_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_gib(device_type: str) -> float:
+    """Return the peak memory of this process in GiB, since it started.
+
+    On `cuda` this is the peak of allocated tensor bytes on the current device (`torch.cuda.max_memory_allocated`),
+    which the recipe's sizes determine. The caching allocator's unused blocks, the CUDA context and NCCL's buffers come
+    on top, so leave headroom above it.
+
+    On `cpu` it is the peak resident set of the process, code and libraries included (about 0.3 GiB for torch), as torch
+    has no CPU tensor statistics. On Linux it is VmHWM of /proc; elsewhere `getrusage`, which is second choice because a
+    child process inherits its parent's peak.
+
+    Args:
+        device_type: "cuda" or "cpu".
+    """
+    if device_type == "cuda":
+        import torch
+
+        return float(torch.cuda.max_memory_allocated()) / GIB
+    if _PROCESS_STATUS.exists():
+        for line in _PROCESS_STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024 / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+    return peak_bytes / GIB

@@ -14,48 +14,13 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError
 from moefold.extras import install_command
-from moefold.metrics.step_metrics import StepMetrics
+from moefold.metrics.table import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
 
-EVAL_LOSS_CURVE = "eval/loss"
 GIB = 2**30
-_SCALARS = (
-    ("train/loss", "loss"),
-    ("train/aux_loss", "aux_loss"),
-    ("train/z_loss", "z_loss"),
-    ("train/mtp_loss", "mtp_loss"),
-    ("train/indexer_loss", "indexer_loss"),
-    ("train/grad_norm", "grad_norm"),
-    ("train/lr", "lr"),
-    ("train/tokens", "tokens"),
-    (EVAL_LOSS_CURVE, "eval_loss"),
-    ("speed/step_time_s", "step_time_s"),
-    ("speed/tokens_per_s", "tokens_per_s"),
-    ("speed/tflops_per_rank", "tflops_per_rank"),
-    ("speed/mfu", "mfu"),
-    ("memory/peak_gib", "memory_gib"),
-    ("moe/dropped_fraction", "dropped_fraction"),
-    ("moe/worst_expert_load", "worst_expert_load"),
-    ("attention/max_over_mean", "attention_max_over_mean"),
-    ("attention/moved_rows", "attention_moved_rows"),
-    ("attention/bytes", "attention_bytes"),
-)
-
-_LAYER_SCALARS = (
-    ("expert_load", "load"),
-    ("expert_load_cv", "load_cv"),
-    ("dead_experts", "dead_experts"),
-    ("dropped_fraction", "dropped_fraction"),
-    ("zero_expert_fraction", "zero_fraction"),
-    ("router_entropy", "router_entropy"),
-    ("router_aux_loss", "aux_loss"),
-    ("router_z_loss", "z_loss"),
-    ("expert_bias_min", "bias_min"),
-    ("expert_bias_max", "bias_max"),
-)
-"""Curve name and field of the metrics of one MoE layer."""
+EVAL_CURVE = SHOWN["eval_loss"].curve
 _MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")
 """Curves whose minimum over the layers is logged too."""
-_TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVAL_LOSS_CURVE: "1_loss/eval", "speed/": "2_speed/"}
+_TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVAL_CURVE: "1_loss/eval", "speed/": "2_speed/"}
 """Renamed tags and groups that TensorBoard shows first, as it sorts groups by name and digits before letters."""
 _WANDB_VARIABLES = (
     ("project", "WANDB_PROJECT"),
@@ -111,14 +76,14 @@ class TensorBoardTracker:
         if config:
             self._writer.add_text("recipe", _as_markdown(config), global_step=resume_step)
 
-    def log(self, metrics: StepMetrics) -> None:
+    def log(self, values: Mapping[str, Any]) -> None:
         """Log one step."""
-        for name, value in _scalars(metrics, per_layer=self._per_layer).items():
-            self._writer.add_scalar(_tensorboard_tag(name), value, global_step=metrics.step)
+        for name, value in _scalars(values, per_layer=self._per_layer).items():
+            self._writer.add_scalar(_tensorboard_tag(name), value, global_step=values["step"])
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
         """Log the evaluation loss of a step that was logged without it."""
-        self._writer.add_scalar(_tensorboard_tag(EVAL_LOSS_CURVE), eval_loss, global_step=step)
+        self._writer.add_scalar(_tensorboard_tag(EVAL_CURVE), eval_loss, global_step=step)
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -145,13 +110,13 @@ class WandbTracker:
             settings=wandb.Settings(console="off"),
         )
 
-    def log(self, metrics: StepMetrics) -> None:
+    def log(self, values: Mapping[str, Any]) -> None:
         """Log one step."""
-        self._run.log(_scalars(metrics, per_layer=self._per_layer), step=metrics.step)
+        self._run.log(_scalars(values, per_layer=self._per_layer), step=values["step"])
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
         """Log the evaluation loss of a past step as a summary, as wandb's history is append-only."""
-        self._run.summary[f"{EVAL_LOSS_CURVE} of step {step}"] = eval_loss
+        self._run.summary[f"{EVAL_CURVE} of step {step}"] = eval_loss
 
     def close(self) -> None:
         """Finish the wandb run: upload, or complete the offline files."""
@@ -161,24 +126,30 @@ class WandbTracker:
 Tracker = TensorBoardTracker | WandbTracker
 
 
-def _scalars(metrics: StepMetrics, *, per_layer: bool) -> dict[str, float]:
+def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
     """Return the scalars of a step by curve name."""
-    scalars = {name: getattr(metrics, key) for name, key in _SCALARS}
-    scalars |= {f"train/loss_terms/{name}": value for name, value in (metrics.loss_terms or {}).items()}
-    scalars |= {f"train/loss_metrics/{name}": value for name, value in (metrics.loss_metrics or {}).items()}
-    scalars |= {f"rl/{name}": value for name, value in (metrics.rl or {}).items() if name != "rewards"}
-    of_functions = (metrics.rl or {}).get("rewards") or {}
-    scalars |= {f"rl/rewards/{name}": value for name, value in of_functions.items()}
-    for curve, key in _LAYER_SCALARS:
-        values = {layer.layer: getattr(layer, key) for layer in metrics.moe_layers}
-        scalars |= _over_layers(curve, [value for value in values.values() if value is not None])
+    scalars = {shown.curve: number_of(values, path) for path, shown in SHOWN.items() if shown.curve}
+    program = {name: values[name] for name in values.keys() - {metric.name for metric in STEP}}
+    scalars |= _tree("program", program)
+    for section, start in TRACKED.items():
+        scalars |= _tree(start, values.get(section) or {})
+    for name, curve in LAYER_CURVES.items():
+        of_layers = {layer.layer: getattr(layer, name) for layer in values["moe_layers"]}
+        scalars |= _over_layers(curve, [value for value in of_layers.values() if value is not None])
         if per_layer:
-            scalars |= {f"{curve}/layer_{layer:03d}": value for layer, value in values.items()}
-    if metrics.memory_by_part is not None:
-        scalars |= {
-            f"memory_by_part/{part}": max(sizes) / GIB for part, sizes in metrics.memory_by_part.peak_bytes.items()
-        }
+            scalars |= {f"{curve}/layer_{layer:03d}": value for layer, value in of_layers.items()}
+    if values["memory_by_part"] is not None:
+        peaks = values["memory_by_part"].peak_bytes
+        scalars |= {f"memory_by_part/{part}": max(sizes) / GIB for part, sizes in peaks.items()}
     return {name: value for name, value in scalars.items() if value is not None}
+
+
+def _tree(start: str, values: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the numbers of a record, also below its names."""
+    found: dict[str, float | None] = {}
+    for name, value in values.items():
+        found |= _tree(f"{start}/{name}", value) if isinstance(value, Mapping) else {f"{start}/{name}": value}
+    return found
 
 
 def _over_layers(curve: str, values: list[float]) -> dict[str, float]:

@@ -11,13 +11,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from moefold.config.metrics import MetricsConfig
 from moefold.errors import ConfigError
-from moefold.metrics.step_metrics import METRICS_FILE, StepMetrics, read_records
+from moefold.metrics.reader import METRICS_FILE, NONFINITE, nonfinite_of, read_lines, read_records
 
 if TYPE_CHECKING:
     from moefold.metrics.tracker import Tracker
@@ -108,21 +109,21 @@ class MetricsWriter:
             started = {name: outputs.attempt(name, start) for name, start in starters.items()}
             self._trackers = {name: tracker for name, tracker in started.items() if tracker is not None}
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, values: Mapping[str, Any]) -> None:
         """Append one step, flush to the operating system, and log it to the trackers."""
-        self._outputs.attempt(METRICS_FILE, lambda: self._append(metrics))
-        self._track(lambda tracker: tracker.log(metrics))
+        self._outputs.attempt(METRICS_FILE, lambda: self._append(values))
+        self._track(lambda tracker: tracker.log(values))
 
     def lacks_evaluation(self, step: int) -> bool:
         """Return whether the file has a step without its evaluation loss."""
         return bool(self._outputs.attempt(METRICS_FILE, lambda: self._lacks_evaluation(step)))
 
     def _lacks_evaluation(self, step: int) -> bool:
-        records = [record for _, record in read_records(self._path) if record is not None and record["step"] == step]
-        return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in _nonfinite(records[-1])
+        records = [record for record in read_records(self._path.parent) if record["step"] == step]
+        return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in nonfinite_of(records[-1])
 
     def add_evaluation(self, step: int, eval_loss: float) -> None:
-        """Write the evaluation loss into the line of a step, and log it to the trackers."""
+        """Write the evaluation loss into the line of a step, or as the first line, and log it to the trackers."""
         self._outputs.attempt(METRICS_FILE, lambda: self._add_evaluation(step, eval_loss))
         self._track(lambda tracker: tracker.log_evaluation(step, eval_loss))
 
@@ -131,9 +132,9 @@ class MetricsWriter:
         self.removed_lines = truncate_metrics(self._path, resume_step)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def _append(self, metrics: StepMetrics) -> None:
+    def _append(self, values: Mapping[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(metrics.to_json() + "\n")
+        self._file.write(json.dumps(to_record(values), allow_nan=False) + "\n")
         self._file.flush()
 
     def _track(self, log: "Callable[[Tracker], None]") -> None:
@@ -142,14 +143,16 @@ class MetricsWriter:
 
     def _add_evaluation(self, step: int, eval_loss: float) -> None:
         lines = []
-        for line, record in read_records(self._path):
+        for line, record in read_lines(self._path):
             if record is not None and record["step"] == step:
                 is_finite = math.isfinite(eval_loss)
                 record[EVAL_LOSS] = eval_loss if is_finite else None
                 if not is_finite:
-                    record["nonfinite"] = _nonfinite(record) | {EVAL_LOSS: str(eval_loss)}
+                    record[NONFINITE] = nonfinite_of(record) | {EVAL_LOSS: str(eval_loss)}
                 line = json.dumps(record, allow_nan=False)
             lines.append(line + "\n")
+        if not lines:
+            lines = [json.dumps(to_record({"step": step, EVAL_LOSS: eval_loss})) + "\n"]
         assert self._file is not None
         self._file.close()
         _write_atomically(self._path, lines)
@@ -172,6 +175,31 @@ class MetricsWriter:
         self.close()
 
 
+def to_record(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line in metrics.jsonl of the numbers of a step.
+
+    JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
+    names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
+    """
+    nonfinite: dict[str, str] = {}
+    record = {name: _to_plain(value, name, nonfinite) for name, value in values.items()}
+    return record | {NONFINITE: nonfinite} if nonfinite else record
+
+
+def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
+    """Return a JSON-serialisable value; record NaN and infinities in `nonfinite` under their full names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {key: _to_plain(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
+    if value is None or isinstance(value, str) or math.isfinite(value):
+        return value
+    nonfinite[name] = str(float(value))
+    return None
+
+
 def truncate_metrics(path: Path, last_step: int) -> int:
     """Remove the steps past `last_step` and invalid lines from a metrics file, which is replaced atomically.
 
@@ -180,7 +208,7 @@ def truncate_metrics(path: Path, last_step: int) -> int:
     """
     kept: list[str] = []
     removed = 0
-    for line, record in read_records(path):
+    for line, record in read_lines(path):
         if record is not None and record["step"] <= last_step:
             kept.append(line + "\n")
         else:
@@ -197,12 +225,6 @@ def _write_atomically(path: Path, lines: Sequence[str]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-
-
-def _nonfinite(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the NaN and infinite values of a record, by name."""
-    found = record.get("nonfinite")
-    return found if isinstance(found, dict) else {}
 
 
 def _ends_mid_line(path: Path) -> bool:

@@ -31,8 +31,8 @@ from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
 from moefold.data.sampler import Sampler
 from moefold.errors import SIGNAL_STATUS
-from moefold.metrics.progress import format_count
 from moefold.optim.lr_schedule import continuation
+from moefold.terminal import format_count
 
 MIN_UNBOUNDED_SAMPLES = 2**39
 """A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""

@@ -21,13 +21,13 @@ from moefold.cost.adapter_spec import expert_names
 from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, dispatch_sizes
 from moefold.data.dataset import open_dataset
 from moefold.host.processes import block_signals
-from moefold.metrics.memory_breakdown import NOT_ACTIVATIONS
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import build_optimizer
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import StateStore, is_moment
 from moefold.parallel.batch import Batch
+from moefold.parallel.memory_tracking import NOT_ACTIVATIONS
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold_mapping

@@ -42,7 +42,7 @@ from moefold.data.fingerprint import fingerprint
 from moefold.data.moved_files import LOCATION_KEYS
 from moefold.errors import format_list
 from moefold.host.folder_lock import LOCK_FILE, is_in_use
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import METRICS_FILE, read_records
 from moefold.remote_path import to_path
 from moefold.train.resolved_keys import keep_resolved
 
@@ -207,9 +207,7 @@ def _starts_over(folder: Path, cfg: Config) -> bool:
     if any(not _is_free_to_change(key) for key in differing) or "checkpoint.dir" in differing:
         return False
     before = _settings(Config()) | settings
-    last_step = max(
-        (record["step"] for _, record in read_records(folder / METRICS_FILE) if record is not None), default=0
-    )
+    last_step = max((record["step"] for record in read_records(folder)), default=0)
     every = before["checkpoint.every"]
     if (every and last_step > every) or not (every or before["checkpoint.at_end"]):
         return False

@@ -14,9 +14,16 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
-from moefold.metrics.memory_breakdown import MemoryByPart, peak_memory_gib
-from moefold.metrics.rank_times import COMM, COMPUTE, DATA, NUM_TIMES
-from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, StepNumbers
+from moefold.metrics.step_metrics import (
+    COMM,
+    COMPUTE,
+    DATA,
+    NUM_TIMES,
+    MoELayerMetrics,
+    ReplicaMetrics,
+    offload_metrics,
+    peak_memory_gib,
+)
 from moefold.model.loss_metrics import MISMATCH
 from moefold.parallel.expert_parallel import local_receive_load
 from moefold.parallel.gradients import local_norm_sq
@@ -25,15 +32,33 @@ from moefold.train.step_guard import Mismatch, StepDecision
 
 if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
+    from moefold.parallel.memory_tracking import MemoryByPart
     from moefold.parallel.replica_check import Divergence, HostFact
     from moefold.train.attention_meter import AttentionMeter
     from moefold.train.nonfinite import NonFiniteReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult(StepNumbers):
-    """Results of one step over the whole global batch; equal on all ranks."""
+class StepResult:
+    """Results of one step over the whole global batch, equal on all ranks; `metrics.table.STEP` defines the numbers."""
 
+    loss: float
+    aux_loss: float
+    z_loss: float
+    mtp_loss: float = 0.0
+    indexer_loss: float = 0.0
+    grad_norm: float
+    projected_gradient: float | None = None
+    lr: float
+    expert_load: tuple[float, ...]
+    dropped_fraction: float
+    moe_layers: tuple[MoELayerMetrics, ...] = ()
+    replicas: ReplicaMetrics | None = None
+    offload: dict[str, float] | None = None
+    memory_by_part: "MemoryByPart | None" = None
+    attention_max_over_mean: float | None = None
+    attention_moved_rows: int | None = None
+    attention_bytes: int | None = None
     expert_counts: np.ndarray
     """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
     flags: tuple[int, ...]
@@ -41,7 +66,7 @@ class StepResult(StepNumbers):
     peak_memory_gib: float
     """Largest peak memory over the ranks since they started, up to the gradients of this step."""
     rank_times: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_TIMES)))
-    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.rank_times`."""
+    """Compute, data and communication time of each rank in seconds, float64 [ranks, 3]; see `metrics.step_metrics`."""
     decision: StepDecision = StepDecision("update")
     """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: "NonFiniteReport | None" = None
@@ -52,6 +77,12 @@ class StepResult(StepNumbers):
     """The metrics of the loss function by name: logged, not minimised."""
     divergences: "tuple[Divergence, ...]" = ()
     """Values that differ between ranks although they should be equal, if the step was checked."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers by name that the table of metrics has."""
+        from moefold.metrics.table import STEP
+
+        return {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
 
     def guarded_metrics(self) -> dict[str, float]:
         """Return the values that must be finite, by their name in a message."""
@@ -219,12 +250,8 @@ class StepMeter:
             flags=tuple(int(count) for count in totals["flags"].tolist()),
             peak_memory_gib=float(totals["memory"].max()),
             rank_times=times.numpy(),
-            memory_by_part=(
-                MemoryByPart.from_ranks(totals["memory by part"].tolist()) if totals["memory by part"].numel() else None
-            ),
-            offload=(
-                OffloadMetrics.from_sums(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None
-            ),
+            memory_by_part=_memory_by_part(totals["memory by part"]),
+            offload=(offload_metrics(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None),
             **({} if self._attention is None else self._attention.metrics(totals["attention"])),
         )
 
@@ -295,6 +322,14 @@ class StepMeter:
             )
             for i, number in enumerate(self._moe_numbers)
         )
+
+
+def _memory_by_part(ranks_bytes: Tensor) -> "MemoryByPart | None":
+    if not ranks_bytes.numel():
+        return None
+    from moefold.parallel.memory_tracking import MemoryByPart
+
+    return MemoryByPart.from_ranks(ranks_bytes.tolist())
 
 
 class MetricPacker:

@@ -79,14 +79,14 @@ class Trainer:
         self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
         self._checkpointing = Checkpointing(cfg, groups, history)
-        self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
         self._further_callbacks = tuple(callbacks)
+        self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
 
     def _recipe_callbacks(self, *, measures_kernels: bool) -> tuple[Callback, ...]:
         """Return the callbacks of the recipe in order. What a recipe does not ask for is not imported."""
         cfg = self._cfg
         rounds: tuple[Callback, ...] = ()
-        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train.eval_every, cfg.run.steps),)
+        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train, cfg.run.steps),)
         rollouts: tuple[Callback, ...] = ()
         reference: tuple[Callback, ...] = ()
         kernels: tuple[Callback, ...] = ()
@@ -123,7 +123,11 @@ class Trainer:
             *evaluations,
             RoutingTraceSaving(),
             MetricsLogging(
-                cfg.run, cfg.metrics, step_flops_per_token(cfg.model, cfg.train, cfg.lora), self._groups.device
+                cfg.run,
+                cfg.metrics,
+                step_flops_per_token(cfg.model, cfg.train, cfg.lora),
+                self._groups.device,
+                self._further_callbacks,
             ),
             *rollouts,
             StragglerDetection(cfg.faults.straggler_factor),

@@ -28,7 +28,7 @@ from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
-from moefold.metrics.step_metrics import METRICS_FILE, read_records
+from moefold.metrics.reader import read_steps
 from moefold.model.loss_function import LossFunction
 from moefold.recipe import LoadedRecipe
 from moefold.remote_path import is_remote, to_path
@@ -73,13 +73,20 @@ class ProgramParts:
     on_step: Callable[[dict[str, Any]], None] | None = None
     """Called with the metrics of each step, on each rank that trains."""
 
+    def __post_init__(self) -> None:
+        further = [metric for callback in self.callbacks for metric in callback.metrics]
+        if further:
+            from moefold.metrics.table import check_metrics
+
+            check_metrics(further)
+
 
 def finished_outcome(setup: "RunSetup") -> TrainOutcome | None:
     """Return the outcome of a run whose checkpoint has all steps already; None if steps are left."""
     if not setup.is_finished:
         return None
     run_dir = Path(setup.folder.cfg.run.dir)
-    records = [record for _, record in read_records(run_dir / METRICS_FILE) if record is not None]
+    records = read_steps(run_dir)
     return TrainOutcome(0, run_dir, records[-1] if records else None, setup.resume)
 
 

@@ -4,56 +4,8 @@
 (() => {
   const { element, number } = Board;
 
-  // Group, and metrics with their titles; metrics of no entry come last under their names.
-  const GROUPS = [
-    ["Training", {
-      loss: "loss, nats", eval_loss: "held-out loss, nats", grad_norm: "gradient norm", lr: "learning rate",
-    }],
-    ["Reinforcement learning", {
-      "rl.reward": "reward", "rl.eval_reward": "held-out reward", "rl.kl": "KL to the reference, nats",
-      "rl.entropy": "entropy, nats", "rl.length_mean": "length, tokens", "rl.solved": "solved groups",
-      "rl.mixed_groups": "groups with two rewards", "rl.truncated": "truncated", "rl.clipped": "clipped tokens",
-      "rl.ratio_max": "largest ratio", "rl.mismatch_mean": "mismatch of sampler, nats", "rl.rollout_s": "sampling, s",
-      "rl.rollout_tokens_per_s": "sampled tokens/s",
-    }],
-    ["Speed", {
-      tokens_per_s: "tokens/s", mfu: "MFU", tflops_per_rank: "TFLOP/s of a rank", step_time_s: "step, s",
-      save_s: "blocked by saving, s",
-    }],
-    ["Experts", {
-      worst_expert_load: "busiest expert over mean", dropped_fraction: "dropped tokens",
-      aux_loss: "load-balancing loss", z_loss: "router z-loss",
-    }],
-    ["Parts of the loss", {
-      mtp_loss: "multi-token prediction loss, nats", indexer_loss: "loss of the indexers, nats",
-      projected_gradient: "projected gradient",
-    }],
-    ["Memory and ranks", {
-      memory_gib: "peak memory of the fullest rank, GiB", "rank_times.own_max_s": "work of the slowest rank, s",
-      "rank_times.own_median_s": "work of the median rank, s", "rank_times.own_min_s": "work of the fastest rank, s",
-      "rank_times.wait_median_s": "wait of the median rank, s", "rank_times.wait_min_s": "least wait of a rank, s",
-      "rank_times.data_max_s": "longest data loading of a rank, s",
-    }],
-    ["Attention", {
-      attention_max_over_mean: "attention pairs, busiest rank over mean", attention_moved_rows: "query rows on other ranks",
-      attention_bytes: "bytes sent by attention",
-    }],
-  ];
-  // Units stand at the end of the names of metrics.
-  const UNITS = [["_per_s", "/s"], ["_s", ", s"], ["_gib", ", GiB"], ["_bytes", ", bytes"]];
-  const rest = (name) => {
-    const word = name.slice(name.indexOf(".") + 1);
-    const [ending, unit] = UNITS.find(([end]) => word.endsWith(end)) || ["", ""];
-    return word.slice(0, word.length - ending.length).replaceAll("_", " ") + unit;
-  };
-  // Groups of the metrics that are not listed.
-  const PREFIXES = [
-    ["rl.", "Reinforcement learning", rest], ["loss_", "Parts of the loss", rest], ["rank_times.", "Memory and ranks", rest],
-    ["offload.", "Memory and ranks", (name) => `offload: ${rest(name)}`], ["attention_", "Attention", rest],
-    ["replicas.", "Replicas", rest], ["sites.", "Sites", rest], ["", "Others", rest],
-  ];
-  // Shown in other views, or steps of the axis.
-  const HIDDEN = new Set(["tokens", "tokens_consumed", "rank_times.slowest_rank"]);
+  // Group of the charts that are drawn large.
+  const MAIN = "Training";
   const AXES = [["step", "step"], ["tokens", "tokens"], ["time_s", "training time"]];
   const NO_SMOOTHING = "0";
   const FEW_POINTS = 30;
@@ -85,16 +37,12 @@
   const isWorthShowing = (metric, answers) => answers.some(({ series }) => series[metric] && (metric === "loss" || !series[metric].is_zero));
 
   const grouped = (answers) => {
-    const names = new Set(answers.flatMap(({ series }) => Object.keys(series)));
-    const listed = new Set(GROUPS.flatMap(([, metrics]) => Object.keys(metrics)));
-    const groups = new Map(GROUPS.map(([group, metrics]) => [group, Object.entries(metrics)]));
-    for (const name of [...names].filter((one) => !listed.has(one) && !HIDDEN.has(one)).sort()) {
-      const [, group, title] = PREFIXES.find(([prefix]) => name.startsWith(prefix));
-      groups.set(group, [...(groups.get(group) || []), [name, title(name)]]);
+    const charts = new Map(answers.flatMap((answer) => answer.charts.map(([place, name, group, title]) => [name, { place, group, title }])));
+    const groups = new Map();
+    for (const [name, { group, title }] of [...charts].sort(([a, first], [b, second]) => first.place - second.place || (a < b ? -1 : 1))) {
+      if (isWorthShowing(name, answers)) groups.set(group, [...(groups.get(group) || []), [name, title]]);
     }
-    return [...groups]
-      .map(([group, metrics]) => [group, metrics.filter(([metric]) => names.has(metric) && isWorthShowing(metric, answers))])
-      .filter(([, metrics]) => metrics.length);
+    return [...groups];
   };
 
   const onAxis = (steps, axes) => {
@@ -412,7 +360,7 @@
         root.dataset.shape = shape;
         for (const [group, metrics] of groups) {
           // Rows of three, unless one card would be alone in its row.
-          const columns = group === GROUPS[0][0] ? "main-cards" : metrics.length % 3 === 1 ? "small-cards" : "";
+          const columns = group === MAIN ? "main-cards" : metrics.length % 3 === 1 ? "small-cards" : "";
           const grid = element("div", { class: `cards ${columns}` });
           for (const [metric, title] of metrics) {
             const chart = card(metric, title);

@@ -1,19 +1,21 @@
 """Hooks of the training loop: the base class of callbacks, and the state that the loop passes to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.comm.groups import ParallelGroups
-from moefold.metrics.step_metrics import StepMetrics
 from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader
 from moefold.train.signals import StopSignals
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
+
+if TYPE_CHECKING:
+    from moefold.metrics.table import Metric
 
 
 @dataclass
@@ -46,8 +48,8 @@ class TrainingContext:
     stop: StopSignals
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
-    metrics: StepMetrics | None = None
-    """Metrics of the last step, on every rank; None before the first."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Metrics of the last step by name, on every rank, as `metrics.table.STEP` lists them; empty before the first."""
     is_resumed: bool = False
     """A checkpoint was loaded."""
     status: int = 0
@@ -101,6 +103,13 @@ class Callback:
     All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
     belongs into the callback. With several GPU ranks a callback must be picklable. An exception ends the run.
     """
+
+    metrics: "Sequence[Metric]" = ()
+    """Definitions of the metrics that `measure` returns."""
+
+    def measure(self, run: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
+        """Return this rank's values of `metrics` by name, before the line of the step is written; None: no value."""
+        return {}
 
     def on_start(self, run: TrainingContext) -> None:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""

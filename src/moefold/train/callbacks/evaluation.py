@@ -3,6 +3,7 @@
 from signal import Signals
 
 from moefold.comm.groups import current_world
+from moefold.config.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
@@ -13,28 +14,33 @@ class PeriodicEvaluation(Callback):
     """Callback that computes the validation loss every train.eval_every steps and after the last step.
 
     Args:
-        every: train.eval_every; 0: never.
+        train: train.eval_every, 0: never; train.eval_at_start.
         last_step: run.steps.
     """
 
-    def __init__(self, every: int, last_step: int) -> None:
-        self._every = every
+    def __init__(self, train: TrainConfig, last_step: int) -> None:
+        self._every = train.eval_every
+        self._at_start = train.eval_at_start
         self._last_step = last_step
 
     def on_start(self, run: TrainingContext) -> None:
-        """Run the evaluation that a signal prevented before the checkpoint was written; collective.
+        """Evaluate before the first step, or as a signal prevented before the checkpoint was written; collective.
 
         Sets the exit status of the run if another signal came.
         """
         step = run.position.step
-        is_missing = run.log is not None and run.log.lacks_evaluation(step)
-        if not run.is_resumed or not self._is_due(step) or not any(current_world().all_gather_object(is_missing)):
+        is_first = self._at_start and step == 0
+        is_missing = run.log is not None and run.log.writer.lacks_evaluation(step)
+        is_made_up = run.is_resumed and self._is_due(step) and any(current_world().all_gather_object(is_missing))
+        if not is_first and not is_made_up:
             return
         for layer in run.training.model.moe_layers().values():
             layer.begin_step(step)
         eval_loss, raised = _evaluate(run)
         if run.log is not None and eval_loss is not None:
-            run.log.add_evaluation(step, eval_loss)
+            run.log.writer.add_evaluation(step, eval_loss)
+            why = "before the first step" if is_first else "made up after a signal"
+            run.log.message(f"step {step}: eval {eval_loss:.4f}, {why}")
         if raised and eval_loss is None:
             run.status = SIGNAL_STATUS + raised[0]
 

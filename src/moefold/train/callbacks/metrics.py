@@ -1,9 +1,8 @@
 """Callbacks that write the metrics of each step, and the routing of traced steps."""
 
 import socket
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,9 +11,12 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
-from moefold.metrics.rank_times import RankTimeMetrics, Stragglers
-from moefold.metrics.step_metrics import StepMetrics, StepNumbers
+from moefold.metrics.step_metrics import rank_time_metrics
+from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+
+if TYPE_CHECKING:
+    from moefold.metrics.rank_times import Stragglers
 
 
 class MetricsLogging(Callback):
@@ -25,43 +27,58 @@ class MetricsLogging(Callback):
         metrics: for the peak that a recipe gives.
         flops_per_token: FLOPs of a step for each token of the batch.
         device: device of the rank.
+        callbacks: of the program, which may measure more.
     """
 
-    def __init__(self, run: RunConfig, metrics: MetricsConfig, flops_per_token: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        metrics: MetricsConfig,
+        flops_per_token: float,
+        device: torch.device,
+        callbacks: Sequence[Callback],
+    ) -> None:
         self._flops_per_token = flops_per_token
+        self._measuring = [callback for callback in callbacks if callback.metrics]
         name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
         self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
         run.groups.recorder.set_phase("writing metrics")
-        run.metrics = self._metrics(run, step)
+        from moefold.metrics.table import reduced, step_values
+
+        values = self._values(run, step)
+        further = [metric for callback in self._measuring for metric in callback.metrics]
+        if further:
+            own = {name: value for one in self._measuring for name, value in one.measure(run, step).items()}
+            values |= reduced(further, current_world().all_gather_object(own))
+        run.metrics = step_values(values, further)
         if run.log is not None:
             run.log.write(run.metrics, step.result.expert_counts)
 
-    def _metrics(self, run: TrainingContext, step: FinishedStep) -> StepMetrics:
+    def _values(self, run: TrainingContext, step: FinishedStep) -> dict[str, Any]:
         result = step.result
         tokens_per_s = step.num_tokens / step.step_time_s
         tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
-        return StepMetrics(
-            **{field.name: getattr(result, field.name) for field in fields(StepNumbers)},
-            step=step.number,
-            loss_terms=result.loss_terms if len(result.loss_terms) > 1 else None,
-            loss_metrics=None if step.rl else result.loss_metrics or None,
-            tokens=run.position.tokens,
-            tokens_consumed=run.position.tokens_consumed,
-            step_time_s=step.step_time_s,
-            tokens_per_s=tokens_per_s,
-            tflops_per_rank=tflops,
-            mfu=tflops / self._peak_tflops if self._peak_tflops else None,
-            memory_gib=result.peak_memory_gib,
-            save_s=run.save_s,
-            eval_loss=step.eval_loss,
-            rank_times=RankTimeMetrics.from_ranks(result.rank_times),
-            rl=step.rl and step.rl | result.loss_metrics,
-            sites=step.sites,
-            skipped=result.decision.reason if result.decision.action == "skip" else None,
-        )
+        return result.numbers() | {
+            "step": step.number,
+            "loss_terms": result.loss_terms if len(result.loss_terms) > 1 else None,
+            "loss_metrics": None if step.rl else result.loss_metrics or None,
+            "tokens": run.position.tokens,
+            "tokens_consumed": run.position.tokens_consumed,
+            "step_time_s": step.step_time_s,
+            "tokens_per_s": tokens_per_s,
+            "tflops_per_rank": tflops,
+            "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
+            "memory_gib": result.peak_memory_gib,
+            "save_s": run.save_s,
+            "eval_loss": step.eval_loss,
+            "rank_times": rank_time_metrics(result.rank_times),
+            "rl": step.rl and step.rl | result.loss_metrics,
+            "sites": step.sites,
+            "skipped": result.decision.reason if result.decision.action == "skip" else None,
+        }
 
 
 class StepReporting(Callback):
@@ -78,11 +95,10 @@ class StepReporting(Callback):
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Report the step, and keep its metrics if it is the last one."""
-        assert run.metrics is not None, "the metrics are computed before the callbacks of a program run"
         if step.is_last or step.signals:
-            self.last = run.metrics.to_record()
+            self.last = to_record(run.metrics)
         if self._on_step is not None:
-            self._on_step(run.metrics.to_record())
+            self._on_step(to_record(run.metrics))
 
 
 class RoutingTraceSaving(Callback):
@@ -115,6 +131,8 @@ class StragglerDetection(Callback):
         """Gather the host names of all ranks; collective."""
         layout = run.groups.layout
         if self._factor and layout.world_size > 1:
+            from moefold.metrics.rank_times import Stragglers
+
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 

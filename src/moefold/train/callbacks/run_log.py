@@ -17,8 +17,6 @@ from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.progress import Progress, StepLine
-from moefold.metrics.rank_times import describe_straggler
-from moefold.metrics.step_metrics import StepMetrics
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
@@ -61,6 +59,8 @@ class RunLog:
         self.outputs = AuxiliaryOutputs(self.message)
         """Files and trackers that may fail while the run goes on."""
         self._stack = ExitStack()
+        self.writer: MetricsWriter
+        """Writes metrics.jsonl and logs to the trackers."""
         self._writers = ExitStack()
         self._counts: ExpertCountsWriter | None = None
         self.trace_writer: RoutingTraceWriter | None = None
@@ -101,23 +101,14 @@ class RunLog:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def write(self, metrics: StepMetrics, expert_counts: np.ndarray) -> None:
+    def write(self, values: Mapping[str, Any], expert_counts: np.ndarray) -> None:
         """Log one step."""
         counts = self._counts
-        if counts is not None and is_due(self._cfg.metrics.expert_counts_every, metrics.step):
+        if counts is not None and is_due(self._cfg.metrics.expert_counts_every, values["step"]):
             of_experts = expert_counts[:, : self._cfg.model.experts.num_experts]
-            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(metrics.step, of_experts))
-        self._writer.write(metrics)
-        self._progress.update(metrics)
-
-    def lacks_evaluation(self, step: int) -> bool:
-        """Return whether the log has step `step` but no validation loss for it."""
-        return self._writer.lacks_evaluation(step)
-
-    def add_evaluation(self, step: int, eval_loss: float) -> None:
-        """Log the validation loss of a step that is already in the log."""
-        self._writer.add_evaluation(step, eval_loss)
-        self._progress.message(f"step {step}: eval {eval_loss:.4f}, made up after a signal")
+            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(values["step"], of_experts))
+        self.writer.write(values)
+        self._progress.update(values)
 
     def log_fault(self, record: Mapping[str, Any]) -> None:
         """Append a fault to faults.jsonl."""
@@ -159,6 +150,8 @@ class RunLog:
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
         for record in records:
+            from moefold.metrics.rank_times import describe_straggler
+
             self.log_fault({"step": step} | record)
             self._progress.message(describe_straggler(record))
 
@@ -213,7 +206,7 @@ class RunLog:
         with ExitStack() as stack:
             config = config_to_dict(cfg)
             writer = MetricsWriter(self._dir, cfg.metrics, resume_step=resume_step, config=config, outputs=self.outputs)
-            self._writer = stack.enter_context(writer)
+            self.writer = stack.enter_context(writer)
             self.outputs.attempt(COUNTS_FILE, lambda: truncate_expert_counts(self._dir, resume_step))
             if (self._dir / TRACE_FOLDER).is_dir():
                 from moefold.data.routing_trace import truncate_trace

@@ -1,20 +1,19 @@
 """The definitions of reported numbers: what a run writes and shows, and nothing else; the page is current."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moefold.data.prompts import Prompt
-from moefold.metrics.definitions import GROUPS, MISREAD, definitions_text
+from moefold.errors import RunError
 from moefold.metrics.expert_balance import LayerSummary
-from moefold.metrics.memory_breakdown import MemoryByPart
-from moefold.metrics.metric_curves import CURVE_GROUPS
 from moefold.metrics.progress import StepLine
-from moefold.metrics.rank_times import RankTimeMetrics
-from moefold.metrics.step_metrics import MoELayerMetrics, OffloadMetrics, ReplicaMetrics, StepMetrics
-from moefold.metrics.tracker import _LAYER_SCALARS, _SCALARS
+from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offload_metrics, rank_time_metrics
+from moefold.metrics.table import GROUPS, LAYER_CURVES, LINE, MISREAD, SHOWN, definitions_text, step_values
+from moefold.metrics.writer import to_record
+from moefold.parallel.memory_tracking import MemoryByPart
 from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.statistics import RoundStatistics
 from tests.metrics.example import LAYER, MEMORY, STEP
@@ -23,7 +22,7 @@ from tests.objectives.losses import policy, preference
 from tools.metrics_page import metrics_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-NAMES = {group.prefix: [one.name for one in group.definitions] for group in GROUPS}
+NAMES = {group.prefix: [one.name for one in group.metrics] for group in GROUPS}
 
 
 def test_the_page_is_current():
@@ -35,16 +34,19 @@ def test_the_page_is_current():
     [
         ("moe_layers.", MoELayerMetrics),
         ("replicas.", ReplicaMetrics),
-        ("offload.", OffloadMetrics),
-        ("rank_times.", RankTimeMetrics),
     ],
 )
 def test_each_field_of_a_record_has_one_definition_in_its_order(prefix, record):
     assert NAMES[prefix] == [field.name for field in fields(record)]
 
 
+def test_each_number_of_times_and_offload_has_one_definition_in_its_order():
+    assert NAMES["offload."] == list(offload_metrics((1.0, 1.0, 1.0, 1.0), 1))
+    assert NAMES["rank_times."] == list(rank_time_metrics(np.ones((1, 3))) or {})
+
+
 def test_each_number_of_a_step_has_one_definition():
-    assert sorted(NAMES[""]) == sorted([*(field.name for field in fields(StepMetrics)), "nonfinite"])
+    assert set(NAMES[""]) == {*STEP, "nonfinite"}
     assert NAMES["memory_by_part."][:2] == [field.name for field in fields(MemoryByPart)]
     layers = [name.removeprefix("layers.") for name in NAMES["inspect."] if name.startswith("layers.")]
     assert layers == [field.name for field in fields(LayerSummary)]
@@ -60,20 +62,24 @@ def test_metrics_of_losses_and_rollouts_are_those_that_are_computed():
     assert set(NAMES["loss_metrics."]) == {name for method in methods for name in method.mean_metrics} | {"*"}
 
 
-def test_what_trackers_and_inspect_show_is_of_the_record():
-    extra = {"worst_expert_load"}
-    assert {name for _, name in _SCALARS} - extra <= set(NAMES[""])
-    assert {name for _, name in _LAYER_SCALARS} <= set(NAMES["moe_layers."])
-    for group in CURVE_GROUPS.values():
-        assert set(group.names) <= set(NAMES[f"{group.section}." if group.section else ""])
+def test_what_is_shown_is_of_the_record():
+    assert set(SHOWN) <= {prefix + name for prefix, names in NAMES.items() for name in names}
+    assert set(LAYER_CURVES) == set(NAMES["moe_layers."]) - {"layer"}
+    assert {column.path for column in LINE} - {""} <= set(SHOWN)
+
+
+def test_a_number_without_a_definition_is_refused_by_its_name():
+    with pytest.raises(RunError, match="the metric 'flops' has no definition; add it to STEP in metrics/table.py"):
+        step_values({"loss": 1.0, "flops": 1.0})
 
 
 def test_each_word_of_the_line_of_a_step_is_defined():
     pairs = {"accuracy": 0.5, "margin": 0.25}
-    step = replace(STEP, indexer_loss=0.5, rl={"reward": 0.25}, loss_metrics=pairs, dropped_fraction=0.5)
-    step = replace(step, moe_layers=(LAYER,))
-    line = StepLine(100, is_gpu=True, evaluates=True)
-    parts = [text for mfu in (None, 0.5) for text in line.columns(replace(step, mfu=mfu), 2.5, 60.0).values()]
+    step = STEP | {"indexer_loss": 0.5, "rl": {"reward": 0.25}, "loss_metrics": pairs, "dropped_fraction": 0.5}
+    step = step | {"moe_layers": (LAYER,)}
+    steps = (step, step | {"mfu": 0.5})
+    lines = [StepLine(100, is_gpu=True, evaluates=True).columns(one, 2.5, 60.0) for one in steps]
+    parts = [text for columns in lines for text in columns.values()]
     words = {part: [name for name in NAMES["log."] if name in part] for part in parts}
     assert all(words.values()), words
     others = {"parameters", "active for each token", "tokens to train on", "checkpointing blocked training"}
@@ -81,7 +87,7 @@ def test_each_word_of_the_line_of_a_step_is_defined():
 
 
 def test_a_record_with_an_unknown_name_is_found():
-    record = replace(STEP, memory_by_part=MEMORY, moe_layers=(LAYER,)).to_record()
+    record = to_record(STEP | {"memory_by_part": MEMORY, "moe_layers": (LAYER,)})
     assert undefined(record) == []
     record["moe_layers"][0]["guess"] = 1
     record["rl"] = {"reward": 1.0, "rewards": {"reward.py:f": 1.0}, "prize": 1.0}
@@ -94,6 +100,6 @@ def test_a_record_with_an_unknown_name_is_found():
 def test_the_terminal_has_the_same_definitions():
     text = definitions_text()
     for group in GROUPS:
-        assert all(one.counts in text for one in group.definitions)
-        assert len({one.name for one in group.definitions}) == len(group.definitions)
+        assert all(one.counts in text for one in group.metrics)
+        assert len({one.name for one in group.metrics}) == len(group.metrics)
     assert all(line in text and line in PAGE.read_text(encoding="utf-8") for line in MISREAD)

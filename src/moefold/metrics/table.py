@@ -1,14 +1,23 @@
-"""Definitions of all reported numbers: name, unit, what is counted, and the name that other frameworks give it.
+"""List every reported number once: name, unit, definition, name in other frameworks, and where it is shown.
 
-`python -m tools.metrics_page > docs/metrics.md` writes the page. A test compares the table with the keys of
-metrics.jsonl, of `moefold inspect --json` and with the words of a step's line. Torch-free.
+metrics.jsonl, the line of a step, the trackers, `moefold inspect`, the board and the page docs/metrics.md
+(`python -m tools.metrics_page > docs/metrics.md`) read this table. Torch-free.
 """
 
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
+from typing import Any, Literal
+
+from moefold.errors import ConfigError, RunError
+from moefold.metrics.reader import NONFINITE
+from moefold.terminal import format_count
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
+class Metric:
     """Definition of one number."""
 
     name: str
@@ -18,24 +27,28 @@ class Definition:
     counts: str
     elsewhere: str = ""
     """Name and, where it differs, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM; may be empty."""
+    reduce: Literal["", "sum", "mean", "max", "min"] = ""
+    """Reduction of the values of all ranks; empty if every rank has the same value, or the producer has reduced it."""
 
 
 @dataclass(frozen=True, slots=True)
-class DefinitionGroup:
+class MetricGroup:
     """Numbers that are reported together."""
 
     title: str
     intro: str
     prefix: str
     """Path of the record of the numbers, with a dot at its end: "rl."; empty for the record itself."""
-    definitions: tuple[Definition, ...]
+    metrics: tuple[Metric, ...]
 
 
-def _definitions(*rows: tuple[str, ...]) -> tuple[Definition, ...]:
+def _metrics(*rows: tuple[str, ...]) -> tuple[Metric, ...]:
     """Make a table of rows of name, unit, what is counted and, in some, the name elsewhere."""
-    return tuple(Definition(*row) for row in rows)
+    return tuple(Metric(row[0], row[1], row[2], "".join(row[3:])) for row in rows)
 
 
+COUNTS = frozenset({"steps", "tokens", "rows", "bytes", "experts", "groups", "rounds", "sites"})
+"""Units of whole numbers."""
 MISREAD = (
     "loss: without aux_loss, z_loss, mtp_loss and indexer_loss; the optimised total is the sum of the five",
     "aux_loss, z_loss: with their coefficients, summed over layers (Megatron: without, mean over layers)",
@@ -52,8 +65,13 @@ MISREAD = (
 )
 """Definitions that differ from what a reader may expect; the page and the help of `moefold inspect` begin with them."""
 
-STEP = _definitions(
-    ("step", "steps", "optimizer step, from 1; skipped updates count", "iteration (Megatron), global_step (HF)"),
+STEP = _metrics(
+    (
+        "step",
+        "steps",
+        "optimizer step, from 1; skipped updates count. 0: only `eval_loss`, of the weights before the first step",
+        "iteration (Megatron), global_step (HF)",
+    ),
     (
         "loss",
         "nats",
@@ -162,10 +180,10 @@ STEP = _definitions(
     ("loss_metrics", "", "what a loss reports and does not minimise, by name; null without"),
     ("rl", "", "of the rollouts of the step, see below; null without reinforcement learning"),
     ("sites", "", "of a round of sites after the step, see below; null on other steps"),
-    ("nonfinite", "", 'only if a number is not finite: its name, and "nan", "inf" or "-inf"; the number is null'),
+    (NONFINITE, "", 'only if a number is not finite: its name, and "nan", "inf" or "-inf"; the number is null'),
 )
 
-LAYER = _definitions(
+LAYER = _metrics(
     ("layer", "", "its number in the model; MTP layers follow the others"),
     ("load", "", "routed tokens of the busiest expert over the mean, before any is dropped; 1 is balanced"),
     ("load_cv", "", "standard deviation of the experts' routed tokens over their mean; 0 is balanced"),
@@ -179,7 +197,7 @@ LAYER = _definitions(
     ("bias_max", "", "largest expert bias that routed this step; null without `model.ffn.moe.router.expert_bias`"),
 )
 
-REPLICAS = _definitions(
+REPLICAS = _metrics(
     ("loss_dispersion", "", "standard deviation over mean of the losses of the dp replicas"),
     ("grad_norm_dispersion", "", "standard deviation over mean of the norms of their dense gradients"),
     ("grad_cosine", "", "mean cosine of their dense gradients before reduction, over all pairs"),
@@ -189,20 +207,20 @@ REPLICAS = _definitions(
     ("expert_grad_cosine_min", "", "least cosine"),
 )
 
-OFFLOAD = _definitions(
+OFFLOAD = _metrics(
     ("stored_gib", "GiB", "offloaded activations, summed over ranks"),
     ("kept_gib", "GiB", "activations that stayed for lack of space or bandwidth, summed over ranks"),
     ("io_s", "s", "transfers in both directions, mean over ranks"),
     ("waited_s", "s", "of it, time that training waited, mean over ranks"),
 )
 
-MEMORY = _definitions(
+MEMORY = _metrics(
     ("peak_bytes", "bytes", "for each part and rank: at the peak of the rank in forward and backward pass"),
     ("current_bytes", "bytes", "for each part and rank: after the backward pass, before the update"),
     ("*.*", "bytes", "a part: a list of one number for each rank"),
 )
 
-RANK_TIMES = _definitions(
+RANK_TIMES = _metrics(
     ("own_min_s", "s", "time outside collectives up to the gradients, least of the ranks; on CUDA of the step before"),
     ("own_median_s", "s", "the same, median of the ranks"),
     ("own_max_s", "s", "the same, largest of the ranks"),
@@ -212,7 +230,7 @@ RANK_TIMES = _definitions(
     ("wait_median_s", "s", "time in collectives, median of the ranks"),
 )
 
-LOSS_METRICS = _definitions(
+LOSS_METRICS = _metrics(
     ("chosen_reward", "nats", "beta x score of the chosen completion, mean over pairs", "rewards/chosen (TRL)"),
     ("rejected_reward", "nats", "beta x score of the rejected completion, mean over pairs", "rewards/rejected (TRL)"),
     ("margin", "nats", "chosen minus rejected reward, mean over pairs", "rewards/margins (TRL)"),
@@ -223,7 +241,7 @@ LOSS_METRICS = _definitions(
     ("*", "", "what a loss of a program declares"),
 )
 
-RL = _definitions(
+RL = _metrics(
     (
         "reward",
         "",
@@ -278,7 +296,7 @@ RL = _definitions(
     ("corrected", "", "with `rl.correction`: share of tokens whose importance weight is limited or masked"),
 )
 
-REWARDS = _definitions(
+REWARDS = _metrics(
     (
         "*",
         "",
@@ -288,7 +306,7 @@ REWARDS = _definitions(
     ),
 )
 
-SITES = _definitions(
+SITES = _metrics(
     ("fragment", "", "its number; -1: all"),
     ("members", "sites", "that exchanged with each other; 0 if the round was skipped, 1 if the site rested"),
     ("skipped", "", "why the round was skipped, else null"),
@@ -323,30 +341,14 @@ SITES = _definitions(
     ("num_skipped", "rounds", "skipped since the start of the job"),
 )
 
-CONSOLE = _definitions(
-    ("step", "steps", "`step` and the last one, `run.steps`"),
-    ("loss", "nats", "`loss`"),
-    ("indexer", "nats", "`indexer_loss`, if it is not 0"),
-    ("eval", "nats", "the last `eval_loss`"),
-    ("reward", "", "`rl.reward`"),
-    ("acc", "", "of preferences: `loss_metrics.accuracy`"),
-    ("margin", "nats", "of preferences: `loss_metrics.margin`"),
-    ("lr", "", "`lr`"),
-    ("grad norm", "", "`grad_norm`"),
-    ("left", "time", "mean wall time of the last 50 steps, evaluation and saving included, x the steps to come"),
-    ("tokens/s", "tokens/s", "`tokens_per_s`; of all ranks"),
-    ("TFLOP/s", "TFLOP/s", "on a GPU of unknown peak: `tflops_per_rank`"),
-    ("MFU", "", "on a GPU: `mfu`"),
-    ("GiB", "GiB", "on a GPU: `memory_gib`"),
-    ("load", "", "largest of `expert_load`"),
-    ("dropped", "", "`dropped_fraction`, if it is not 0"),
+CONSOLE = _metrics(
     ("parameters", "", "of the model; 4.19G are 4.19 billion", '"4.19B"'),
     ("active for each token", "", "parameters that a token uses: embedding, head and top-k experts included", '"A3B"'),
     ("tokens to train on", "tokens", "input tokens of an epoch without padding"),
     ("checkpointing blocked training", "s", "sum of `save_s` of this process, not of earlier ones of the run"),
 )
 
-INSPECT = _definitions(
+INSPECT = _metrics(
     ("run", "", "the folder"),
     ("source", "", "file or folder that the loads were read from"),
     ("first_step", "", "first recorded step"),
@@ -375,7 +377,7 @@ INSPECT = _definitions(
     ("*.*.max", "", "the largest"),
 )
 
-ELSEWHERE = _definitions(
+ELSEWHERE = _metrics(
     (
         "checkpoint: samples",
         "samples",
@@ -414,38 +416,317 @@ ELSEWHERE = _definitions(
     ("plan: memory_gib", "GiB", "predicted peak of the fullest rank, the reserve left out"),
 )
 
+
+def number_of(values: Mapping[str, Any], path: str) -> float | None:
+    """Return a number of a step by its path, "rl.reward"; of a list the largest, NaN if one is; None without one."""
+    found: Any = values
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if isinstance(found, list | tuple):
+        return max(found, key=lambda value: (math.isnan(value), value), default=None)
+    return None if found is None else float(found)
+
+
+def _loss(loss: float) -> str:
+    """Return a loss with four decimals, or two from 100 on, in seven columns."""
+    return f"{loss:7.2f}" if abs(loss) >= 100 else f"{loss:7.4f}"
+
+
+def _norm(norm: float) -> str:
+    """Return a norm in six columns."""
+    return f"{norm:6.3f}" if norm < 10 else f"{norm:6.1f}" if norm < 1000 else f"{norm:6.0e}"
+
+
+@dataclass(frozen=True, slots=True)
+class LineColumn:
+    """Column of the line of a step."""
+
+    rank: int
+    """Columns of a higher rank are left out first where a line is too short."""
+    name: str
+    unit: str
+    counts: str
+    path: str
+    """Path of the number; empty: the line knows the text."""
+    form: Callable[[float], str]
+    width: int
+    """Width of a blank column."""
+    when: Callable[[Mapping[str, Any], bool], Any] = lambda values, is_gpu: True
+    """Whether a step shows it."""
+
+    def text(self, values: Mapping[str, Any], *, is_gpu: bool) -> str:
+        """Return the text of a step; empty without a value."""
+        value = number_of(values, self.path)
+        return self.form(value) if value is not None and self.when(values, is_gpu) else ""
+
+
+def _on_pairs(values: Mapping[str, Any], is_gpu: bool) -> bool:
+    """Return whether the loss compares completions; a loss of a program may have one of the metrics too."""
+    return (values["loss_metrics"] or {}).keys() >= {"accuracy", "margin"}
+
+
+LINE = (
+    LineColumn(0, "step", "steps", "`step` and the last one, `run.steps`", "", str, 0),
+    LineColumn(0, "loss", "nats", "`loss`", "loss", lambda loss: f"loss {_loss(loss)}", 12),
+    LineColumn(
+        14, "indexer", "nats", "`indexer_loss`, if it is not 0", "indexer_loss", lambda loss: f"indexer {_loss(loss)}",
+        15, lambda values, is_gpu: values["indexer_loss"],
+    ),
+    LineColumn(1, "eval", "nats", "the last `eval_loss`", "eval_loss", lambda loss: f"eval {_loss(loss)}", 12),
+    LineColumn(2, "reward", "", "`rl.reward`", "rl.reward", "reward {:7.3f}".format, 14),
+    LineColumn(
+        3, "acc", "", "of preferences: `loss_metrics.accuracy`", "loss_metrics.accuracy", "acc {:6.1%}".format, 10,
+        _on_pairs,
+    ),
+    LineColumn(
+        4, "margin", "nats", "of preferences: `loss_metrics.margin`", "loss_metrics.margin", "margin {:8.4f}".format,
+        15, _on_pairs,
+    ),
+    LineColumn(11, "lr", "", "`lr`", "lr", "lr {:8.2e}".format, 11),
+    LineColumn(5, "grad norm", "", "`grad_norm`", "grad_norm", lambda norm: f"grad norm {_norm(norm)}", 16),
+    LineColumn(
+        6, "tokens/s", "tokens/s", "`tokens_per_s`; of all ranks", "tokens_per_s",
+        lambda rate: f"{format_count(rate):>5} tokens/s", 14,
+    ),
+    LineColumn(
+        7, "TFLOP/s", "TFLOP/s", "on a GPU of unknown peak: `tflops_per_rank`", "tflops_per_rank",
+        "{:4.0f} TFLOP/s".format, 12, lambda values, is_gpu: is_gpu and values["mfu"] is None,
+    ),
+    LineColumn(8, "MFU", "", "on a GPU: `mfu`", "mfu", "MFU {:6.1%}".format, 10, lambda values, is_gpu: is_gpu),
+    LineColumn(
+        9, "GiB", "GiB", "on a GPU: `memory_gib`", "memory_gib", "{:5.1f} GiB".format, 9, lambda values, is_gpu: is_gpu
+    ),
+    LineColumn(12, "load", "", "largest of `expert_load`", "expert_load", "load {:5.2f}x".format, 11),
+    LineColumn(
+        13, "dropped", "", "`dropped_fraction`, if it is not 0", "dropped_fraction", "dropped {:6.1%}".format, 14,
+        lambda values, is_gpu: values["dropped_fraction"] > 0,
+    ),
+    LineColumn(
+        10, "left", "time",
+        "mean wall time of the last 50 steps, evaluation and saving included, x the steps to come", "", str, 12,
+    ),
+)  # fmt: skip
+"""Columns of the line of a step, from left to right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Places of a number besides metrics.jsonl, the line of a step and the page."""
+
+    chart: str
+    """Group of its chart on the board; empty: it has none."""
+    title: str = ""
+    """Of the chart and in `moefold inspect`; empty: its name."""
+    curve: str = ""
+    """Its curve in trackers; empty: it has none, or `TRACKED` names its record."""
+    table: str = ""
+    """Its table in `moefold inspect`, a key of `TABLES`; empty: it is in none."""
+
+
+TABLES = {
+    "rl": "reinforcement learning",
+    "preferences": "preferences",
+    "attention": "attention",
+    "sites": "rounds of sites",
+}
+"""Titles of the tables of `moefold inspect` by their keys in `--json`."""
+TRACKED = {"loss_terms": "train/loss_terms", "loss_metrics": "train/loss_metrics", "rl": "rl"}
+"""Records whose numbers are all curves of trackers, and the beginning of the names of those."""
+_RL = "Reinforcement learning"
+_PARTS = "Parts of the loss"
+_RANKS = "Memory and ranks"
+CHARTS = {
+    "rl": _RL, "loss_terms": _PARTS, "loss_metrics": _PARTS, "rank_times": _RANKS, "offload": _RANKS,
+    "replicas": "Replicas", "sites": "Sites",
+}  # fmt: skip
+"""Groups of the charts of records whose numbers `SHOWN` does not name."""
+SHOWN = {
+    "loss": Shown("Training", "loss, nats", "train/loss"),
+    "eval_loss": Shown("Training", "held-out loss, nats", "eval/loss"),
+    "grad_norm": Shown("Training", "gradient norm", "train/grad_norm"),
+    "lr": Shown("Training", "learning rate", "train/lr"),
+    "tokens": Shown("", curve="train/tokens"),
+    "tokens_consumed": Shown(""),
+    "rl.reward": Shown(_RL, table="rl"),
+    "rl.eval_reward": Shown(_RL, "held-out reward", table="rl"),
+    "rl.kl": Shown(_RL, "KL to the reference, nats"),
+    "rl.length_mean": Shown(_RL, "length, tokens", table="rl"),
+    "rl.entropy": Shown(_RL, "entropy, nats", table="rl"),
+    "rl.mismatch_mean": Shown(_RL, "mismatch, nats", table="rl"),
+    "rl.solved": Shown(_RL, "solved groups"),
+    "rl.mixed_groups": Shown(_RL, "groups with two rewards"),
+    "rl.clipped": Shown(_RL, "clipped tokens"),
+    "rl.ratio_max": Shown(_RL, "largest ratio"),
+    "rl.rollout_s": Shown(_RL, "sampling, s"),
+    "rl.rollout_tokens_per_s": Shown(_RL, "sampled tokens/s"),
+    "step_time_s": Shown("Speed", "step, s", "speed/step_time_s"),
+    "tokens_per_s": Shown("Speed", curve="speed/tokens_per_s"),
+    "tflops_per_rank": Shown("Speed", "TFLOP/s of a rank", "speed/tflops_per_rank"),
+    "mfu": Shown("Speed", "MFU", "speed/mfu"),
+    "save_s": Shown("Speed", "blocked by saving, s"),
+    "expert_load": Shown("Experts", "busiest expert over mean", "moe/worst_expert_load"),
+    "dropped_fraction": Shown("Experts", "dropped tokens", "moe/dropped_fraction"),
+    "aux_loss": Shown("Experts", "load-balancing loss", "train/aux_loss"),
+    "z_loss": Shown("Experts", "router z-loss", "train/z_loss"),
+    "mtp_loss": Shown(_PARTS, "multi-token prediction loss, nats", "train/mtp_loss"),
+    "indexer_loss": Shown(_PARTS, "loss of the indexers, nats", "train/indexer_loss"),
+    "projected_gradient": Shown(_PARTS),
+    "loss_metrics.accuracy": Shown(_PARTS, table="preferences"),
+    "loss_metrics.margin": Shown(_PARTS, "margin, nats", table="preferences"),
+    "loss_metrics.chosen_reward": Shown(_PARTS, "chosen, nats", table="preferences"),
+    "loss_metrics.rejected_reward": Shown(_PARTS, "rejected, nats", table="preferences"),
+    "loss_metrics.desirable_reward": Shown(_PARTS, "desirable, nats", table="preferences"),
+    "loss_metrics.undesirable_reward": Shown(_PARTS, "undesirable, nats", table="preferences"),
+    "memory_gib": Shown(_RANKS, "peak memory of the fullest rank, GiB", "memory/peak_gib"),
+    "rank_times.own_max_s": Shown(_RANKS, "work of the slowest rank, s"),
+    "rank_times.own_median_s": Shown(_RANKS, "work of the median rank, s"),
+    "rank_times.own_min_s": Shown(_RANKS, "work of the fastest rank, s"),
+    "rank_times.wait_median_s": Shown(_RANKS, "wait of the median rank, s"),
+    "rank_times.wait_min_s": Shown(_RANKS, "least wait of a rank, s"),
+    "rank_times.data_max_s": Shown(_RANKS, "longest data loading of a rank, s"),
+    "rank_times.slowest_rank": Shown(""),
+    "offload.stored_gib": Shown(_RANKS, "offload: stored, GiB"),
+    "offload.kept_gib": Shown(_RANKS, "offload: kept, GiB"),
+    "offload.io_s": Shown(_RANKS, "offload: transfers, s"),
+    "offload.waited_s": Shown(_RANKS, "offload: waits, s"),
+    "attention_max_over_mean": Shown("Attention", "busiest rank", "attention/max_over_mean", "attention"),
+    "attention_moved_rows": Shown("Attention", "moved rows", "attention/moved_rows", "attention"),
+    "attention_bytes": Shown("Attention", "bytes sent", "attention/bytes", "attention"),
+    "sites.difference": Shown("Sites", table="sites"),
+    "sites.agreement": Shown("Sites", table="sites"),
+    "sites.routing_overlap": Shown("Sites", table="sites"),
+    "sites.router_distance": Shown("Sites", table="sites"),
+    "sites.spike": Shown("Sites", "loss spike", table="sites"),
+}
+"""Where the numbers of a step are shown, by path, in the order of the charts. Others have a chart under their names."""
+LAYER_CURVES = {
+    "load": "expert_load", "load_cv": "expert_load_cv", "dead_experts": "dead_experts",
+    "dropped_fraction": "dropped_fraction", "zero_fraction": "zero_expert_fraction", "router_entropy": "router_entropy",
+    "aux_loss": "router_aux_loss", "z_loss": "router_z_loss", "bias_min": "expert_bias_min",
+    "bias_max": "expert_bias_max",
+}  # fmt: skip
+"""Curves of the numbers of an MoE layer in trackers."""
+_UNITS = {"_per_s": "/s", "_s": ", s", "_gib": ", GiB", "_bytes": ", bytes"}
+"""Units that stand at the ends of names."""
+
+
+def title_of(path: str) -> str:
+    """Return the title of a number in a chart or a table."""
+    word = path.partition(".")[2] or path
+    ending = next((ending for ending in _UNITS if word.endswith(ending)), "")
+    named = SHOWN[path].title if path in SHOWN else ""
+    return named or word.removesuffix(ending).replace("_", " ") + _UNITS.get(ending, "")
+
+
+def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
+    """Return place, path, group and title of the charts of some numbers; also of numbers that the table lacks."""
+    places = {path: place for place, path in enumerate(SHOWN)}
+    charts = []
+    for path in paths:
+        group = SHOWN[path].chart if path in SHOWN else CHARTS.get(path.partition(".")[0], "Others")
+        if group:
+            charts.append((places.get(path, len(places)), path, group, title_of(path)))
+    return sorted(charts)
+
+
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "": itemgetter(0), "sum": math.fsum, "mean": fmean, "max": max, "min": min
+}  # fmt: skip
+
+
+def check_metrics(metrics: Sequence[Metric]) -> None:
+    """Check the metrics that the callbacks of a program declare.
+
+    Raises:
+        ConfigError: a name is taken, or a reduction does not exist.
+    """
+    taken = {metric.name for metric in STEP}
+    for metric in metrics:
+        if metric.name in taken:
+            raise ConfigError(f"the metric {metric.name!r} of a callback exists already; give it another name")
+        if metric.reduce not in REDUCTIONS:
+            raise ConfigError(
+                f"the metric {metric.name!r} of a callback has reduce={metric.reduce!r}, which must be one of "
+                f"{', '.join(map(repr, REDUCTIONS))}"
+            )
+        taken.add(metric.name)
+
+
+def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Reduce the values of all ranks by the rules of their definitions; None does not count.
+
+    Args:
+        metrics: the definitions.
+        ranks: values of each rank by name.
+
+    Raises:
+        RunError: a value has no definition.
+    """
+    if unknown := sorted({name for rank in ranks for name in rank} - {metric.name for metric in metrics}):
+        raise RunError(
+            f"the metric {unknown[0]!r}, which `measure` of a callback returned, has no definition; declare it in "
+            "`metrics` of the callback, as Metric(name, unit, definition, reduce=...)"
+        )
+    values: dict[str, float | None] = {}
+    for metric in metrics:
+        found = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
+        values[metric.name] = REDUCTIONS[metric.reduce](found) if found else None
+    return values
+
+
+def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
+    """Return the numbers of a step in the order of the table, None for what has no value.
+
+    Args:
+        values: by name.
+        further: metrics that the callbacks of a program declare.
+
+    Raises:
+        RunError: a number has no definition.
+    """
+    names = [metric.name for metric in (*STEP, *further) if metric.name != NONFINITE]
+    if unknown := sorted(values.keys() - set(names)):
+        raise RunError(f"the metric {unknown[0]!r} has no definition; add it to STEP in metrics/table.py")
+    return {name: values.get(name) for name in names}
+
+
 GROUPS = (
-    DefinitionGroup(
+    MetricGroup(
         "A step",
         "`metrics.jsonl` has one line for each step. Metrics of the global batch are equal under "
         "every mapping, apart from rounding.",
         "",
         STEP,
     ),
-    DefinitionGroup("An MoE layer", "`moe_layers`, over the global batch.", "moe_layers.", LAYER),
-    DefinitionGroup(
+    MetricGroup("An MoE layer", "`moe_layers`, over the global batch.", "moe_layers.", LAYER),
+    MetricGroup(
         "A loss", "`loss_metrics`: of preferences ([alignment.md](alignment.md)).", "loss_metrics.", LOSS_METRICS
     ),
-    DefinitionGroup("Reinforcement learning", "`rl` ([rl.md](rl.md)).", "rl.", RL),
-    DefinitionGroup("Reward functions", "`rl.rewards` ([rl.md](rl.md#rewards)).", "rl.rewards.", REWARDS),
-    DefinitionGroup(
+    MetricGroup("Reinforcement learning", "`rl` ([rl.md](rl.md)).", "rl.", RL),
+    MetricGroup("Reward functions", "`rl.rewards` ([rl.md](rl.md#rewards)).", "rl.rewards.", REWARDS),
+    MetricGroup(
         "Rounds of sites",
         "`sites` ([sites.md](sites.md)): D is the difference of this site, g the mean of "
         "all, phi the outer weights. A round that began before a resume has fewer keys.",
         "sites.",
         SITES,
     ),
-    DefinitionGroup("Replicas", "`replicas` ([silent-faults.md](silent-faults.md)).", "replicas.", REPLICAS),
-    DefinitionGroup(
+    MetricGroup("Replicas", "`replicas` ([silent-faults.md](silent-faults.md)).", "replicas.", REPLICAS),
+    MetricGroup(
         "Times of ranks", "`rank_times` ([silent-faults.md](silent-faults.md#slow-ranks)).", "rank_times.", RANK_TIMES
     ),
-    DefinitionGroup("Memory by part", "`memory_by_part` ([memory.md](memory.md)).", "memory_by_part.", MEMORY),
-    DefinitionGroup("Activation offload", "`offload` ([memory.md](memory.md)).", "offload.", OFFLOAD),
-    DefinitionGroup("The log", "The line of a step, and lines at the start and the end.", "log.", CONSOLE),
-    DefinitionGroup(
+    MetricGroup("Memory by part", "`memory_by_part` ([memory.md](memory.md)).", "memory_by_part.", MEMORY),
+    MetricGroup("Activation offload", "`offload` ([memory.md](memory.md)).", "offload.", OFFLOAD),
+    MetricGroup(
+        "The log",
+        "The line of a step, and lines at the start and the end.",
+        "log.",
+        (*(Metric(one.name, one.unit, one.counts) for one in LINE), *CONSOLE),
+    ),
+    MetricGroup(
         "inspect --json", "`moefold inspect RUN --json`; its tables have the same numbers.", "inspect.", INSPECT
     ),
-    DefinitionGroup("Other commands", "", "commands.", ELSEWHERE),
+    MetricGroup("Other commands", "", "commands.", ELSEWHERE),
 )
 
 
@@ -454,7 +735,7 @@ def definitions_text() -> str:
     lines = ["Often misread:", "", *(f"  {text}" for text in MISREAD), ""]
     for group in GROUPS:
         lines += [group.title, ""]
-        for one in group.definitions:
+        for one in group.metrics:
             unit = f"  ({one.unit})" if one.unit else ""
             other = f"; elsewhere: {one.elsewhere}" if one.elsewhere else ""
             lines += [f"  {one.name}{unit}", f"      {one.counts}{other}"]
