@@ -116,8 +116,8 @@ class DocumentLoads:
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
         rows = {name: float(x[chosen].max(1).mean()) / tokens for name, x in found.exchanged.items()}
-        # A step of ring attention computes the two chunks of a rank at once; planned attention joins those of the middle
-        # of a sample alone.
+        # A step of ring attention computes the two chunks of a rank at once; planned attention joins those in the
+        # middle of a sample alone.
         num_joined = 2 if peers.cp > 1 else 1
         is_chunked = not planned and not self.strategy.shards_heads
         step_rows = min(num_joined * found.kernel_rows, self.seq_len / peers.cp)
