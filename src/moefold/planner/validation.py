@@ -379,8 +379,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedError:
-    """Error of predicted throughput on rows that a fit did not see, in percent, rounded up; docs/cost-model.md has the
-    rows."""
+    """Error of predicted throughput on rows that a fit did not see, in percent, rounded up (docs/cost-model.md)."""
 
     unseen_mean_pct: int = 13
     """Published rows, each under a fit without its source."""

@@ -46,8 +46,8 @@ def test_samples_of_one_document_are_even(strategy):
     load = loads.load(AttentionPeers(4, 2, 1, 8, 3), 0)
     assert load.max_over_mean == 1
     assert load.mean_keys == pytest.approx(1025 / 2)
-    # Each chunk has 128 rows; a planned task joins the two chunks in the middle, on one of four ranks.
-    assert load.kernel_rows == (128 * 1.25 if strategy.is_planned else 128)
+    # Each chunk has 128 rows; a step of a ring joins two, and a planned task those in the middle, on one of four ranks.
+    assert load.kernel_rows == (128 * 1.25 if strategy.is_planned else 2 * 128)
     # Rank 0 has the first chunk and the last, whose keys are all others: three rows for each of its own.
     assert load.sent_keys == (3 if strategy.is_planned else 0)
     assert load.sent_queries == 0

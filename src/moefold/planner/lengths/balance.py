@@ -116,13 +116,15 @@ class DocumentLoads:
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
         rows = {name: float(x[chosen].max(1).mean()) / tokens for name, x in found.exchanged.items()}
-        # Ring attention computes chunk by chunk; planned attention joins the two chunks of the middle of a sample.
-        chunk = self.seq_len / (2 * peers.cp) if peers.cp > 1 else float(self.seq_len)
+        # A step of ring attention computes the two chunks of a rank at once; planned attention joins those in the
+        # middle of a sample alone.
+        num_joined = 2 if peers.cp > 1 else 1
         is_chunked = not planned and not self.strategy.shards_heads
+        step_rows = min(num_joined * found.kernel_rows, self.seq_len / peers.cp)
         return AttentionLoad(
             keys=_busiest(pairs, self._waiting(peers), peers.num_rounds) / tokens,
             mean_keys=float(pairs.mean()) / tokens,
-            kernel_rows=min(found.kernel_rows, chunk) if is_chunked else found.kernel_rows,
+            kernel_rows=step_rows if is_chunked else found.kernel_rows,
             sent_keys=rows.get("keys", 0.0),
             sent_queries=rows.get("queries", 0.0),
             remote_keys=rows.get("remote_keys", 0.0),
