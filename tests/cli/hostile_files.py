@@ -9,19 +9,22 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 # What commands import late is imported here, once for all forks.
 import moefold.checkpoint.inspect
-import moefold.cli.export
-import moefold.cli.inspect
-import moefold.cli.plan
 import moefold.convert.export_folder
 import moefold.convert.import_folder
+import moefold.data.dataset
 import moefold.data.huggingface
 import moefold.inference.scoring
+import moefold.launch.fitting
 import moefold.launch.ranks  # noqa: F401
-from moefold.cli.main import main
+from moefold.cli.main import COMMANDS, main
+
+for _name in COMMANDS:
+    import_module(f"moefold.cli.{_name.replace('-', '_')}")
 
 MEMORY_BYTES = 1 << 29
 """More address space than the process has when it starts; what is read before it is judged would exceed it."""

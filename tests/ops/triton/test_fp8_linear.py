@@ -130,7 +130,7 @@ def test_the_faster_one_of_cublas_and_our_kernels_computes_a_product(fastest):
         return 1.0 if measured[-1] == fastest else 2.0
 
     linear = ScaledMMFp8Linear(Fp8ExpertOps(autotuner=Autotuner(is_enabled=True, timer=timer)), stand_in)
-    x, w, grad = _operands()
+    x, w, grad = _operands(128, 128, 128)
     linear.forward(x, w)
     linear.weight_gradient(grad, x)
     assert measured == ["cuBLAS", "triton"] * 2
