@@ -35,7 +35,7 @@ class _DiskFull(Callback):
         full = os.open("/dev/full", os.O_WRONLY)
         counts = run.log._counts
         assert counts is not None
-        for file in (run.log._writer._file, counts._file):
+        for file in (run.log.writer._file, counts._file):
             os.dup2(full, file.fileno())
         folder = run.folder
         folder.rename(folder.with_name("kept"))
