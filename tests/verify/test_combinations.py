@@ -73,8 +73,11 @@ def _is_of_a_thin_class(row: Row) -> bool:
 
 ROWS = all_rows(FACTORS, _is_legal)
 THIN = covering_rows([row for row in ROWS if _is_of_a_thin_class(row)])
-FAST = covering_rows(THIN, lambda row: [level for level in levels_of(row, 1) if level[0][0] != "schedule"])
-"""Between them every level but schedules, each of which has a fast row in `mapping_cases.py`."""
+FAST = [
+    *covering_rows(THIN, lambda row: [level for level in levels_of(row, 1) if level[0][0] != "schedule"]),
+    next(row for row in THIN if (row["schedule"], row["extra"]) == ("dualpipev", "overlap")),
+]
+"""Every level but schedules, each of which has a fast row in `mapping_cases.py`, and the schedule made for overlap."""
 
 
 @dataclass(frozen=True)
