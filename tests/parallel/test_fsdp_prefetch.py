@@ -20,6 +20,7 @@ from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.slow import slow
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 LAYERS = 4
 
@@ -110,8 +111,7 @@ def _recipe(name: str) -> Config:
 @pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in MAPPINGS if name not in FAST)])
 def test_a_step_has_the_same_bits_and_at_most_one_block_more(pool, name):
     cfg = _recipe(name)
-    world_size = cfg.parallel.world_size
-    plain, ahead = (pool.run(world_size, _train, cfg, prefetches) for prefetches in (False, True))
+    plain, ahead = run_each(pool, cfg.parallel.world_size, _train, (cfg, False), (cfg, True))
     for (results, weights, gathers), (other_results, other_weights, other_gathers) in zip(plain, ahead, strict=True):
         assert results == other_results
         assert weights.keys() == other_weights.keys()

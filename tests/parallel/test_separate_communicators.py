@@ -11,6 +11,7 @@ from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 
 def _train(cfg: Config, separates: bool) -> list[tuple[float, float]]:
@@ -29,5 +30,5 @@ def _train(cfg: Config, separates: bool) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_step_does_not_depend_on_the_communicators(pool, zero):
     cfg = tiny(world_size=4, cp=2, ep=2, zero=zero)
-    shared, separate = (pool.run(4, _train, cfg, separates) for separates in (False, True))
+    shared, separate = run_each(pool, 4, _train, (cfg, False), (cfg, True))
     assert separate == shared

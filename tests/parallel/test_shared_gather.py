@@ -15,7 +15,9 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
+from tests.slow import slow
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -52,16 +54,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, "bfloat16") for case in CASES),
+        ("zero 1", "float32"),
+        *slow((case, "float32") for case in CASES if case != "zero 1"),
+    ],
+)
 def test_the_numbers_are_those_of_private_copies(pool, case, dtype):
     keys = {"world_size": 3, "train": {"global_batch_size": 6}, **CASES[case]}
     if keys.get("pp"):
         keys = {**keys, "model": {"num_layers": 3}, "train": {"global_batch_size": 6, "micro_batch_size": 1}}
     cfg = tiny(**keys)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
-    shared = pool.run(cfg.parallel.world_size, _train, cfg, True)
-    private = pool.run(cfg.parallel.world_size, _train, cfg, False)
+    shared, private = run_each(pool, cfg.parallel.world_size, _train, (cfg, True), (cfg, False))
     for (count, numbers, weights), (none, expected, references) in zip(shared, private, strict=True):
         assert count > 0
         assert none == 0

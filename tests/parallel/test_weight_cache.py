@@ -18,6 +18,7 @@ from tests.slow import slow
 from tests.verify.feature_cases import LOAN
 from tests.verify.recipes import LATENT, tiny
 from tests.verify.same_bits import assert_equal_bits
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 FORMAT = replace(QUANT_FORMATS["fp8-blockwise"], block_size=8, weight_block_rows=8)
@@ -54,8 +55,7 @@ def _run(cfg: Config, num_steps: int, weight_cache: WeightCache | None = None) -
     return run_distributed(cfg, num_steps), len(linear.counted)
 
 
-def _run_uncached(cfg: Config, num_steps: int) -> tuple[DistributedRecord, int]:
-    return _run(cfg, num_steps, WeightCache(is_enabled=False))
+NO_CACHE = WeightCache(is_enabled=False)
 
 
 class EndlessCache(WeightCache):
@@ -65,10 +65,6 @@ class EndlessCache(WeightCache):
         """Keep what was cached."""
         self._results = self._results or {}
         return nullcontext()
-
-
-def _run_with_stale_weights(cfg: Config, num_steps: int) -> tuple[DistributedRecord, int]:
-    return _run(cfg, num_steps, EndlessCache())
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,7 @@ def _records(runs: list[tuple[DistributedRecord, int]], others: list[tuple[Distr
 def test_a_step_gives_the_bits_of_weights_that_are_quantised_in_every_gemm(pool, name):
     """Compare gradients, two updates and an evaluation with the run without a cache."""
     cfg = CASES[name].config()
-    cached = pool.run(cfg.parallel.world_size, _run, cfg, 2)
-    uncached = pool.run(cfg.parallel.world_size, _run_uncached, cfg, 2)
+    cached, uncached = run_each(pool, cfg.parallel.world_size, _run, (cfg, 2), (cfg, 2, NO_CACHE))
     assert_equal_bits(_records(uncached, cached))
     for (_, count), (_, all_of_them) in zip(cached, uncached, strict=True):
         assert count == pytest.approx(CASES[name].remaining * all_of_them)
@@ -127,16 +122,16 @@ def test_a_step_gives_the_bits_of_weights_that_are_quantised_in_every_gemm(pool,
 def test_migrated_experts_are_not_cached(pool):
     """`leastloaded` receives the weights of other experts in each micro-batch, in tensors that are no parameters."""
     cfg = CacheCase({"ep": 2, "dispatcher": "leastloaded"}, 0.0, moe=LOAN).config()
-    cached = pool.run(2, _run, cfg, 2)
-    uncached = pool.run(2, _run_uncached, cfg, 2)
+    cached, uncached = run_each(pool, 2, _run, (cfg, 2), (cfg, 2, NO_CACHE))
     assert_equal_bits(_records(uncached, cached))
     assert all(count < all_of_them for (_, count), (_, all_of_them) in zip(cached, uncached, strict=True))
 
 
 def test_a_stale_weight_would_be_noticed(pool):
     cfg = CASES["zero 1"].config()
+    uncached, stale = run_each(pool, 2, _run, (cfg, 2, NO_CACHE), (cfg, 2, EndlessCache()))
     with pytest.raises(AssertionError, match="weights"):
-        assert_equal_bits(_records(pool.run(2, _run_uncached, cfg, 2), pool.run(2, _run_with_stale_weights, cfg, 2)))
+        assert_equal_bits(_records(uncached, stale))
 
 
 def _cached_bytes(cfg: Config) -> int:

@@ -33,6 +33,7 @@ from tests.inference.test_memory_inference import kept_bytes
 from tests.parts.every_kind import OF_LAYERS, kinds_of, merged, recipes, settings
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import Call, SharedRanks
 
 ATTENTIONS = kinds_of(("attention",))
 LAYER_KINDS = kinds_of(OF_LAYERS)
@@ -77,11 +78,21 @@ def _check_shards(cfg: Config, parallel: ParallelConfig) -> None:
         assert shard.dp_shards(dp[shard.is_expert]).numel(0) == torch.Size(shape).numel(), name
 
 
+@pytest.fixture(scope="module")
+def rank_of_kinds(pool) -> SharedRanks:
+    """The rank that trains the first recipe of each kind for two steps."""
+    configs = {" ".join(each): next(recipes(*each)) for each in JUDGED}
+    return SharedRanks(pool, {name: Call(1, run_distributed, (cfg, 2)) for name, cfg in configs.items()})
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "kind"), JUDGED)
-def test_its_formula_is_what_the_module_computes(pool, group, kind):
+def test_its_formula_is_what_the_module_computes(rank_of_kinds, group, kind):
     """Losses, gradients, updates and routing of two steps."""
-    _assert_judged(pool, next(recipes(group, kind)), 2)
+    name = f"{group} {kind}"
+    cfg, _ = rank_of_kinds.calls[name].args
+    worst = compare_records(run_oracle(cfg, 2), rank_of_kinds.results(name))[0]
+    assert worst.error <= TOLERANCE, (worst, cfg.model)
 
 
 @pytest.mark.parity
@@ -89,12 +100,8 @@ def test_its_formula_is_what_the_module_computes(pool, group, kind):
 @pytest.mark.parametrize(("group", "kind"), JUDGED)
 def test_its_formula_has_each_setting_that_can_be_on_or_off(pool, group, kind):
     for cfg in list(recipes(group, kind))[1:]:
-        _assert_judged(pool, cfg, 1)
-
-
-def _assert_judged(pool, cfg: Config, steps: int) -> None:
-    worst = compare_records(run_oracle(cfg, steps), pool.run(1, run_distributed, cfg, steps))[0]
-    assert worst.error <= TOLERANCE, (worst, cfg.model)
+        worst = compare_records(run_oracle(cfg, 1), pool.run(1, run_distributed, cfg, 1))[0]
+        assert worst.error <= TOLERANCE, (worst, cfg.model)
 
 
 MEASURED_SIZES = {

@@ -22,6 +22,7 @@ from tests.models import edit_model
 from tests.slow import slow
 from tests.verify.recipes import tiny
 from tests.verify.same_bits import assert_equal_bits
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -62,8 +63,7 @@ def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config
 def _check(pool, cfg: Config) -> list[dict[str, int]]:
     """Train two steps, the second one measured; what each rank had at its peak."""
     size = cfg.parallel.world_size
-    plain = pool.run(size, run_distributed, cfg, 2)
-    found = pool.run(size, run_distributed, _measured(cfg, 2), 2)
+    plain, found = run_each(pool, size, run_distributed, (cfg, 2), (_measured(cfg, 2), 2))
     assert_equal_bits(zip(plain, found, strict=True))
     assert found[0].steps[0].memory_by_part is None
     memory = found[0].steps[1].memory_by_part
@@ -87,9 +87,14 @@ def test_under_a_mapping(pool, name):
     _check(pool, _recipe(**MAPPINGS[name]))
 
 
+@pytest.fixture(scope="module")
+def kept(pool) -> dict[str, int]:
+    """The peak of a rank that keeps all activations."""
+    return _check(pool, _recipe())[0]
+
+
 @pytest.mark.parametrize("name", TRAINS)
-def test_with_a_saver(pool, name):
-    kept = _check(pool, _recipe())[0]
+def test_with_a_saver(pool, kept, name):
     (peak,) = _check(pool, _recipe(TRAINS[name]))
     assert (RELOADED in peak) == (name == "offload")
     if name == "recompute":
@@ -111,7 +116,7 @@ def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
 def test_two_micro_batches_at_a_time_are_in_memory(pool):
     """The ledger sees of a pair the activations of two micro-batches, and what goes backward is not among them."""
     mapping = MAPPINGS["overlap"]
-    train = {"global_batch_size": 16}
+    train = {"global_batch_size": 8}
     both = [_check(pool, _recipe(train, **mapping | {"overlap_experts": on})) for on in (False, True)]
     one, two = ([sum(peak.get(part, 0) for part in ACTIVATIONS) for peak in peaks] for peaks in both)
     for alone, paired in zip(one, two, strict=True):

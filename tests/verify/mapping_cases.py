@@ -283,7 +283,7 @@ LAYOUTS_MIXED = [
 CASES = [
     *MAPPINGS,
     *cases("rank order", ORDERS[:1], ORDERS[1:]),
-    *cases("zero level", ZERO[3:4], [*ZERO[:3], *ZERO[4:]]),
+    *cases("zero level", [], ZERO),
     *_model_kinds(),
     *cases("dropping", FEW_DROPPING, [case for case in DROPPING if case not in FEW_DROPPING]),
     *cases(
@@ -307,7 +307,7 @@ CASES = [
             )
         ],
     ),
-    *cases("schedule", SCHEDULES_OF_TWO_RANKS, SCHEDULES),
+    *cases("schedule", [], [*SCHEDULES_OF_TWO_RANKS, *SCHEDULES]),
     *cases("split backward", SPLIT_BACKWARD, _split_backward_mixed()),
     *cases("schedule from a file", SCHEDULE_FROM_FILE[:1], SCHEDULE_FROM_FILE[1:]),
     *cases("pipeline layout", LAYOUTS, LAYOUTS_MIXED),

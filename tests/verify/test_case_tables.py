@@ -15,6 +15,8 @@ FAST = [case for case in CASES if not case.is_slow]
 ONLY_SLOW = {
     "mapping of 8 ranks",
     "mapping of 16 ranks",
+    "zero level",
+    "schedule",
     "schedule with plain",
     "schedule with recompute",
     "schedule with offload",

@@ -87,4 +87,4 @@ def test_the_shrunk_recipe_still_moves(pool):
 
 def test_a_learned_router_that_is_never_even(pool):
     moe = {"llep_threshold": 1.0, "llep_capacity": 1.0, "llep_min_tokens": 1}
-    _assert_moves_and_equals_oracle(pool, tiny(moe=moe, dispatcher="leastloaded", world_size=4, cp=2, ep=4))
+    _assert_moves_and_equals_oracle(pool, tiny(moe=moe, dispatcher="leastloaded", world_size=2, cp=2, ep=2))

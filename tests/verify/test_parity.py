@@ -32,9 +32,10 @@ from tests.verify import (
 from tests.verify.cases import Case, cases
 from tests.verify.covering import few_else_slow
 from tests.verify.mapping_cases import DISPATCHERS, DROPPING, FEW_DROPPING
-from tests.verify.oracle import STEPS, assert_equals_oracle, oracle_of
+from tests.verify.oracle import STEPS, TOLERANCE, assert_equals_oracle, oracle_of
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.same_bits_cases import OVERLAP
+from tests.verify.shared_ranks import Call, SharedRanks, selected_cases
 
 OVERLAPPED = cases("expert overlap", OVERLAP[8:9], [*OVERLAP[:8], *OVERLAP[9:]])
 FAMILY_CASES = [
@@ -56,10 +57,24 @@ ORACLE_CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def ranks_of_cases(request, pool, tmp_path_factory) -> SharedRanks:
+    """The ranks of the selected cases."""
+
+    def call(case: Case) -> Call:
+        cfg = case.config(tmp_path_factory.mktemp("case"))
+        return Call(cfg.parallel.world_size, run_distributed, (cfg, case.steps))
+
+    selected = selected_cases(request, "test_equals_the_oracle")
+    return SharedRanks(pool, {name: call(case) for name, case in selected.items()})
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("case", [case.param() for case in ORACLE_CASES])
-def test_equals_the_oracle(pool, tmp_path, case: Case):
-    assert_equals_oracle(pool, case.config(tmp_path), case.steps)
+def test_equals_the_oracle(request, ranks_of_cases, case: Case):
+    call = ranks_of_cases.calls[request.node.name]
+    worst = compare_records(oracle_of(*call.args), ranks_of_cases.results(request.node.name))[0]
+    assert worst.error <= TOLERANCE, worst
 
 
 @pytest.mark.parametrize("settings", few_else_slow(DROPPING, FEW_DROPPING))

@@ -162,20 +162,20 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
 
 @pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])], ids=str)
 def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
-    """Two data-parallel ranks, four micro-batches each, recomputed: counts cover the global batch, once."""
+    """Two data-parallel ranks, two micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
     model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "num_layers": 2}
     cfg = tiny(
         model=model,
         moe={"bias_update_rate": rate, "aux_loss": 0.0},
-        train={"global_batch_size": 8},
+        train={"global_batch_size": 4},
         world_size=2 * int(mapping.get("pp", 1)),
         **mapping,
     )
-    assert (cfg.parallel.dp, cfg.num_micro_batches) == (2, 4)
+    assert (cfg.parallel.dp, cfg.num_micro_batches) == (2, 2)
     ranks = pool.run(cfg.parallel.world_size, _run_recomputing, cfg, 10)
     steps = ranks[0].steps
-    copies = 8 * cfg.train.seq_len * cfg.model.ffn.moe.top_k
+    copies = 4 * cfg.train.seq_len * cfg.model.ffn.moe.top_k
     final = {name: w for rank in ranks for name, w in rank.weights.items() if name.endswith("expert_bias")}
     for layer in range(2):
         bias = [0.0] * cfg.model.ffn.moe.num_experts

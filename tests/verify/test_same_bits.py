@@ -13,14 +13,27 @@ from tests.verify.cases import Case
 from tests.verify.recipes import tiny
 from tests.verify.same_bits import assert_equal_bits, run_both
 from tests.verify.same_bits_cases import CASES, LAYER, OFFLOAD_MODEL, ONE_RANK, TWO_SAMPLES, without_switch
+from tests.verify.shared_ranks import Call, SharedRanks, selected_cases
 
 pytestmark = pytest.mark.parity
 
 
+@pytest.fixture(scope="module")
+def ranks_of_cases(request, pool, tmp_path_factory) -> SharedRanks:
+    """The ranks of the selected cases."""
+
+    def call(case: Case) -> Call:
+        cfg = case.config(tmp_path_factory.mktemp("case"))
+        return Call(cfg.parallel.world_size, run_both, (without_switch(cfg), cfg, case.steps))
+
+    selected = selected_cases(request, "test_no_bit_changes")
+    return SharedRanks(pool, {name: call(case) for name, case in selected.items()})
+
+
 @pytest.mark.parametrize("case", [case.param() for case in CASES])
-def test_no_bit_changes(pool, tmp_path, case: Case):
-    cfg = case.config(tmp_path)
-    ranks = pool.run(cfg.parallel.world_size, run_both, without_switch(cfg), cfg, case.steps)
+def test_no_bit_changes(request, ranks_of_cases, case: Case):
+    _, cfg, _ = ranks_of_cases.calls[request.node.name].args
+    ranks = ranks_of_cases.results(request.node.name)
     assert_equal_bits(ranks)
     if cfg.train.offload and cfg.train.offload_waits:
         for step in ranks[0][1].steps:

@@ -1,0 +1,45 @@
+"""Tests that share ranks get their own results, and a failure is of the test that asked for it."""
+
+import os
+
+import pytest
+
+from moefold.verify.ranks.pool import WorkerError
+from tests.verify.shared_ranks import MOST_CALLS, Call, SharedRanks, run_each
+
+pytestmark = pytest.mark.parity
+
+
+def _process_and(word: str) -> tuple[int, str]:
+    if word == "bad":
+        raise ValueError("this word is bad")
+    return os.getpid(), word
+
+
+def _calls(*words: str) -> dict[str, Call]:
+    return {f"test of {word}": Call(1, _process_and, (word,)) for word in words}
+
+
+def test_tests_share_ranks_and_get_their_own_results(pool):
+    words = [f"word {i}" for i in range(MOST_CALLS + 1)]
+    shared = SharedRanks(pool, _calls(*words))
+    found = [shared.results(f"test of {word}")[0] for word in words]
+    assert [word for _, word in found] == words
+    processes = [process for process, _ in found]
+    assert len(set(processes[:MOST_CALLS])) == 1
+    assert processes[MOST_CALLS] != processes[0]
+
+
+def test_ranks_that_fail_fail_the_test_that_asked_and_no_other(pool):
+    shared = SharedRanks(pool, _calls("good", "bad", "fine"))
+    with pytest.warns(UserWarning, match=r"(?s)had their own ranks, .* failed: .*this word is bad"):
+        assert shared.results("test of good")[0][1] == "good"
+    with pytest.raises(WorkerError, match="this word is bad"):
+        shared.results("test of bad")
+    assert shared.results("test of fine")[0][1] == "fine"
+
+
+def test_each_of_some_arguments_has_the_results_of_all_ranks(pool):
+    one, two = run_each(pool, 2, _process_and, ("one",), ("two",))
+    assert [[word for _, word in found] for found in (one, two)] == [["one"] * 2, ["two"] * 2]
+    assert [process for process, _ in one] == [process for process, _ in two]
