@@ -540,7 +540,7 @@ CASES = [
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
     *cases("vocabulary that tp does not divide", UNEVEN_VOCAB[:1], UNEVEN_VOCAB[1:]),
     *cases("muon", MUON_MAPPED[5:6], [*MUON_MAPPED[:5], *MUON_MAPPED[6:]], steps=3),
-    *cases("moments reset", MOMENTS_RESET[:1], MOMENTS_RESET[1:], steps=4),
+    *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
     *cases("rows in 8 bits", [FP8_ROWS[0], FP8_ROWS[2]], [FP8_ROWS[1], *FP8_ROWS[3:]]),
     *cases("dispatch without duplicates", DEDUP[:1], DEDUP[1:]),

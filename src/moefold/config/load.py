@@ -67,7 +67,8 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
     Raises:
         ConfigError: overrides have another form, or name no section or a key of format 1; all of them in one error.
     """
-    left_out, refused = [], []
+    left_out = []
+    refused = []
     for override in sorted(overrides, key=_depth):
         try:
             left_out.append(_apply_override(tree, override, folder))
