@@ -145,7 +145,9 @@ def calls_of_layers(monkeypatch) -> list[int]:
     counts = []
     compute = CDecodePass.compute
     monkeypatch.setattr(
-        CDecodePass, "compute", lambda self, layers, *args: (counts.append(len(layers)), compute(self, layers, *args))[1]
+        CDecodePass,
+        "compute",
+        lambda self, layers, *args: (counts.append(len(layers)), compute(self, layers, *args))[1],
     )
     return counts
 

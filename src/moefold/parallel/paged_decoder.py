@@ -205,7 +205,12 @@ class PagedDecoder:
                 decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
                 fused.append(FusedBlock(block, decode_pass, self._pass, cache))
                 self._replace(block, "fused", fused[-1])
-            if fused and len(fused) == len(blocks) and len(decode_passes) == 1 and not any(map(has_forward_hooks, blocks)):
+            if (
+                fused
+                and len(fused) == len(blocks)
+                and len(decode_passes) == 1
+                and not any(map(has_forward_hooks, blocks))
+            ):
                 self._replace(stage, "fused", FusedLayers(fused, decode_pass, self._pass))
 
     def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:

@@ -11,7 +11,6 @@ from moefold.cost.rollout_memory import BYTES_OF_A_WEIGHT, drawn_bytes
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
-    NO_TOKEN,
     Draw,
     UniformStream,
     apply_top_k_top_p,
@@ -23,6 +22,7 @@ from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.cpu.draw import CDraw
+from moefold.ops.draw import NO_TOKEN
 from moefold.recipe import load_config
 from tests.ops.c_kernels import needs_compiler
 
@@ -146,7 +146,9 @@ def test_filters_and_other_logits_are_left_to_torch(monkeypatch):
 @needs_compiler
 def test_a_compiler_that_errs_in_draws_is_found_out(monkeypatch):
     draw = CDraw.__call__
-    monkeypatch.setattr(CDraw, "__call__", lambda self, logits, *args: draw(self, logits + torch.arange(logits.shape[1]), *args))
+    monkeypatch.setattr(
+        CDraw, "__call__", lambda self, logits, *args: draw(self, logits + torch.arange(logits.shape[1]), *args)
+    )
     with pytest.raises(CompilerError, match="draws of tokens are wrong"):
         CDraw()
 

@@ -15,7 +15,7 @@ from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
-from moefold.inference.engine.draw import NO_TOKEN, Draw, UniformStream, check_drawn, choose_tokens
+from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.engine.requests import (
     Completion,
@@ -29,6 +29,7 @@ from moefold.inference.engine.requests import (
 from moefold.inference.sampling import SamplingParams
 from moefold.model.layer_cache import CacheSize, PassRows
 from moefold.model.loss import token_log_probs
+from moefold.ops.draw import NO_TOKEN
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
 from moefold.ops.cpu.build import load_library
 from moefold.ops.cpu.gemm import DTYPE_CODES
-from moefold.ops.decode import DecodeRows, LayerWeights, LinearWeights
+from moefold.ops.decode import DecodeLayer, DecodeRows, LayerWeights, LinearWeights
 from moefold.ops.paged_attention import PAGE_SIZE
 
 FUNCTIONS = {
@@ -152,20 +152,26 @@ class CDecodePass:
         self._key = None
         return layer
 
-    def compute(self, layers: Sequence["CDecodeLayer"], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
+    def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
         """See `DecodePass`."""
         first = layers[0]
+        assert isinstance(first, CDecodeLayer)
         num_rows = self.set_checked_rows(first, x_RH, rows)
-        for layer in layers:
+        addresses = (ctypes.c_void_p * len(layers))()
+        num_experts = 0
+        for i, layer in enumerate(layers):
+            assert isinstance(layer, CDecodeLayer)
             assert layer.chooses
+            addresses[i] = layer.address
+            num_experts = max(num_experts, layer.num_experts)
             assert (layer.hidden, layer.top_k, layer.dtype) == (first.hidden, first.top_k, first.dtype)
         y_RH = x_RH.clone(memory_format=torch.contiguous_format)
         normed_RH = torch.empty_like(y_RH)
-        logits_RE = torch.empty(num_rows, max(layer.num_experts for layer in layers), dtype=torch.float32)
+        logits_RE = torch.empty(num_rows, num_experts, dtype=torch.float32)
         ids_LRK = torch.empty(len(layers), num_rows, first.top_k, dtype=torch.int64)
         probs_RK = torch.empty(num_rows, first.top_k, dtype=torch.float32)
         self.kernel.compute(
-            (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers)),
+            addresses,
             len(layers),
             self.struct_address,
             y_RH.data_ptr(),
