@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moefold.config.schema import Config
-from moefold.model.fused_block import FusedBlock, supports_fused
+from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
 from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
 from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.moe.token_group import NO_COLUMNS
 from moefold.model.paged_cache import PagedAttention
 from moefold.model.transformer import Block, Transformer, build_model
-from moefold.ops.cpu.decode import CDecode
+from moefold.ops.cpu.decode import CDecode, CDecodePass
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
@@ -81,8 +82,10 @@ def rows_of(spans: Sequence[range]) -> PassRows:
     return PassRows(slots, positions, tables[chosen], counts, [spans[i][-1] for i in chosen])
 
 
-def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses: bool) -> list[torch.Tensor]:
-    """Residual streams after each layer of each pass."""
+def run(
+    stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses: bool, at_once: bool = False
+) -> list[torch.Tensor]:
+    """Residual streams after each layer of each pass; after the last layer only if all are computed at once."""
     current = CurrentPass()
     found = []
     blocks = [block for block in stage.layers.values() if isinstance(block, Block)]
@@ -95,16 +98,18 @@ def run(stage: Transformer, passes: Sequence[PassRows], num_pages: int, *, fuses
         if fuses and supports_fused(block):
             decode_pass = decode_pass or attention.kernels.decode.new_pass()
             block.fused = FusedBlock(block, decode_pass, current, cache)
+    fused = [block.fused for block in blocks if isinstance(block.fused, FusedBlock)]
     generator = torch.Generator().manual_seed(2)
+    layers = [FusedLayers(fused, decode_pass, current)] if at_once and len(fused) == len(blocks) else blocks
     with torch.no_grad():
         for rows in passes:
             current.rows = rows
             stage.set_positions(rows.positions_R)
             x = torch.randn(len(rows.slots_R), 1, stage.config.hidden_size, generator=generator).to(stage.dtype)
-            for block in blocks:
-                x = block(x, stage.rope)
+            for layer in layers:
+                x = layer(x, stage.rope, NO_COLUMNS)
                 found.append(x)
-    return found
+    return found[len(blocks) - 1 :: len(blocks)] if at_once and layers is blocks else found
 
 
 def assert_equal_bits(stage: Transformer, passes: Sequence[PassRows], num_samples: int) -> None:
@@ -115,6 +120,9 @@ def assert_equal_bits(stage: Transformer, passes: Sequence[PassRows], num_sample
         assert a.shape == b.shape
         assert torch.equal(a, b)
         assert a.isfinite().all()
+    together = run(stage, passes, num_samples * PAGES, fuses=True, at_once=True)
+    for a, b in zip(together, plain[len(stage.layers) - 1 :: len(stage.layers)], strict=True):
+        assert torch.equal(a, b)
 
 
 def fixed_passes() -> list[PassRows]:
@@ -130,6 +138,57 @@ def test_a_fused_layer_has_the_bits_of_its_modules(kind, dtype):
     stage = build(recipe(KINDS[kind], dtype))
     assert all(map(supports_fused, stage.layers.values())) == (kind not in OF_MODULES)
     assert_equal_bits(stage, fixed_passes(), 4)
+
+
+def calls_of_layers(monkeypatch) -> list[int]:
+    """The layers of each call of the kernel from now on."""
+    counts = []
+    compute = CDecodePass.compute
+    monkeypatch.setattr(
+        CDecodePass,
+        "compute",
+        lambda self, layers, *args: (counts.append(len(layers)), compute(self, layers, *args))[1],
+    )
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({}, [1, 1, 2, 2]),
+        ({"ffn.moe.router": "sigmoid"}, []),
+        ({"ffn.moe.shared.intermediate_size": 12}, []),
+        ({"layer_pattern": "DM"}, [1, 1, 1]),
+    ],
+)
+def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expected):
+    stage = build(recipe({"num_layers": 2} | model))
+    counts = calls_of_layers(monkeypatch)
+    overrides = set_overrides(stage)
+    run(stage, fixed_passes(), 4 * PAGES, fuses=True, at_once=True)
+    assert counts == expected
+    # Choices of experts are recorded of each layer once.
+    num_rows = [len(rows.slots_R) for rows in fixed_passes()]
+    assert all([len(ids) for ids in override.chosen] == num_rows for override in overrides)
+
+
+def test_replaced_choices_and_layers_by_modules_are_no_single_call(monkeypatch):
+    cfg = recipe({"num_layers": 2})
+    stage = build(cfg)
+    counts = calls_of_layers(monkeypatch)
+    expected = run(stage, fixed_passes(), 4 * PAGES, fuses=False)
+    set_overrides(stage, num_experts=stage.config.ffn.moe.num_experts)
+    run(stage, fixed_passes(), 4 * PAGES, fuses=True, at_once=True)
+    assert counts == []
+    for layer in stage.moe_layers().values():
+        layer.router.override = None
+    # The second pass by modules, the others whole.
+    apply_kernels(stage, of_libraries(select_kernels(cfg, CPU), ScriptedClock([1.0, 3.0, 3.0, 1.0, 1.0, 3.0])))
+    found = run(stage, fixed_passes(), 4 * PAGES, fuses=True, at_once=True)
+    assert counts[-1] == 1, "the third pass measures first"
+    assert 2 not in counts
+    for a, b in zip(found, expected[1::2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("router_softmax", ["pre", "post"])

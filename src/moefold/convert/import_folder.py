@@ -105,7 +105,8 @@ def import_folder(
         raise ConfigError(reason)
     with atomic_directory(out, world) as tmp_dir:
         with TensorHashes() as hashes:
-            source.hashes, source.memory = hashes, ReusedMemory()
+            source.hashes = hashes
+            source.memory = ReusedMemory()
             digests = write_weights(source, tmp_dir, world, on_bytes)
             source.hashes = source.memory = None
         manifest = _manifest(source, hashes.complete(), world)

@@ -21,6 +21,11 @@ class SamplingParams:
     """Sample from tokens at least this times as likely as the likeliest, before the other two (arXiv:2407.01082)."""
     seed: int = 0
 
+    @property
+    def takes_all_tokens(self) -> bool:
+        """Return whether no token is left out of the distribution."""
+        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+
     def check(self) -> None:
         """Check the ranges of the parameters.
 

@@ -1,6 +1,6 @@
 """Layers that a kernel computes whole in the passes of a decoder; see `ops.decode`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from moefold.model.local_param import local_param
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
-from moefold.model.moe.layer import LayerOutput, MoELayer
+from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import RouterOverride
 from moefold.model.moe.token_group import TokenColumns, TokenPositions
 from moefold.model.norm import RMSNorm
@@ -113,15 +113,17 @@ class FusedBlock:
         self._chooses = False
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> LayerOutput:
+    def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> Tensor:
         """Compute `Block.forward` for rows [R, 1, H] of the current pass, by its modules where these are faster."""
         if not len(x):
             return x
         if self._choice is None:
             return self._run(x, rope)
 
-        def run_modules() -> LayerOutput:
-            return self._block.run_modules(x, rope, columns)
+        def run_modules() -> Tensor:
+            found = self._block.run_modules(x, rope, columns)
+            assert isinstance(found, Tensor), "no shortcut"
+            return found
 
         kind = type(self._ffn).__name__
         if self._choice.picks_whole(kind, len(x), self._trial(lambda: self._run(x, rope)), self._trial(run_modules)):
@@ -144,9 +146,8 @@ class FusedBlock:
         layer = self._layer
         ffn = self._ffn
         if self._chooses and isinstance(ffn, MoELayer) and _has_no_choices(ffn.router.override):
-            y_RH, ids_RK = layer.compute(x_RH, self._current_pass.decode_rows(rope))
-            if ffn.router.override is not None:
-                ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
+            y_RH, ids_LRK = self._decode_pass.compute((layer,), x_RH, self._current_pass.decode_rows(rope))
+            self.record(ids_LRK[0])
             return y_RH.unsqueeze(1)
         y_RH, normed_RH, logits_RE = layer.attend(x_RH, self._current_pass.decode_rows(rope))
         if logits_RE is None:
@@ -158,12 +159,56 @@ class FusedBlock:
         layer.add_experts(y_RH, normed_RH, routing.ids_TK, routing.probs_TK, shared)
         return y_RH.unsqueeze(1)
 
+    def record(self, ids_RK: Tensor) -> None:
+        """Pass the experts that the kernel chose to the override of the router, which only records them."""
+        assert isinstance(self._ffn, MoELayer)
+        if self._ffn.router.override is not None:
+            self._ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
+
+    def single_call(self, num_rows: int) -> DecodeLayer | None:
+        """Return the layer if the kernel computes it in one call for so many rows; None before the first pass."""
+        if self._layer is None or not self._chooses:
+            return None
+        assert isinstance(self._ffn, MoELayer)
+        is_chosen = self._choice is None or self._choice.has_picked_whole(type(self._ffn).__name__, num_rows)
+        return self._layer if is_chosen and _has_no_choices(self._ffn.router.override) else None
+
     def _build(self, like: Tensor) -> DecodeLayer:
         """Return the layer with its pages, which this call allocates."""
         weights = layer_weights(self._block, like)
         self._chooses = weights.routing is not None
         num_groups = len(weights.attention.key.weight) // weights.attention.head_dim
         return self._decode_pass.layer(weights, *self._cache.kernel_pages(num_groups, weights.attention.head_dim, like))
+
+
+class FusedLayers:
+    """Forward pass of all layers of a stage: one call of the kernel where each layer is one, else one by one.
+
+    Args:
+        blocks: in their order; they share the pass of the decoder.
+        decode_pass: shared by the layers.
+        current_pass: the rows of the pass that runs.
+    """
+
+    def __init__(self, blocks: Sequence[FusedBlock], decode_pass: DecodePass, current_pass: CurrentPass) -> None:
+        self._blocks = blocks
+        self._decode_pass = decode_pass
+        self._current_pass = current_pass
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> Tensor:
+        """Compute the layers for rows [R, 1, H] of the current pass."""
+        layers = [block.single_call(len(x)) for block in self._blocks]
+        single_calls = [layer for layer in layers if layer is not None]
+        if len(single_calls) < len(layers) or len({layer.top_k for layer in single_calls}) > 1 or not len(x):
+            for block in self._blocks:
+                x = block(x, rope, columns)
+            return x
+        rows = self._current_pass.decode_rows(rope)
+        y_RH, ids_LRK = self._decode_pass.compute(single_calls, x.squeeze(1), rows)
+        for block, ids_RK in zip(self._blocks, ids_LRK, strict=True):
+            block.record(ids_RK)
+        return y_RH.unsqueeze(1)
 
 
 def _has_no_choices(override: RouterOverride | None) -> bool:

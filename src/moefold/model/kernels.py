@@ -9,6 +9,7 @@ from moefold.model.linear import LinearBackend
 from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.decode import DecodeChoice, DecodeKernel
+from moefold.ops.draw import DrawKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
 from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
@@ -104,6 +105,8 @@ class Kernels:
     """Ops of the loss on logits."""
     norm: NormKernel | None = None
     """RMSNorm on a CPU."""
+    draw: DrawKernel | None = None
+    """Draws of tokens on a CPU."""
 
 
 TORCH_KERNELS = Kernels()

@@ -102,7 +102,11 @@ def linear(
     wgrad_sink, (tracked_weight,) = weight_grad_sink(wgrad_store, x, (weight,))
     if not wgrad_sink.is_delayed and linear_backend is None and not TORCH_GEMM.is_faster_than_torch_mm(x):
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, tracked_weight, linear_backend or UNQUANTIZED_LINEAR, wgrad_sink)
+    linear_backend = linear_backend or UNQUANTIZED_LINEAR
+    if torch.is_grad_enabled():
+        y: Tensor = _Linear.apply(x, tracked_weight, linear_backend, wgrad_sink)
+    else:
+        y = linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
 
 

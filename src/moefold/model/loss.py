@@ -91,6 +91,23 @@ def token_losses(
     return TokenLosses(*_CrossEntropy.apply(logits, labels, vocab_range, ops, softmax))
 
 
+def token_log_probs(
+    logits_NV: Tensor, tokens_N: Tensor, vocab_range: VocabRange, ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
+) -> Tensor:
+    """Compute the log-probabilities of tokens without autograd, with the bits of -`token_losses`, [N].
+
+    Args:
+        logits_NV: [N, rows of this rank], contiguous.
+        tokens_N: int64, rows of the whole vocabulary.
+        vocab_range: rows of this rank.
+        ops: operations on the logits.
+    """
+    if vocab_range is not FULL_VOCAB:
+        return -token_losses(logits_NV, tokens_N, vocab_range, ops).loss
+    statistics = ops.statistics(logits_NV, tokens_N)
+    return statistics.target_C - statistics.top_C - statistics.sum_C.log()
+
+
 @dataclass(frozen=True)
 class ChunkOptions:
     """Non-tensor arguments of the chunked loss."""

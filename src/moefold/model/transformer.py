@@ -366,6 +366,8 @@ class Transformer(nn.Module):
         self.rope: Rope | None = None
         self._rope_frequencies: Tensor | None = None
         self.kernels: Kernels = TORCH_KERNELS
+        self.fused: Callable[[Tensor, Rope, TokenColumns], Tensor] | None = None
+        """All layers together, while the model generates; None: one by one."""
 
     def set_loss(self, loss: LossFunction) -> None:
         """Set the loss of the last stage; on every stage, as all know the names of its terms and metrics."""
@@ -395,10 +397,13 @@ class Transformer(nn.Module):
         """
         args = self._block_args(columns, document_bounds)
         x = self._embed(x) if self.is_first else x
-        shortcut = _Shortcut()
-        selections = _Selections()
-        for block in self._blocks():
-            x = shortcut.add(block(x, *args, selections.of(block)))
+        if self.fused is not None:
+            x = self.fused(x, *args[:2])
+        else:
+            shortcut = _Shortcut()
+            selections = _Selections()
+            for block in self._blocks():
+                x = shortcut.add(block(x, *args, selections.of(block)))
         if not self.is_last:
             return self._hidden_output(x)
         if "labels" not in columns:

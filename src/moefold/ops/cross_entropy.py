@@ -61,6 +61,8 @@ class TorchCrossEntropyOps:
     def statistics(self, logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
         """See `CrossEntropyOps`."""
         dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+        if len(logits_CV) <= _tile_rows(logits_CV):
+            return _statistics(logits_CV, row_C, torch.empty_like(logits_CV, dtype=dtype))
         parts = [
             _statistics(logits, row, torch.empty_like(logits, dtype=dtype))
             for logits, row in zip(_row_tiles(logits_CV), row_C.split(_tile_rows(logits_CV)), strict=True)

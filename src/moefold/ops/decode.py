@@ -1,14 +1,15 @@
 """Interface of kernels that compute a whole transformer layer over rows of a paged KV cache, without gradients.
 
-A layer is one call. It is two where the router is one that the kernel does not know, or where there is a shared expert:
-attention up to the logits of the router, and the routed experts; the caller chooses the experts between them.
+All layers are one call. A layer is two where the router is one that the kernel does not know, or where there is a
+shared expert: attention up to the logits of the router, and the routed experts; the caller chooses the experts between
+them.
 `ops/cpu/decode.py` implements it; its reference are the modules of the layer (`model.transformer.Block`), whose bits it
 has where they use the same kernels.
 """
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +90,11 @@ class DecodeRows:
 class DecodeLayer(Protocol):
     """One layer and its pages."""
 
+    @property
+    def top_k(self) -> int:
+        """Experts of a row; 0: none."""
+        ...
+
     def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
         """Cache the keys and values of the rows, and compute attention with its residual connection.
 
@@ -116,24 +122,25 @@ class DecodeLayer(Protocol):
         """
         ...
 
-    def compute(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
-        """Compute the layer, with `routing` and without a shared expert.
-
-        Args:
-            x_RH: rows of the residual stream, [R, H], R at least 1.
-            rows: of the pass.
-
-        Returns:
-            The residual stream [R, H], and the experts of each row, int64 [R, K].
-        """
-        ...
-
 
 class DecodePass(Protocol):
     """The shared part of the layers of a decoder: memory, and the rows of the pass that runs."""
 
     def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> DecodeLayer:
         """Return a layer; its weights and pages must stay where they are in memory."""
+        ...
+
+    def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
+        """Compute layers of this decoder one after another, which choose their experts and have no shared expert.
+
+        Args:
+            layers: at least one; all have the same number of experts of a row.
+            x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
+            rows: of the pass.
+
+        Returns:
+            The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].
+        """
         ...
 
 
@@ -199,6 +206,10 @@ class DecodeChoice:
                 *(kind, num_rows, 1e3 * whole_s, 1e3 * modules_s, "C" if self._is_whole[key] else "the modules"),
             )
         return self._is_whole[key]
+
+    def has_picked_whole(self, kind: Hashable, num_rows: int) -> bool:
+        """Return whether `picks_whole` has chosen the kernel for such rows; False if it has not run."""
+        return self._is_whole.get((kind, num_rows.bit_length()), False)
 
     def _measure(self, *candidates: Callable[[], object]) -> list[float]:
         """Return the shortest time of each, run in turn."""

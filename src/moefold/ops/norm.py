@@ -58,7 +58,10 @@ def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | Non
         eps: added to the mean of squares.
         kernel: implementation; None: PyTorch operations.
     """
-    y: Tensor = _RMSNorm.apply(x, weight, eps, kernel or TORCH_RMS_NORM)
+    kernel = kernel or TORCH_RMS_NORM
+    if not torch.is_grad_enabled():
+        return kernel.forward(x, weight, eps)[0]
+    y: Tensor = _RMSNorm.apply(x, weight, eps, kernel)
     return y
 
 

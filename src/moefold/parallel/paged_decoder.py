@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moefold.comm.host_copy import copy_to_device
+from moefold.comm.torch_compat import has_forward_hooks
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import TokenMixer
-from moefold.model.fused_block import FusedBlock, fused_unsupported_reason, supports_fused
+from moefold.model.fused_block import FusedBlock, FusedLayers, fused_unsupported_reason, supports_fused
 from moefold.model.head import Head
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
 from moefold.model.local_param import CastCopies
@@ -122,6 +123,7 @@ class PagedDecoder:
     | `eval_capacity_policy` | None: no token is dropped |
     | `override` of the routers, if choices are recorded | `RoutingCache` |
     | `fused` of a layer that a kernel computes whole | `FusedBlock` |
+    | `fused` of a stage all of whose layers are such | `FusedLayers` |
 
     Args:
         chain: of `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have rows of their own.
@@ -190,7 +192,9 @@ class PagedDecoder:
             return
         decode_passes: dict[DecodeKernel, DecodePass] = {}
         for stage in self._chain.stages:
-            for block in stage.layers.values():
+            fused: list[FusedBlock] = []
+            blocks = [block for block in stage.layers.values() if type(block) is not MTPBlock]
+            for block in blocks:
                 if not supports_fused(block):
                     continue
                 assert isinstance(block, Block)
@@ -199,7 +203,15 @@ class PagedDecoder:
                 assert isinstance(cache, PagedAttention)
                 assert kernel is not None
                 decode_pass = decode_passes.setdefault(kernel, kernel.new_pass())
-                self._replace(block, "fused", FusedBlock(block, decode_pass, self._pass, cache))
+                fused.append(FusedBlock(block, decode_pass, self._pass, cache))
+                self._replace(block, "fused", fused[-1])
+            if (
+                fused
+                and len(fused) == len(blocks)
+                and len(decode_passes) == 1
+                and not any(map(has_forward_hooks, blocks))
+            ):
+                self._replace(stage, "fused", FusedLayers(fused, decode_pass, self._pass))
 
     def _replace(self, module: nn.Module, attribute: str, replacement: object) -> None:
         self._replaced.append((module, attribute, getattr(module, attribute)))

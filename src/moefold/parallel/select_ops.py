@@ -115,6 +115,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.build import CompilerError, build_libraries
     from moefold.ops.cpu.convolution import CConvolution
     from moefold.ops.cpu.decode import CDecode
+    from moefold.ops.cpu.draw import CDraw
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.linear_attention import LIBRARIES, CLinearAttention
@@ -127,13 +128,14 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.decode import DecodeChoice
 
     has_linear = cfg.model.has_linear_attention
-    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode")
+    names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")
     try:
         build_libraries(*names, *((*LIBRARIES, "convolution") if has_linear else ()))
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
         softmax = CSoftmax()
+        draw = CDraw()
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
@@ -177,6 +179,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         decode_choice=None if uses_gemm or cfg.run.deterministic else DecodeChoice(),
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,
+        draw=draw,
     )
 
 

@@ -11,7 +11,6 @@ from moefold.cost.rollout_memory import BYTES_OF_A_WEIGHT, drawn_bytes
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.draw import (
-    NO_TOKEN,
     Draw,
     UniformStream,
     apply_top_k_top_p,
@@ -21,7 +20,11 @@ from moefold.inference.engine.draw import (
 )
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
+from moefold.ops.cpu.build import CompilerError
+from moefold.ops.cpu.draw import CDraw
+from moefold.ops.draw import NO_TOKEN
 from moefold.recipe import load_config
+from tests.ops.c_kernels import needs_compiler
 
 PROBS = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
 
@@ -103,6 +106,51 @@ def test_integer_weights_draw_what_sums_in_float64_draw(size):
     expected = [in_float64(row, draw) for row, draw in zip(logits, draws, strict=True)]
     assert choose_tokens(logits, draws).tolist() == expected
     assert len({*expected}) > 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [1, 7, 1024, 5000])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+def test_draws_in_c_are_the_same(size, temperature):
+    """Masked tokens, equal logits, places at both ends, and rows without a distribution, among rows with one."""
+    kernel = CDraw()
+    generator = torch.Generator().manual_seed(1)
+    logits = 4 * torch.randn(64, 2 * size, generator=generator)[:, :size]
+    logits[torch.rand(64, size, generator=generator) < 0.2] = -torch.inf
+    logits[::2] = logits[::2].round()
+    logits[3, -1], logits[5, 0], logits[6] = torch.nan, torch.inf, -torch.inf
+    params = SamplingParams(temperature=temperature)
+    places = [0.0, 1 - 2**-53, *(stream(1, i, 0)[0] for i in range(62))]
+    draws = [Draw(params, place) for place in places]
+    expected = choose_tokens(logits, draws)
+    assert expected[3] == expected[5] == expected[6] == NO_TOKEN
+    assert kernel.supports(logits)
+    assert torch.equal(choose_tokens(logits, draws, kernel), expected)
+    assert torch.equal(kernel(logits, temperature, places), expected)
+
+
+@needs_compiler
+def test_filters_and_other_logits_are_left_to_torch(monkeypatch):
+    kernel = CDraw()
+    monkeypatch.setattr(CDraw, "__call__", lambda *_: pytest.fail("the kernel has no filters"))
+    logits = torch.randn(2, 9)
+    for params in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
+        draws = [Draw(SamplingParams(**params), 0.5)] * 2
+        assert torch.equal(choose_tokens(logits, draws, kernel), choose_tokens(logits, draws))
+    draws = [Draw(SamplingParams(), 0.5)] * 2
+    for other in (logits.double(), logits.bfloat16(), logits.t().contiguous().t(), logits.to("meta")):
+        assert not kernel.supports(other)
+        assert choose_tokens(other, draws, kernel).shape == (2,)
+
+
+@needs_compiler
+def test_a_compiler_that_errs_in_draws_is_found_out(monkeypatch):
+    draw = CDraw.__call__
+    monkeypatch.setattr(
+        CDraw, "__call__", lambda self, logits, *args: draw(self, logits + torch.arange(logits.shape[1]), *args)
+    )
+    with pytest.raises(CompilerError, match="draws of tokens are wrong"):
+        CDraw()
 
 
 def test_a_draw_waits_for_no_device():

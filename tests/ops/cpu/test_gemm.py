@@ -293,10 +293,13 @@ def test_scratch_memory_is_no_tensor(native):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("depth", [64, 530, 1030])
-def test_few_rows_have_the_bits_of_many(gemm, dtype, depth):
-    """Tokens that are decoded: of every count up to more than a panel, with operands in either layout."""
-    x, w = torch.randn(40, depth).to(dtype), torch.randn(70, depth).to(dtype)
+@pytest.mark.parametrize(("columns", "depth"), [(70, 64), (70, 530), (1120, 1035), (1120, 1040)])
+def test_few_rows_have_the_bits_of_many(gemm, dtype, columns, depth):
+    """Tokens that are decoded: of every count up to more than a panel, with operands in either layout.
+
+    Whole panels of few rows are streamed, or transposed if the depth is a multiple of a vector, too.
+    """
+    x, w = torch.randn(40, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     right, wide = gemm.matmul(x, w), gemm.matmul_fp32(x, w)
     mixed = gemm.matmul(x, w.float())
     transposed = w.t().contiguous().t()

@@ -13,12 +13,9 @@ from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import RunError
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
+from moefold.ops.draw import NO_TOKEN, DrawKernel, weight_unit
 
 MANTISSA_BITS = 53
-SUM_BITS = 62
-"""Bits of the sum of the weights of a row."""
-NO_TOKEN = -1
-"""Token id of a row whose logits are NaN or infinite."""
 
 
 class UniformStream:
@@ -52,7 +49,7 @@ class Draw(NamedTuple):
     """In [0, 1); not read at temperature 0."""
 
 
-def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None = None) -> Tensor:
     """Sample one token for each row of logits where the logits are: int64 [N] on their device, without a wait.
 
     A row's token does not depend on the other rows. Weights are computed in float64 and rounded to integers. Their sums
@@ -63,13 +60,14 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     Args:
         logits_NV: logits over the whole vocabulary.
         draws: of each row.
+        kernel: draws where it supports the logits and the whole distribution is sampled; None: torch operations.
 
     Returns:
         Token ids; `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.
     """
     first = draws[0].params
     if all(draw.params is first for draw in draws):
-        return _choose(logits_NV, draws)
+        return _choose(logits_NV, draws, kernel)
     rows_of: dict[SamplingParams, list[int]] = {}
     for row, draw in enumerate(draws):
         rows_of.setdefault(draw.params, []).append(row)
@@ -77,7 +75,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     tokens_N = torch.empty(len(draws), dtype=torch.int64, device=device)
     for rows in rows_of.values():
         rows_M = copy_to_device(torch.tensor(rows), device)
-        tokens_N[rows_M] = _choose(logits_NV[rows_M], [draws[row] for row in rows])
+        tokens_N[rows_M] = _choose(logits_NV[rows_M], [draws[row] for row in rows], kernel)
     return tokens_N
 
 
@@ -94,8 +92,11 @@ def check_drawn(tokens: Sequence[float]) -> None:
         )
 
 
-def _choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _choose(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None) -> Tensor:
     """Sample with the parameters of the first draw, which all rows share, in parts of bounded memory."""
+    params = draws[0].params
+    if kernel is not None and params.takes_all_tokens and kernel.supports(logits_NV):
+        return kernel(logits_NV, params.temperature, [draw.uniform for draw in draws])
     size = max(1, MAX_WEIGHTS // logits_NV.shape[-1])
     starts = range(0, len(draws), size)
     return torch.cat([_choose_part(logits_NV[i : i + size], draws[i : i + size]) for i in starts])
@@ -119,8 +120,7 @@ def _weights(logits_NV: Tensor, temperature: float, min_p: float) -> Tensor:
     if temperature != 1:
         scaled_NV = scaled_NV / temperature
     powers_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
-    # The largest weight; the sum of a row is below 2^SUM_BITS.
-    unit = 2.0 ** (SUM_BITS - logits_NV.shape[-1].bit_length())
+    unit = weight_unit(logits_NV.shape[-1])
     weights_NV = powers_NV.mul_(unit).round_().long()
     if min_p > 0:
         weights_NV.masked_fill_(weights_NV < math.ceil(min_p * unit), 0)

@@ -15,7 +15,7 @@ from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
-from moefold.inference.engine.draw import NO_TOKEN, Draw, UniformStream, check_drawn, choose_tokens
+from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.engine.requests import (
     Completion,
@@ -28,7 +28,8 @@ from moefold.inference.engine.requests import (
 )
 from moefold.inference.sampling import SamplingParams
 from moefold.model.layer_cache import CacheSize, PassRows
-from moefold.model.loss import token_losses
+from moefold.model.loss import token_log_probs
+from moefold.ops.draw import NO_TOKEN
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples
@@ -309,7 +310,7 @@ class OpenGeneration:
         stage = self._chain.last_stage
         assert stage is not None
         vocab_range = stage.head.vocab_parallel.vocab_range
-        return -token_losses(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops).loss
+        return token_log_probs(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops)
 
     def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return the logits to draw from: logits of samples with rules are changed."""
@@ -341,7 +342,7 @@ class OpenGeneration:
             whole_NV = vocab_parallel.gather(logits_NV)
             tokens_N = torch.zeros(len(numbers), dtype=torch.int64, device=groups.device)
             if groups.attn.tp.rank == 0:
-                tokens_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws)
+                tokens_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws, stage.kernels.draw)
                 self._advance_grammars(numbers, tokens_N)
             # Ranks that each drew from their own rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)

@@ -1,4 +1,4 @@
-/* One transformer layer over rows of a paged cache, in one call; or in two, attention up to the logits of the router
+/* Transformer layers over rows of a paged cache, in one call; or a layer in two, attention up to the logits of the router
    and the routed experts, between which the caller chooses the experts.
 
    Products, norms, RoPE, attention, SwiGLU and the combine are the functions of the other sources of this folder, called
@@ -242,7 +242,7 @@ ALWAYS_INLINE void write_pages(const int is_bfloat16, const pass_rows *p, const 
   }
 }
 
-/* y = x + attention(norm(x)), normed = norm(y), and logits [rows, experts] of the router if there is one. */
+/* y = x + attention(norm(x)), normed = norm(y), and logits [rows, experts] of the router if there is one; y may be x. */
 void decode_attention(const layer_weights *w, const pass_rows *p, const void *x, void *y, void *normed, float *logits) {
   arena memory = {p->workspace, 0};
   const attention_buffers b = take_attention_buffers(&memory, w, p);
@@ -329,13 +329,19 @@ void decode_experts(const layer_weights *w, const pass_rows *p, const void *norm
   add_rows(p, y, b.routed, y, p->rows * w->hidden);
 }
 
-/* A layer with routed experts: y = x + attention(norm(x)), and the experts of norm(y), whose choice is written to ids and
-   probs [rows, top_k]; `normed` and `logits` are scratch, as decode_attention writes them. */
-void decode_layer(const layer_weights *w, const pass_rows *p, const void *x, void *y, void *normed, float *logits,
-                  int64_t *ids, float *probs) {
-  decode_attention(w, p, x, y, normed, logits);
-  arena memory = {p->workspace, 0};
-  const choice_buffers b = take_choice_buffers(&memory, w);
-  p->kernels->choose(logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids, probs);
-  decode_experts(w, p, normed, ids, probs, 0, y);
+/* Layers with routed experts, one after another: x += attention(norm(x)), and x += the experts of norm(x), whose choice
+   is written to ids [layers, rows, top_k]. `normed` [rows, hidden], `logits` [rows, experts] and `probs` [rows, top_k]
+   are scratch for the largest layer. */
+void decode_layers(const layer_weights *const *layers, int64_t count, const pass_rows *p, void *x, void *normed,
+                   float *logits, int64_t *ids, float *probs) {
+  for (int64_t i = 0; i < count; i++) {
+    const layer_weights *const w = layers[i];
+    decode_attention(w, p, x, x, normed, logits);
+    arena memory = {p->workspace, 0};
+    const choice_buffers b = take_choice_buffers(&memory, w);
+    p->kernels->choose(logits, p->rows, w->experts, w->top_k, w->is_post, w->routing_scale, b.scores, b.taken, ids,
+                       probs);
+    decode_experts(w, p, normed, ids, probs, 0, x);
+    ids += p->rows * w->top_k;
+  }
 }

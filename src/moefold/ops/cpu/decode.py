@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
 from moefold.ops.cpu.build import load_library
 from moefold.ops.cpu.gemm import DTYPE_CODES
-from moefold.ops.decode import DecodeRows, LayerWeights, LinearWeights
+from moefold.ops.decode import DecodeLayer, DecodeRows, LayerWeights, LinearWeights
 from moefold.ops.paged_attention import PAGE_SIZE
 
 FUNCTIONS = {
@@ -105,8 +105,8 @@ class CDecode:
         self.add_experts = library.decode_experts
         self.add_experts.argtypes = [ctypes.c_void_p] * 7
         self.add_experts.restype = None
-        self.compute = library.decode_layer
-        self.compute.argtypes = [ctypes.c_void_p] * 8
+        self.compute = library.decode_layers
+        self.compute.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 6]
         self.compute.restype = None
         self.workspace_bytes = library.decode_workspace_bytes
         self.workspace_bytes.argtypes = [ctypes.c_void_p] * 2
@@ -152,7 +152,45 @@ class CDecodePass:
         self._key = None
         return layer
 
-    def set_rows(self, rows: DecodeRows, dtype: torch.dtype) -> None:
+    def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
+        """See `DecodePass`."""
+        first = layers[0]
+        assert isinstance(first, CDecodeLayer)
+        num_rows = self.set_checked_rows(first, x_RH, rows)
+        addresses = (ctypes.c_void_p * len(layers))()
+        num_experts = 0
+        for i, layer in enumerate(layers):
+            assert isinstance(layer, CDecodeLayer)
+            assert layer.chooses
+            addresses[i] = layer.address
+            num_experts = max(num_experts, layer.num_experts)
+            assert (layer.hidden, layer.top_k, layer.dtype) == (first.hidden, first.top_k, first.dtype)
+        y_RH = x_RH.clone(memory_format=torch.contiguous_format)
+        normed_RH = torch.empty_like(y_RH)
+        logits_RE = torch.empty(num_rows, num_experts, dtype=torch.float32)
+        ids_LRK = torch.empty(len(layers), num_rows, first.top_k, dtype=torch.int64)
+        probs_RK = torch.empty(num_rows, first.top_k, dtype=torch.float32)
+        self.kernel.compute(
+            addresses,
+            len(layers),
+            self.struct_address,
+            y_RH.data_ptr(),
+            normed_RH.data_ptr(),
+            logits_RE.data_ptr(),
+            ids_LRK.data_ptr(),
+            probs_RK.data_ptr(),
+        )
+        return y_RH, ids_LRK
+
+    def set_checked_rows(self, layer: "CDecodeLayer", x_RH: Tensor, rows: DecodeRows) -> int:
+        """Describe the rows to C; return their number. The C code has no bounds checks."""
+        self._set_rows(rows, layer.dtype)
+        num_rows: int = self.struct.rows
+        assert x_RH.shape == (num_rows, layer.hidden), (x_RH.shape, num_rows, layer.hidden)
+        assert x_RH.dtype == layer.dtype, (x_RH.dtype, layer.dtype)
+        return num_rows
+
+    def _set_rows(self, rows: DecodeRows, dtype: torch.dtype) -> None:
         """Describe the rows of a pass to C; nothing to do where they are the rows of the last call."""
         if rows is self._rows and self._key is not None:
             return
@@ -210,12 +248,12 @@ class CDecodeLayer:
         self._shared = shared
         self._attend = shared.kernel.attend
         self._add_experts = shared.kernel.add_experts
-        self._compute = shared.kernel.compute
-        self._chooses = weights.routing is not None
-        self._dtype = key_pages.dtype
-        self._hidden = len(weights.attention_norm)
-        self._num_experts = 0 if weights.router is None else len(weights.router.weight)
-        self._top_k = weights.top_k
+        self.chooses = weights.routing is not None
+        """See `DecodeLayer`."""
+        self.dtype = key_pages.dtype
+        self.hidden = len(weights.attention_norm)
+        self.num_experts = 0 if weights.router is None else len(weights.router.weight)
+        self.top_k = weights.top_k
         # The struct has addresses only.
         self._kept: list[Tensor] = []
         self._struct = self._layer_struct(weights, key_pages, value_pages)
@@ -224,15 +262,13 @@ class CDecodeLayer:
     def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `DecodeLayer`."""
         shared = self._shared
-        shared.set_rows(rows, self._dtype)
-        assert x_RH.shape == (shared.struct.rows, self._hidden), (x_RH.shape, shared.struct.rows, self._hidden)
-        assert x_RH.dtype == self._dtype, (x_RH.dtype, self._dtype)
+        shared.set_checked_rows(self, x_RH, rows)
         x_RH = x_RH.contiguous()
         y_RH = torch.empty_like(x_RH)
         normed_RH = torch.empty_like(x_RH)
         logits_RE = None
-        if self._num_experts:
-            logits_RE = torch.empty(len(x_RH), self._num_experts, dtype=torch.float32)
+        if self.num_experts:
+            logits_RE = torch.empty(len(x_RH), self.num_experts, dtype=torch.float32)
         self._attend(
             self.address,
             shared.struct_address,
@@ -248,7 +284,7 @@ class CDecodeLayer:
     ) -> None:
         """See `DecodeLayer`."""
         shared = self._shared
-        shape = shared.struct.rows, self._top_k
+        shape = shared.struct.rows, self.top_k
         assert ids_RK.shape == probs_RK.shape == shape, (ids_RK.shape, probs_RK.shape, shape)
         assert (ids_RK.dtype, probs_RK.dtype) == (torch.int64, torch.float32), (ids_RK.dtype, probs_RK.dtype)
         ids_RK = ids_RK.contiguous()
@@ -264,32 +300,6 @@ class CDecodeLayer:
             y_RH.data_ptr(),
         )
 
-    def compute(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
-        """See `DecodeLayer`."""
-        assert self._chooses
-        shared = self._shared
-        shared.set_rows(rows, self._dtype)
-        num_rows = shared.struct.rows
-        assert x_RH.shape == (num_rows, self._hidden), (x_RH.shape, num_rows, self._hidden)
-        assert x_RH.dtype == self._dtype, (x_RH.dtype, self._dtype)
-        x_RH = x_RH.contiguous()
-        y_RH = torch.empty_like(x_RH)
-        normed_RH = torch.empty_like(x_RH)
-        logits_RE = torch.empty(num_rows, self._num_experts, dtype=torch.float32)
-        ids_RK = torch.empty(num_rows, self._top_k, dtype=torch.int64)
-        probs_RK = torch.empty(num_rows, self._top_k, dtype=torch.float32)
-        self._compute(
-            self.address,
-            shared.struct_address,
-            x_RH.data_ptr(),
-            y_RH.data_ptr(),
-            normed_RH.data_ptr(),
-            logits_RE.data_ptr(),
-            ids_RK.data_ptr(),
-            probs_RK.data_ptr(),
-        )
-        return y_RH, ids_RK
-
     def _layer_struct(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> _LayerStruct:
         attention = weights.attention
         num_pages, groups, head_dim, _ = key_pages.shape
@@ -301,7 +311,7 @@ class CDecodeLayer:
         assert key_pages.is_contiguous(), key_pages.stride()
         assert value_pages.is_contiguous(), value_pages.stride()
         assert heads % groups == 0, (heads, groups)
-        hidden = self._hidden
+        hidden = self.hidden
         key_value = groups * head_dim
         struct = _LayerStruct(
             query=self._linear_struct(attention.query, heads * head_dim, hidden),
@@ -320,7 +330,7 @@ class CDecodeLayer:
             groups=groups,
             head_dim=head_dim,
             window=attention.window,
-            experts=self._num_experts,
+            experts=self.num_experts,
             top_k=weights.top_k,
             eps=weights.eps,
             query_key_eps=attention.query_key_eps,
@@ -331,10 +341,10 @@ class CDecodeLayer:
         if weights.router is not None and weights.experts is not None:
             gate, up, down = weights.experts
             ffn = gate.shape[2]
-            struct.router = self._linear_struct(weights.router, self._num_experts, hidden, torch.float32)
-            struct.gate = self._address(gate, (self._num_experts, hidden, ffn), gate.dtype)
-            struct.up = self._address(up, (self._num_experts, hidden, ffn), gate.dtype)
-            struct.down = self._address(down, (self._num_experts, ffn, hidden), gate.dtype)
+            struct.router = self._linear_struct(weights.router, self.num_experts, hidden, torch.float32)
+            struct.gate = self._address(gate, (self.num_experts, hidden, ffn), gate.dtype)
+            struct.up = self._address(up, (self.num_experts, hidden, ffn), gate.dtype)
+            struct.down = self._address(down, (self.num_experts, ffn, hidden), gate.dtype)
             struct.ffn = ffn
             struct.expert_kind = DTYPE_CODES[gate.dtype]
         return struct
@@ -354,7 +364,7 @@ class CDecodeLayer:
         if x is None:
             return None
         assert x.shape == shape, (x.shape, shape)
-        assert x.dtype == (dtype or self._dtype), (x.dtype, dtype, self._dtype)
+        assert x.dtype == (dtype or self.dtype), (x.dtype, dtype, self.dtype)
         x = x.detach().contiguous()
         self._kept.append(x)
         return x.data_ptr()

@@ -3,7 +3,8 @@
    Operands are packed: a in panels of ROWS rows, b in panels of LANES columns, in which the elements of one step along
    the depth are contiguous; edges are zero-padded. A tile multiplies a panel of a by a panel of b. A step is one
    float32, or two bfloat16 where the processor has bfloat16 dot products: a 32-bit word in either case. In float32
-   whole panels are read in place if that costs no more: small operands with contiguous lines, and rows of a.
+   whole panels are read in place if that costs no more: small operands with contiguous lines, and rows of a. A product
+   of few rows is not tiled, but reads b once: see few_rows.h.
 
    Each result is summed in a fixed order, in chunks of STEPS of each term, independent of threads, strides and the
    other rows and columns, of which there may be any number, and is rounded once. */
@@ -14,7 +15,6 @@
 #include "bfloat16.h"
 #include "exponential.h"
 #include "gemm.h"
-#include "transpose.h"
 
 /* Floats of a vector, and rows of a tile, limited by registers for two accumulator vectors a row and the operands. */
 #if defined(__AVX512F__)
@@ -60,9 +60,8 @@
 #define THREAD 0
 #define THREADS 1
 #endif
-#include "multiply_add.h"
-
 #define FETCH_INTO_L2(address) __builtin_prefetch(address, 0, 2)
+#include "few_rows.h"
 
 typedef uint32_t packed_word;
 typedef uint32_t aliased_word __attribute__((may_alias));
@@ -448,6 +447,27 @@ int64_t gemm_scratch_words(int64_t rows, int64_t columns, int64_t depth, int thr
   return shared * LANES + threads * per_thread * ROWS;
 }
 
+/* Return the function for a product of few rows in float32; 0: it is tiled. */
+static few_rows *few_rows_variant(const gemm_args *args) {
+  const gemm_term *const term = args->terms;
+  if (args->count != 1 || args->rows > FEW_ROWS || args->rounds_to_bfloat16 || args->columns % LANES) return 0;
+  if (args->out.adds || args->out.kind != FLOAT32 || term->a.kind != FLOAT32 || term->b.kind != FLOAT32) return 0;
+  if (term->a.step != 1 || term->depth == 0) return 0;
+  if (term->b.line == 1) return stream_ROWS[args->rows - 1];
+  return term->b.step == 1 && term->depth % BLOCK == 0 ? turn_ROWS[args->rows - 1] : 0;
+}
+
+/* out = a b of few rows; threads split the columns. */
+static void multiply_few_rows(const gemm_args *args, few_rows *multiply, int threads) {
+  const strided_matrix a = args->terms[0].a, b = args->terms[0].b;
+  const int64_t b_stride = b.line == 1 ? b.step : b.line, panels = args->columns / LANES;
+  OMP_PARALLEL {
+    const int64_t first = THREAD * panels / THREADS * LANES, last = (THREAD + 1) * panels / THREADS * LANES;
+    multiply(a.start, a.line, float_at(b, first, 0), b_stride, last - first, args->terms[0].depth,
+             (float *)args->out.start + first, args->out.row);
+  }
+}
+
 /* out [rows, columns] (+)= the sum of the terms, with operands rounded to bfloat16 if asked. */
 void gemm(const gemm_args *args) {
   const gemm_term *const terms = args->terms;
@@ -460,6 +480,11 @@ void gemm(const gemm_args *args) {
   int64_t steps = 0;
   for (int t = 0; t < count; t++) steps += num_steps(terms[t].depth, packing);
   if ((double)rows * columns * steps < MIN_PARALLEL_WORK) threads = 1;
+  few_rows *const multiply = few_rows_variant(args);
+  if (multiply) {
+    multiply_few_rows(args, multiply, threads);
+    return;
+  }
   const int64_t a_panels = ceil_div(rows, ROWS), b_panels = ceil_div(columns, LANES);
   const int64_t thread_panels = max_row_panels(rows, steps);
   /* Packed columns that only one panel of rows reads should not leave the cache of their core. */

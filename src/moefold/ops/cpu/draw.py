@@ -1,0 +1,74 @@
+"""Draws of tokens on a CPU in C; a `DrawKernel` (ops/draw.py)."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.draw import NO_TOKEN, weight_unit
+
+SELF_TEST_WIDTH = 1500
+"""Tokens of the self-test: more than a block of `draw.c`."""
+
+
+class CDraw:
+    """Draws from float32 logits.
+
+    Raises:
+        CompilerError: the library cannot be built, or its results are wrong.
+    """
+
+    def __init__(self) -> None:
+        library = load_library("draw")
+        library.draw_max_tokens.argtypes = []
+        library.draw_max_tokens.restype = ctypes.c_int64
+        self._max_tokens: int = library.draw_max_tokens()
+        self._draw = library.draw_tokens
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        self._draw.argtypes = [pointer, size, size, size, number, number, pointer, pointer]
+        self._draw.restype = None
+        self._self_test()
+
+    def supports(self, logits_NV: Tensor) -> bool:
+        """See `DrawKernel`."""
+        width = logits_NV.shape[1]
+        is_known = logits_NV.is_cpu and logits_NV.dtype == torch.float32 and logits_NV.stride(1) == 1
+        return is_known and 0 < width <= self._max_tokens
+
+    def __call__(self, logits_NV: Tensor, temperature: float, uniforms: Sequence[float]) -> Tensor:
+        """See `DrawKernel`."""
+        num_rows, width = logits_NV.shape
+        # The C code has no bounds checks.
+        assert len(uniforms) == num_rows, (len(uniforms), logits_NV.shape)
+        places = np.array(uniforms, np.float64)
+        tokens_N = torch.empty(num_rows, dtype=torch.int64)
+        self._draw(
+            logits_NV.data_ptr(),
+            logits_NV.stride(0),
+            num_rows,
+            width,
+            temperature,
+            weight_unit(width),
+            places.ctypes.data,
+            tokens_N.data_ptr(),
+        )
+        return tokens_N
+
+    def _self_test(self) -> None:
+        """Compare with float64, to catch miscompiled kernels at start-up.
+
+        Raises:
+            CompilerError: results differ.
+        """
+        logits_V = torch.linspace(-3, 9, SELF_TEST_WIDTH).sin().mul_(4)
+        places = np.linspace(0, 0.999, 9)
+        cumulative = np.cumsum(np.exp(logits_V.double().numpy() / 0.7))
+        expected = np.searchsorted(cumulative, places * cumulative[-1], side="right")
+        found = self(logits_V.expand(9, -1), 0.7, places.tolist()).numpy()
+        most_likely = int(self(logits_V.unsqueeze(0), 0, [0.0]))
+        is_undefined = int(self(logits_V.log().unsqueeze(0), 1, [0.0])) == NO_TOKEN
+        if (found != expected).any() or most_likely != int(logits_V.argmax()) or not is_undefined:
+            raise CompilerError("the compiled draws of tokens are wrong")
