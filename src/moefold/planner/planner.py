@@ -26,6 +26,7 @@ from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
 from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
 from moefold.planner.search.document_search import DocumentSearch, candidate_strategies
+from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
@@ -109,7 +110,7 @@ class Planner:
         """The search over all legal mappings; where samples hold documents, under each way to share attention."""
         loads = self.request.workload.attention
         if not isinstance(loads, DocumentLoads):
-            return self._own_search()
+            return self.own_search
         searches: dict[ContextPart | None, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
             try:
@@ -118,11 +119,12 @@ class Planner:
                 # The runtime would refuse the recipe with this strategy, whatever the mapping.
                 continue
             if planner.space.folds:
-                searches[strategy] = planner._own_search()
+                searches[strategy] = planner.own_search
         return DocumentSearch(searches)
 
-    def _own_search(self) -> Search:
-        """Return the search under the recipe's own way to share attention."""
+    @cached_property
+    def own_search(self) -> Search:
+        """The search under the recipe's own way to share attention."""
         q = self.request
         workload = q.priced_workload
         split = RecipeStageSplitter(q.base_config, q.model_spec)
@@ -163,7 +165,7 @@ class Planner:
     @cached_property
     def _smallest_plan(self) -> PlannedMapping:
         """The mapping of least memory."""
-        return min(self.search.smallest_plans(), key=lambda plan: (plan.memory.total, plan.time.total_s))
+        return self.search.smallest_plan()
 
     def best(self) -> PlannedMapping:
         """Return the fastest mapping that fits.
@@ -224,24 +226,30 @@ class Planner:
             f"{smallest.memory.total / gib:.0f} GiB with {format_mapping(smallest)}"
         )
         options = []
-        num_gpus = self._min_gpus_that_fit()
+        num_gpus = self.least_gpus()
         if num_gpus:
             options.append(f"{num_gpus} GPUs or more")
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
         return f"{text}; it would fit with {', or '.join(options)}" if options else f"{text}; choose a smaller model"
 
-    def _min_gpus_that_fit(self) -> int | None:
-        """Return the smallest number of GPUs (the request's times a power of two) on which some mapping fits.
+    def least_gpus(self) -> int | None:
+        """Return the least number of GPUs on which some mapping fits: a power of two, or some eighths of it below.
 
-        None: no number up to MAX_GPUS.
+        None: no power of two up to MAX_GPUS.
         """
-        count = 2 * self.request.num_gpus
-        while count <= MAX_GPUS:
-            planner = Planner(self.request.with_num_gpus(count))
-            if any(plan.memory.fits for plan in planner._own_search().smallest_plans()):
-                return count
-            count *= 2
-        return None
+        powers = (2**k for k in range(MAX_GPUS.bit_length()))
+        enough = next(filter(self._fits_on, powers), None)
+        if enough is None:
+            return None
+        step = max(1, enough // 16)
+        between = range(enough // 2 + step, enough, step)
+        return next(filter(self._fits_on, between), enough)
+
+    def _fits_on(self, num_gpus: int) -> bool:
+        """Return whether some mapping of a number of GPUs fits with recomputed layers, by its memory alone."""
+        constraints = MappingConstraints(self.request.with_num_gpus(num_gpus).base_config)
+        space = MappingSpace(constraints, self.request.restriction)
+        return MemoryFilter(space, self.own_search.memory_model).fits_frugally
 
     def _larger_devices(self, smallest: PlannedMapping) -> list[tuple[str, float]]:
         from moefold.cost.hardware import GIB, device_names, load_device
