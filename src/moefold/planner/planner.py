@@ -3,7 +3,7 @@
 `moefold plan` and `parallel = "auto"` use it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
+from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
@@ -24,7 +25,7 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
-from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
+from moefold.planner.search.constraints import AXIS_KEYS, FOLDED, METHODS, MappingConstraints, Restriction
 from moefold.planner.search.document_search import DocumentSearch, candidate_strategies
 from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
@@ -156,7 +157,7 @@ class Planner:
             ConfigError: no mapping is legal.
         """
         if not self.space.folds:
-            raise ConfigError(self._nothing_legal_message())
+            raise ConfigError(self.infeasible_reason())
         if count > self._num_requested:
             self._num_requested = count
             self._top_plans = self.search.find([MappingGroup(count)])[0] or [self._smallest_plan]
@@ -175,7 +176,7 @@ class Planner:
         """
         best = self.top_plans(1)[0]
         if not best.memory.fits:
-            raise ConfigError(self._nothing_fits_message())
+            raise ConfigError(self.infeasible_reason())
         return best
 
     def config_for(self, plan: PlannedMapping) -> Config:
@@ -196,6 +197,10 @@ class Planner:
             return None
         best = self.best()
         return plan_sites(self.config_for(best), link, best.time.total_s)
+
+    def infeasible_reason(self) -> str:
+        """Return in one line why no mapping is legal, or why none fits, and what would do."""
+        return self._nothing_fits_message() if self.space.folds else self._nothing_legal_message()
 
     def _nothing_legal_message(self) -> str:
         q = self.request
@@ -228,7 +233,7 @@ class Planner:
         options = []
         num_gpus = self.least_gpus()
         if num_gpus:
-            options.append(f"{num_gpus} GPUs or more")
+            options.append(f"{num_gpus} GPUs")
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
         return f"{text}; it would fit with {', or '.join(options)}" if options else f"{text}; choose a smaller model"
 
@@ -290,17 +295,19 @@ def format_mapping(plan: PlannedMapping) -> str:
     return " ".join(words)
 
 
-def read_model(name: str) -> tuple[Config, ModelSpec]:
+def read_model(name: str, overrides: Sequence[str] = ()) -> tuple[Config, ModelSpec]:
     """Load the recipe and the model spec of a model that a user names.
 
     Args:
         name: a preset, a recipe (.toml), or a Hugging Face config.json or its folder.
+        overrides: settings `section.key=value` that override the recipe, or the defaults of a model without one.
 
     Raises:
-        ConfigError: the model is unknown, or the runtime cannot train it.
+        ConfigError: the model is unknown, the runtime cannot train it, or an override is wrong or has no effect.
     """
+    _check_overrides(overrides)
     if name.endswith(".toml"):
-        cfg = load_config(Path(name))
+        cfg = load_config(Path(name), overrides)
         return cfg, ModelSpec(cfg.model.preset or Path(name).stem, cfg.model)
     shape = load_model_spec(name)
     if not shape.is_trainable:
@@ -308,7 +315,23 @@ def read_model(name: str) -> tuple[Config, ModelSpec]:
             f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
             "plan-accuracy` prices given mappings of it"
         )
-    return replace(config_from_dict({}), model=shape.config), shape
+    if overrides and shape.name in preset_names():
+        cfg = load_config(None, [f"model.preset={shape.name}", *overrides])
+        return cfg, replace(shape, config=cfg.model)
+    for word in overrides:
+        if word.startswith("model."):
+            raise ConfigError(f"{word}: {name} has the model; change it there, or name a preset or a recipe")
+    return replace(load_config(None, overrides) if overrides else config_from_dict({}), model=shape.config), shape
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse settings that the search chooses, whatever the recipe has."""
+    axes = {f"{section}.{key}": axis for axis, (section, key) in AXIS_KEYS.items()}
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key in axes:
+            axis, value = ("offload", "optimizer") if axes[key] == "moments" else (axes[key], value)
+            raise ConfigError(f"{word} has no effect: the search chooses it; fix it with --fix {axis}={value}")
 
 
 def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:

@@ -113,11 +113,15 @@ class MemoryFilter:
 
     def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), self.space.strategies)
+        found: NDArray[np.bool_] = self._peak_bytes(choice, self.space.strategies) <= self.room
+        return found
+
+    def _peak_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteArray:
+        """Return the bytes at the largest of three snapshots, [pipelines, placements, strategies]."""
+        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies)
         states = self._state_bytes(choice)
         _, counts = self._peak_counts(choice)
-        totals = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
-        found: NDArray[np.bool_] = totals <= self.room
+        found: ByteArray = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
         return found
 
     @cached_property
@@ -182,8 +186,6 @@ class MemoryFilter:
         limit: float,
     ) -> Iterator[SizedMapping]:
         """Yield the least of a fold under each dispatcher, pipeline and placement of the states below a limit."""
-        bounds = self._fold_bytes(fold, mbs, small_pipelines(pipelines), strategies)
-        placements = [one for one, bound in zip(self.placements, bounds, strict=True) if bound < limit]
         may_need_less = self.memory_model.activation_memory.may_need_less
         is_covered = False
         for dispatcher in self.space.dispatchers(fold, mbs):
@@ -199,10 +201,12 @@ class MemoryFilter:
             if choice is None or is_covered and not (has_own and may_need_less(choice.mapping())):
                 continue
             is_covered = is_covered or not has_own
-            for pipeline in small_pipelines(choice.pipelines):
+            choice = replace(choice, pipelines=small_pipelines(choice.pipelines))
+            bounds = self._peak_bytes(choice, strategies).min(axis=2)
+            for pipeline, least in zip(choice.pipelines, bounds.tolist(), strict=True):
                 zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
-                for zero, moments in placements:
-                    if zero in zeros:
+                for (zero, moments), bound in zip(self.placements, least, strict=True):
+                    if zero in zeros and bound < limit:
                         m = choice.mapping(pipeline, zero, moments)
                         totals = self.memory_model.totals(m, strategies)
                         yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))

@@ -8,9 +8,9 @@ the step. Sends, reductions and the optimizer only add to them. A pair whose tur
 fastest is checked against the memory of all snapshots of its step.
 
 The search is a beam for each number of pipeline ranks: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs.
-Mappings with few of them have the lowest bounds, and in large models they do not fit. `Search.gap` is how much faster a
-mapping outside the beam could be at most, by its lower bound; 0 if the beam contains all that may win. What is listed,
-`space.py` decides.
+Mappings with few of them have the lowest bounds, and in large models they do not fit. `Search.gap` is how far the
+lowest bound of a listed mapping outside the beam is below the best one, 0 if none is: whether such a mapping fits, the
+search has not looked at. What is listed, `space.py` decides.
 `tests/planner/search/test_search.py` compares with pricing every mapping.
 """
 
@@ -162,7 +162,7 @@ class Search:
         self.cost_model = cost_model
         self.memory_model = memory_model
         self.gap = 0.0
-        """Fraction of a step by which a mapping outside the beam of the last search could be faster, at most."""
+        """Fraction of the best step by which the lowest bound outside the beam of the last search is below it."""
         self.memory = MemoryFilter(space, memory_model)
         self._global_batch_size = cost_model.workload.global_batch_size
 
@@ -173,7 +173,9 @@ class Search:
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, each of another fold."""
         found = [_Found(group) for group in groups]
-        views = self._folds_of_view if self.memory.may_hold_share else ()
+        views = self._folds_of_view
+        if views and not self.memory.may_hold_share:
+            views = {}
         queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(views)]
         heapify(queue)
         for number in count():
