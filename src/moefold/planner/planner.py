@@ -130,7 +130,8 @@ class Planner:
         workload = q.priced_workload
         split = RecipeStageSplitter(q.base_config, q.model_spec)
         memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
-        return Search(self.space, CostModel(q.model_spec, q.device, workload, memory.activation_memory, split), memory)
+        cost_model = CostModel(q.model_spec, q.device, workload, memory.activation_memory, split)
+        return Search(cost_model, MemoryFilter(self.space, memory))
 
     def _request_with(self, loads: DocumentLoads, strategy: ContextPart) -> PlanRequest:
         q = self.request

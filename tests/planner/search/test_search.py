@@ -16,6 +16,7 @@ from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Fold, MappingConstraints, Restriction
+from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
@@ -46,7 +47,8 @@ def searching(
     shape = model_spec_from_config(cfg.model)
     split = RecipeStageSplitter(cfg, shape)
     memory = MemoryModel(shape, workload, device, cfg, split)
-    return Search(space, CostModel(shape, device, workload, memory.activation_memory, split), memory)
+    cost_model = CostModel(shape, device, workload, memory.activation_memory, split)
+    return Search(cost_model, MemoryFilter(space, memory))
 
 
 def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[ParallelMapping]]:

@@ -32,7 +32,7 @@ from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds,
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memoised import memoised
 from moefold.planner.memory.activations import has_own_memory
-from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
+from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate
 from moefold.planner.search.constraints import DEGREES, Fold
 from moefold.planner.search.memory_filter import (
     PLAIN_PIPELINE,
@@ -41,7 +41,7 @@ from moefold.planner.search.memory_filter import (
     small_pipelines,
     with_strategy,
 )
-from moefold.planner.search.space import AttentionView, MappingSpace
+from moefold.planner.search.space import AttentionView
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 BEAM = 300
@@ -152,18 +152,17 @@ class Search:
     """Search of the best mappings of a space.
 
     Args:
-        space: the legal mappings.
-        cost_model: their times.
-        memory_model: their memory.
+        cost_model: the times of its mappings.
+        memory: their memory.
     """
 
-    def __init__(self, space: MappingSpace, cost_model: CostModel, memory_model: MemoryModel) -> None:
-        self.space = space
+    def __init__(self, cost_model: CostModel, memory: MemoryFilter) -> None:
         self.cost_model = cost_model
-        self.memory_model = memory_model
+        self.memory = memory
+        self.space = memory.space
+        self.memory_model = memory.memory_model
         self.gap = 0.0
         """Fraction of the best step by which the lowest bound outside the beam of the last search is below it."""
-        self.memory = MemoryFilter(space, memory_model)
         self._global_batch_size = cost_model.workload.global_batch_size
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
