@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moefold.api import plan
 from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
@@ -434,7 +435,41 @@ def test_budget_that_nothing_fits_names_a_sufficient_one(capsys):
     words = ["plan", "mixtral-8x22b", "--gpu", "a100", "--num-gpus", "8", "--seq-len", "4096"]
     message = refusal(capsys, *words, "--global-batch-size", "8", "--fix", "tp=8,zero=1")
     assert "the least is" in message
-    assert "GPUs or more" in message
+    assert re.search(r"it would fit with \d+ GPUs", message)
+
+
+def test_what_no_number_of_states_can_hold_is_answered_with_the_least_that_would_do(capsys):
+    message = refusal(capsys, "plan", "deepseek-v3", "--gpu", "h100", "--num-gpus", "8")
+    assert message.count("\n") == 1
+    count = int(re.search(r"it would fit with (\d+) GPUs", message)[1])
+    # 16 bytes a weight on all GPUs together are the least.
+    assert count * 75 * 2**30 > 671e9 * 16
+    planner = plan("deepseek-v3", "h100", num_gpus=count)
+    assert planner.own_search.memory.smallest[0] <= planner.request.usable_device.memory_bytes
+
+
+def test_settings_override_the_recipe_as_in_train(capsys):
+    words = ["plan", "recipes/quickstart.toml", "train.global_batch_size=32", "--gpu", "h100"]
+    found = answer(capsys, words=words)
+    assert (found["num_gpus"], found["seq_len"], found["global_batch_size"]) == (8, 256, 32)
+    bare = answer(capsys, words=[*SMALL[:6], "train.seq_len=128", "train.optimizer=muon", "--top", "1"])
+    assert (bare["seq_len"], bare["assumed"]) == (128, {"--global-batch-size": 2**22 // 128})
+    adamw = answer(capsys, words=[*SMALL[:6], "train.seq_len=128", "--top", "1"])
+    # Muon has one moment for each matrix.
+    sizes = [one["mappings"][0]["memory_parts_gib"] for one in (bare, adamw)]
+    assert sizes[0]["optimizer"] / sizes[0]["weights"] < sizes[1]["optimizer"] / sizes[1]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("parallel.tp=2", "fix it with --fix tp=2"),
+        ("train.offload_optimizer=host", "fix it with --fix offload=optimizer"),
+        ("train.nonsense=1", "unknown key train.nonsense"),
+    ],
+)
+def test_settings_that_cannot_change_a_plan_are_refused(capsys, word, reason):
+    assert reason in refusal(capsys, *SMALL, word)
 
 
 def test_recipe_as_model_sets_the_other_options(capsys):

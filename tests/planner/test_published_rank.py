@@ -24,6 +24,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import load_model_spec
 from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restriction
+from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MicroBatchChoice, Search
 from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
 from moefold.planner.validation import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
@@ -69,7 +70,8 @@ def search_of(case: PublishedCase, workload: TrainingWorkload) -> Search:
     fixed = {"offload": parts, "moments": HOST if OFFLOADED_OPTIMIZER in case.mapping.offload else "none"}
     space = MappingSpace(MappingConstraints(cfg), Restriction(fixed, FOLDED))
     memory = MemoryModel(shape, w, load_device(case.gpu), cfg)
-    return Search(space, CostModel(shape, load_device(case.gpu), w, memory.activation_memory), memory)
+    cost_model = CostModel(shape, load_device(case.gpu), w, memory.activation_memory)
+    return Search(cost_model, MemoryFilter(space, memory))
 
 
 def by_schedule(pipelines: Iterable[PipelineVariant]) -> list[list[PipelineVariant]]:

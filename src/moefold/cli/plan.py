@@ -39,6 +39,7 @@ examples:
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 128 --seq-len 4096 --global-batch-size 256 --fix tp=2,ep=8
   moefold plan recipes/mixtral-8x7b.toml --gpu h100 --explain "tp=4 cp=1 pp=4 ep=8 etp=1 mbs=1"
   moefold plan recipes/mixtral-8x7b.toml --gpu h200 --num-gpus 64 --recipe planned.toml
+  moefold plan recipes/mixtral-8x7b.toml train.optimizer=muon --gpu h100
   moefold plan recipes/mixtral-8x7b.toml --gpu h100 --sites 3 --site-link 1e8 --site-latency 0.08
   moefold plan mixtral-8x22b --gpu h100 --num-gpus 256 --seq-len 4096 --global-batch-size 4096 \\
       --compare-folding 4096 32768 131072
@@ -54,7 +55,7 @@ def run(argv: list[str]) -> int:
         ConfigError: the model, the device or an option is wrong, or nothing is legal or fits.
     """
     started = time.perf_counter()
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     _check_output(args)
     check_output_paths(args)
     request = request_from_args(args)
@@ -77,8 +78,8 @@ def run(argv: list[str]) -> int:
         families = best_of_families(planner)
         chosen = choose_family(families, args.take)
         if chosen is None:
-            # Without any family nothing fits, and this error proposes what to change.
-            planner.best()
+            if not families:
+                raise ConfigError(planner.infeasible_reason())
             raise ConfigError(f"--take {args.take}: no such mapping is legal and fits; leave it out for the others")
     best = chosen.plan
     write_outputs(planner, best, args, argv)
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="preset, recipe.toml, or Hugging Face config.json")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings that override the recipe or the defaults")
     add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
     add("--seq-len", type=int, metavar="S", help="tokens per sample (default: the recipe's, 4096)")

@@ -27,6 +27,7 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
         seq_len=args.seq_len,
         global_batch_size=args.global_batch_size,
         fix=parse_axes(args.fix, "--fix") if args.fix else {},
+        overrides=args.overrides,
         options=PlanOptions(**{field.name: getattr(args, field.name) for field in fields(PlanOptions)}),
     )
     return plan_request(query)

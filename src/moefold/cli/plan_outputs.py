@@ -175,11 +175,13 @@ def print_footer(
     print_prose(console, "#1", format_mapping(shown[0]))
     print_documents(console, planner, shown[0])
     gap = planner.search.gap
-    outside = f"outside it, none can be more than {gap:.0%} faster" if gap else "nothing outside it can win"
+    # The bounds of what the beam leaves out know neither its memory nor its messages.
+    below = f"up to {gap:.0%} below" if gap else "not below"
     print_prose(
         console,
         "searched",
-        f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; {outside}.",
+        f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; lower bounds of the time "
+        f"of those outside it are {below} the best.",
     )
     print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)

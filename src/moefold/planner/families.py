@@ -56,6 +56,8 @@ class FamilyBest:
     nearest: Nearest
     is_tie: bool
     """True if its step is within the error of the fastest family's."""
+    fastest: PlannedMapping
+    """The family's fastest mapping: the plan itself, or one that is less near to a measurement."""
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
@@ -85,7 +87,9 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
         accepts = _accepts_both(family.group.accepts, degrees)
         measured = planner.search.plans_below(limit_s, family.group.zero_stages, accepts, is_beam=True)
         candidates = [
-            FamilyBest(name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s))
+            FamilyBest(
+                name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s), own[0]
+            )
             for plan in (own[0], *measured)
         ]
         found += [one for one in [choose_family(candidates, name)] if one is not None]

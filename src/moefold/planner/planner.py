@@ -3,7 +3,7 @@
 `moefold plan` and `parallel = "auto"` use it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
+from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
@@ -24,8 +25,9 @@ from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
-from moefold.planner.search.constraints import FOLDED, METHODS, MappingConstraints, Restriction
+from moefold.planner.search.constraints import AXIS_KEYS, FOLDED, METHODS, MappingConstraints, Restriction
 from moefold.planner.search.document_search import DocumentSearch, candidate_strategies
+from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
@@ -109,7 +111,7 @@ class Planner:
         """The search over all legal mappings; where samples hold documents, under each way to share attention."""
         loads = self.request.workload.attention
         if not isinstance(loads, DocumentLoads):
-            return self._own_search()
+            return self.own_search
         searches: dict[ContextPart | None, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
             try:
@@ -118,16 +120,18 @@ class Planner:
                 # The runtime would refuse the recipe with this strategy, whatever the mapping.
                 continue
             if planner.space.folds:
-                searches[strategy] = planner._own_search()
+                searches[strategy] = planner.own_search
         return DocumentSearch(searches)
 
-    def _own_search(self) -> Search:
-        """Return the search under the recipe's own way to share attention."""
+    @cached_property
+    def own_search(self) -> Search:
+        """The search under the recipe's own way to share attention."""
         q = self.request
         workload = q.priced_workload
         split = RecipeStageSplitter(q.base_config, q.model_spec)
         memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
-        return Search(self.space, CostModel(q.model_spec, q.device, workload, memory.activation_memory, split), memory)
+        cost_model = CostModel(q.model_spec, q.device, workload, memory.activation_memory, split)
+        return Search(cost_model, MemoryFilter(self.space, memory))
 
     def _request_with(self, loads: DocumentLoads, strategy: ContextPart) -> PlanRequest:
         q = self.request
@@ -154,7 +158,7 @@ class Planner:
             ConfigError: no mapping is legal.
         """
         if not self.space.folds:
-            raise ConfigError(self._nothing_legal_message())
+            raise ConfigError(self.infeasible_reason())
         if count > self._num_requested:
             self._num_requested = count
             self._top_plans = self.search.find([MappingGroup(count)])[0] or [self._smallest_plan]
@@ -163,7 +167,7 @@ class Planner:
     @cached_property
     def _smallest_plan(self) -> PlannedMapping:
         """The mapping of least memory."""
-        return min(self.search.smallest_plans(), key=lambda plan: (plan.memory.total, plan.time.total_s))
+        return self.search.smallest_plan()
 
     def best(self) -> PlannedMapping:
         """Return the fastest mapping that fits.
@@ -173,7 +177,7 @@ class Planner:
         """
         best = self.top_plans(1)[0]
         if not best.memory.fits:
-            raise ConfigError(self._nothing_fits_message())
+            raise ConfigError(self.infeasible_reason())
         return best
 
     def config_for(self, plan: PlannedMapping) -> Config:
@@ -194,6 +198,10 @@ class Planner:
             return None
         best = self.best()
         return plan_sites(self.config_for(best), link, best.time.total_s)
+
+    def infeasible_reason(self) -> str:
+        """Return in one line why no mapping is legal, or why none fits, and what would do."""
+        return self._nothing_fits_message() if self.space.folds else self._nothing_legal_message()
 
     def _nothing_legal_message(self) -> str:
         q = self.request
@@ -224,24 +232,30 @@ class Planner:
             f"{smallest.memory.total / gib:.0f} GiB with {format_mapping(smallest)}"
         )
         options = []
-        num_gpus = self._min_gpus_that_fit()
+        num_gpus = self.least_gpus()
         if num_gpus:
-            options.append(f"{num_gpus} GPUs or more")
+            options.append(f"{num_gpus} GPUs")
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
         return f"{text}; it would fit with {', or '.join(options)}" if options else f"{text}; choose a smaller model"
 
-    def _min_gpus_that_fit(self) -> int | None:
-        """Return the smallest number of GPUs (the request's times a power of two) on which some mapping fits.
+    def least_gpus(self) -> int | None:
+        """Return the least number of GPUs on which some mapping fits: a power of two, or some eighths of it below.
 
-        None: no number up to MAX_GPUS.
+        None: no power of two up to MAX_GPUS.
         """
-        count = 2 * self.request.num_gpus
-        while count <= MAX_GPUS:
-            planner = Planner(self.request.with_num_gpus(count))
-            if any(plan.memory.fits for plan in planner._own_search().smallest_plans()):
-                return count
-            count *= 2
-        return None
+        powers = (2**k for k in range(MAX_GPUS.bit_length()))
+        enough = next(filter(self._fits_on, powers), None)
+        if enough is None:
+            return None
+        step = max(1, enough // 16)
+        between = range(enough // 2 + step, enough, step)
+        return next(filter(self._fits_on, between), enough)
+
+    def _fits_on(self, num_gpus: int) -> bool:
+        """Return whether some mapping of a number of GPUs fits with recomputed layers, by its memory alone."""
+        constraints = MappingConstraints(self.request.with_num_gpus(num_gpus).base_config)
+        space = MappingSpace(constraints, self.request.restriction)
+        return MemoryFilter(space, self.own_search.memory_model).fits_frugally
 
     def _larger_devices(self, smallest: PlannedMapping) -> list[tuple[str, float]]:
         from moefold.cost.hardware import GIB, device_names, load_device
@@ -282,17 +296,19 @@ def format_mapping(plan: PlannedMapping) -> str:
     return " ".join(words)
 
 
-def read_model(name: str) -> tuple[Config, ModelSpec]:
+def read_model(name: str, overrides: Sequence[str] = ()) -> tuple[Config, ModelSpec]:
     """Load the recipe and the model spec of a model that a user names.
 
     Args:
         name: a preset, a recipe (.toml), or a Hugging Face config.json or its folder.
+        overrides: settings `section.key=value` that override the recipe, or the defaults of a model without one.
 
     Raises:
-        ConfigError: the model is unknown, or the runtime cannot train it.
+        ConfigError: the model is unknown, the runtime cannot train it, or an override is wrong or has no effect.
     """
+    _check_overrides(overrides)
     if name.endswith(".toml"):
-        cfg = load_config(Path(name))
+        cfg = load_config(Path(name), overrides)
         return cfg, ModelSpec(cfg.model.preset or Path(name).stem, cfg.model)
     shape = load_model_spec(name)
     if not shape.is_trainable:
@@ -300,7 +316,23 @@ def read_model(name: str) -> tuple[Config, ModelSpec]:
             f"model {name!r} has layers that moefold cannot train, so none of its mappings is legal; `moefold "
             "plan-accuracy` prices given mappings of it"
         )
-    return replace(config_from_dict({}), model=shape.config), shape
+    if overrides and shape.name in preset_names():
+        cfg = load_config(None, [f"model.preset={shape.name}", *overrides])
+        return cfg, replace(shape, config=cfg.model)
+    for word in overrides:
+        if word.startswith("model."):
+            raise ConfigError(f"{word}: {name} has the model; change it there, or name a preset or a recipe")
+    return replace(load_config(None, overrides) if overrides else config_from_dict({}), model=shape.config), shape
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse settings that the search chooses, whatever the recipe has."""
+    axes = {f"{section}.{key}": axis for axis, (section, key) in AXIS_KEYS.items()}
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key in axes:
+            axis, value = ("offload", "optimizer") if axes[key] == "moments" else (axes[key], value)
+            raise ConfigError(f"{word} has no effect: the search chooses it; fix it with --fix {axis}={value}")
 
 
 def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:

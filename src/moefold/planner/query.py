@@ -92,6 +92,8 @@ class PlanQuery:
     """None takes the recipe's, or `DEFAULT_BATCH_TOKENS` a step."""
     fix: Mapping[str, Any] = field(default_factory=dict)
     """Values of axes; only mappings with them are searched."""
+    overrides: Sequence[str] = ()
+    """Settings `section.key=value` that override the recipe, or the defaults of a model without one."""
     options: PlanOptions = PlanOptions()
 
 
@@ -103,22 +105,26 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     """
     options = query.options
     device = load_device(query.gpu)
-    base, shape = read_model(query.model)
+    base, shape = read_model(query.model, query.overrides)
     check_priced_stage(base.model, base.train, base.lora)
     is_recipe = query.model.endswith(".toml")
+    named = {word.partition("=")[0] for word in query.overrides}
     p = base.parallel
     train = base.train
-    if query.num_gpus is None and not is_recipe:
+    if query.num_gpus is None and not (is_recipe or "parallel.world_size" in named):
         raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
     num_gpus = _in_bounds("--num-gpus", query.num_gpus, p.world_size, MAX_GPUS)
-    if not is_recipe:
+    if not (is_recipe or "train.seq_len" in named):
         train = replace(train, seq_len=DEFAULT_SEQ_LEN)
     seq_len = _in_bounds("--seq-len", query.seq_len, train.seq_len, max_integer("train", "seq_len"))
-    if not is_recipe:
+    if not (is_recipe or "train.global_batch_size" in named):
         train = replace(train, global_batch_size=max(1, DEFAULT_BATCH_TOKENS // seq_len))
     max_batch = max_integer("train", "global_batch_size")
     batch = _in_bounds("--global-batch-size", query.global_batch_size, train.global_batch_size, max_batch)
-    given = {"--seq-len": query.seq_len, "--global-batch-size": query.global_batch_size}
+    given = {
+        "--seq-len": query.seq_len is not None or "train.seq_len" in named,
+        "--global-batch-size": query.global_batch_size is not None or "train.global_batch_size" in named,
+    }
     chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
     reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
     if not 0 <= reserve < device.memory_gib:
@@ -158,7 +164,7 @@ def plan_request(query: PlanQuery) -> PlanRequest:
         restriction=Restriction(dict(query.fix), options.method, options.offload),
         reserve_gib=reserve,
         site_link=site_link,
-        assumed={} if is_recipe else {option: chosen[option] for option, value in given.items() if value is None},
+        assumed={} if is_recipe else {option: chosen[option] for option in given if not given[option]},
     )
 
 
@@ -225,6 +231,7 @@ def _families_as_dict(families: Sequence[FamilyBest]) -> dict[str, Any]:
         one.name: plan_as_dict(one.plan)
         | {
             "is_tie": one.is_tie,
+            "fastest_step_time_s": one.fastest.time.total_s,
             "nearest_measured": one.nearest.case,
             "nearest_source": one.nearest.source,
             "differs": list(one.nearest.differences),

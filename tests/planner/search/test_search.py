@@ -14,8 +14,10 @@ from moefold.planner.cost_model.workload import workload_from_config
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
 from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
 from moefold.planner.model_spec import model_spec_from_config
+from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import Fold, MappingConstraints, Restriction
-from moefold.planner.search.search import PlannedMapping, Search
+from moefold.planner.search.memory_filter import MemoryFilter
+from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
@@ -45,7 +47,8 @@ def searching(
     shape = model_spec_from_config(cfg.model)
     split = RecipeStageSplitter(cfg, shape)
     memory = MemoryModel(shape, workload, device, cfg, split)
-    return Search(space, CostModel(shape, device, workload, memory.activation_memory, split), memory)
+    cost_model = CostModel(shape, device, workload, memory.activation_memory, split)
+    return Search(cost_model, MemoryFilter(space, memory))
 
 
 def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[ParallelMapping]]:
@@ -158,16 +161,44 @@ def test_plans_are_ranked_best_first():
     assert all(plan.memory.fits for plan in plans)
 
 
-def test_where_nothing_fits_the_smallest_mappings_are_known():
-    fixed = {"pp": 1, "mbs": 1, "overlap": False}
+def least_bytes(search: Search, fixed: dict) -> float:
+    """Bytes of the smallest of every mapping."""
+    mappings = every_mapping(search, {**fixed, "recompute": (), "offload": ()}).values()
+    return min(priced(search, m)[1].min() for of_fold in mappings for m in of_fold)
+
+
+@pytest.mark.parametrize("fixed", [{"pp": 1, "mbs": 1, "overlap": False}, {"pp": 2}, {"overlap": True, "zero": 1}])
+def test_where_nothing_fits_the_smallest_mapping_is_known(fixed):
     search = searched("plain", 2, 0.001 / 1024, fixed)
     assert search.top_plans(1) == []
-    everything = every_mapping(search, {**fixed, "recompute": (), "offload": ()})
-    plans = {plan.fold: plan for plan in search.smallest_plans()}
-    assert set(plans) == set(everything)
-    for fold, plan in plans.items():
-        assert not plan.memory.fits
-        assert plan.memory.total <= 1.01 * min(priced(search, m)[1].min() for m in everything[fold])
+    plan = search.smallest_plan()
+    assert not plan.memory.fits
+    assert plan.memory.total <= 1.01 * least_bytes(search, fixed)
+    assert plan.memory.total == pytest.approx(search.memory.smallest[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["plain", "latent attention, padded to a capacity"])
+@pytest.mark.parametrize("fixed", [{"pp": 1, "moments": "none"}, {"recompute": ("norms",), "pp": 2, "vpp": 1}])
+def test_whether_any_mapping_fits_is_known_without_prices(name, fixed):
+    least = least_bytes(searched(name, 2, 1.0, fixed), fixed) / 2**30 - OVERHEAD_GIB
+    for share, fits in ((0.5, False), (1 - 1e-4, False), (1 + 1e-4, True)):
+        search = searched(name, 2, least * share, fixed)
+        assert search.memory.any_fits == fits == bool(search.top_plans(1))
+
+
+def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
+    cfg = on_ranks(RECIPES["plain"], 1)
+    device = load_device("h100")
+    for room_mib in (0.25, 0.35, 0.5, 100.0):
+        request = PlanRequest(
+            cfg,
+            model_spec_from_config(cfg.model),
+            replace(device, memory_gib=OVERHEAD_GIB + room_mib / 1024),
+            workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16"),
+        )
+        planners = ((count, Planner(request.with_num_gpus(count))) for count in range(1, 17))
+        slow = next((count for count, one in planners if one.num_folds and one.search.find([MappingGroup()])[0]), None)
+        assert Planner(request).least_gpus() == slow
 
 
 @pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])

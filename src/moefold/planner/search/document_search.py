@@ -39,9 +39,9 @@ class DocumentSearch:
         searches = self.searches.values()
         return self._best_of_folds([search.plans_below(limit_s, *group, is_beam=is_beam) for search in searches])
 
-    def smallest_plans(self) -> Iterator[PlannedMapping]:
-        """See `Search.smallest_plans`."""
-        yield from chain.from_iterable(search.smallest_plans() for search in self.searches.values())
+    def smallest_plan(self) -> PlannedMapping:
+        """See `Search.smallest_plan`."""
+        return min((one.smallest_plan() for one in self.searches.values()), key=lambda plan: plan.memory.total)
 
     @property
     def gap(self) -> float:

@@ -8,9 +8,9 @@ the step. Sends, reductions and the optimizer only add to them. A pair whose tur
 fastest is checked against the memory of all snapshots of its step.
 
 The search is a beam for each number of pipeline ranks: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs.
-Mappings with few of them have the lowest bounds, and in large models they do not fit. `Search.gap` is how much faster a
-mapping outside the beam could be at most, by its lower bound; 0 if the beam contains all that may win. What is listed,
-`space.py` decides.
+Mappings with few of them have the lowest bounds, and in large models they do not fit. `Search.gap` is how far the
+lowest bound of a listed mapping outside the beam is below the best one, 0 if none is: whether such a mapping fits, the
+search has not looked at. What is listed, `space.py` decides.
 `tests/planner/search/test_search.py` compares with pricing every mapping.
 """
 
@@ -19,24 +19,30 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, product
+from itertools import count
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.cost.memoised import memoised
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
-from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
+from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
-from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate, MemoryModel
+from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate
 from moefold.planner.search.constraints import DEGREES, Fold
-from moefold.planner.search.space import HOST, AttentionView, MappingSpace
-from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
+from moefold.planner.search.memory_filter import (
+    PLAIN_PIPELINE,
+    MemoryFilter,
+    MicroBatchChoice,
+    small_pipelines,
+    with_strategy,
+)
+from moefold.planner.search.space import AttentionView
+from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 BEAM = 300
 MAX_VIEWS = 48
@@ -49,9 +55,6 @@ MAX_PIPELINES = 8
 1F1B, which holds least."""
 ALL_ZERO_STAGES = (0, 1, 2, 3)
 
-PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
-
-ByteArray = NDArray[np.float64]
 TimedMapping = tuple[float, ParallelMapping]
 """Seconds of a step, and its mapping."""
 Candidate = tuple[float, int, ParallelMapping, Seconds, bool]
@@ -110,33 +113,6 @@ class MappingGroup:
     zero_stages: tuple[int, ...] = ALL_ZERO_STAGES
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchChoice:
-    """A fold with a micro-batch size, a dispatcher and overlap, and the pipelines that are legal with them."""
-
-    fold: Fold
-    mbs: int
-    dispatcher: DispatcherPart
-    overlap: bool = False
-    pipelines: tuple[PipelineVariant, ...] = (PLAIN_PIPELINE,)
-
-    def mapping(
-        self, pipeline: PipelineVariant | None = None, zero: int = 0, optimizer_placement: str = "none"
-    ) -> ParallelMapping:
-        """Build the mapping with one of the pipelines, the first by default, without recomputation."""
-        schedule, vpp = pipeline or self.pipelines[0]
-        return ParallelMapping(
-            **self.fold._asdict(),
-            vpp=vpp,
-            mbs=self.mbs,
-            zero=zero,
-            offload=(OFFLOADED_OPTIMIZER,) if optimizer_placement == HOST else (),
-            dispatcher=self.dispatcher,
-            overlap=self.overlap,
-            schedule=schedule,
-        )
-
-
 class _Node(NamedTuple):
     """An entry of the queue: an attention view, or a fold with a micro-batch size."""
 
@@ -176,19 +152,17 @@ class Search:
     """Search of the best mappings of a space.
 
     Args:
-        space: the legal mappings.
-        cost_model: their times.
-        memory_model: their memory.
+        cost_model: the times of its mappings.
+        memory: their memory.
     """
 
-    def __init__(self, space: MappingSpace, cost_model: CostModel, memory_model: MemoryModel) -> None:
-        self.space = space
+    def __init__(self, cost_model: CostModel, memory: MemoryFilter) -> None:
         self.cost_model = cost_model
-        self.memory_model = memory_model
+        self.memory = memory
+        self.space = memory.space
+        self.memory_model = memory.memory_model
         self.gap = 0.0
-        """Fraction of a step by which a mapping outside the beam of the last search could be faster, at most."""
-        self.placements = tuple(product(space.zero_stages, space.optimizer_placements))
-        """All pairs of a ZeRO stage and a placement of the moments."""
+        """Fraction of the best step by which the lowest bound outside the beam of the last search is below it."""
         self._global_batch_size = cost_model.workload.global_batch_size
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
@@ -198,12 +172,18 @@ class Search:
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, each of another fold."""
         found = [_Found(group) for group in groups]
-        queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(self._folds_of_view)]
+        views = self._folds_of_view
+        if views and not self.memory.may_hold_share:
+            views = {}
+        queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(views)]
         heapify(queue)
         for number in count():
             queue = sorted(self._search_round(queue, [one for one in found if not one.best]))
-            # Where nothing fits at all, every mapping has been looked at.
-            if not queue or all(one.best for one in found) or (number >= MAX_ROUNDS and any(one.best for one in found)):
+            has_any = any(one.best for one in found)
+            if not queue or all(one.best for one in found) or (number >= MAX_ROUNDS and has_any):
+                break
+            # Where nothing fits at all, no further round finds anything.
+            if not has_any and not self.memory.any_fits:
                 break
         limit_s = min((one.limit_s for one in found), default=inf)
         bound = queue[0].bound_s if queue else inf
@@ -277,7 +257,7 @@ class Search:
                     bound = max(node.bound_s, self._fold_bound_s(fold, node.view))
                     yield _Node(bound, node.order, node.view, fold)
         elif node.number < 0:
-            if self._may_hold_states(node.fold, *sizes[0], zeros):
+            if self.memory.may_hold(node.fold, sizes[0][0], self._plain_pipelines(node.fold, sizes[0][1]), zeros):
                 for number, (size, pipelines) in enumerate(sizes):
                     bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
                     yield node._replace(bound_s=bound, number=number)
@@ -349,15 +329,15 @@ class Search:
         plain = self._plain_pipelines(fold, pipelines)
         dispatchers = self._dispatchers(fold, size)
         fastest = min(dispatchers, key=lambda one: self._least_layers_s(fold, size, one))
-        choice = MicroBatchChoice(fold, size, fastest, False, _small_pipelines(plain))
+        choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
         probe = choice.mapping(plain[0])
         choices = [choice]
         for one in dispatchers:
             other = replace(probe, dispatcher=one)
             if one != fastest and has_own_memory(one) and self.memory_model.activation_memory.may_need_less(other):
                 choices.append(replace(choice, dispatcher=one))
-        may_fit = np.any([self._may_fit(one).any(axis=0) for one in choices], axis=0)
-        may_fit &= np.array([[zero in zeros] for zero, _ in self.placements])
+        may_fit = np.any([self.memory.may_fit(one).any(axis=0) for one in choices], axis=0)
+        may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
         if not may_fit.any():
             return inf
         least_s = float(self.cost_model.pass_times(replace(probe, overlap=True), plain).seconds.min())
@@ -366,49 +346,6 @@ class Search:
         extra = (seconds - seconds.min())[may_fit.any(axis=0)].min()
         n = probe.num_micro_batches(self._global_batch_size)
         return least_s + n / probe.pp * float(extra) + STEP_OVERHEAD_S
-
-    def _may_hold_states(
-        self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]
-    ) -> bool:
-        """Return whether the states alone of some ZeRO stage fit, with the smallest micro-batches."""
-        small = _small_pipelines(self._plain_pipelines(fold, pipelines))
-        choice = MicroBatchChoice(fold, size, self._dispatchers(fold, size)[0], False, small)
-        sizes = self._state_bytes(choice).max(axis=1).min(axis=0).tolist()
-        return any(held < self._room for held, (zero, _) in zip(sizes, self.placements, strict=True) if zero in zeros)
-
-    def _may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
-        """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), self.space.strategies)
-        states = self._state_bytes(choice)
-        _, counts = self._peak_counts(choice)
-        totals = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
-        found: NDArray[np.bool_] = totals <= self._room
-        return found
-
-    @property
-    def _room(self) -> float:
-        """Bytes that a mapping may have, with a tolerance for rounding."""
-        return self.memory_model.device.memory_bytes + 1
-
-    def _state_bytes(self, choice: MicroBatchChoice) -> ByteArray:
-        """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
-        counts, _ = self._peak_counts(choice)
-        workspace = self.memory_model.workspace(choice.mapping())
-        found: ByteArray = counts @ self._persistent_bytes(choice).T + workspace
-        return found
-
-    @memoised(lambda self, choice: (choice.fold.pp, choice.fold.dp * choice.mbs, choice.overlap, choice.pipelines))
-    def _peak_counts(self, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
-        """Return the counts of states and activations at three snapshots, [pipelines, snapshots, columns]."""
-        peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
-        return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
-
-    # Of the micro-batch size counts only whether gradients are accumulated.
-    @memoised(lambda self, choice: (choice.fold, self._global_batch_size // (choice.mbs * choice.fold.dp) > 1))
-    def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
-        """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
-        mappings = (choice.mapping(None, *placement) for placement in self.placements)
-        return np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])
 
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
@@ -423,7 +360,7 @@ class Search:
             choices = [MicroBatchChoice(fold, size, one, overlap) for one in dispatchers]
             times = {choice: float(self.cost_model.model_s(choice.mapping())) for choice in choices}
             for choice, seconds in sorted(times.items(), key=lambda one: one[1]):
-                legal = self._legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
+                legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
                 if not legal:
                     continue
                 # Most dispatchers save the same tensors, so of these the fastest is enough.
@@ -432,12 +369,6 @@ class Search:
                 if seconds < fastest or has_own and may_need_less(choice.mapping()):
                     yield replace(choice, pipelines=legal)
                     fastest = fastest if has_own else seconds
-
-    def _legal_pipelines(
-        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: DispatcherPart, overlap: bool
-    ) -> tuple[PipelineVariant, ...]:
-        """Return the pipelines that are legal with a dispatcher and overlap."""
-        return tuple(p for p in pipelines if self.space.legal_zero_stages(fold, mbs, p.schedule, dispatcher, overlap))
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers, without those that are priced like the default one, if it is legal."""
@@ -485,7 +416,7 @@ class Search:
             ]
             if not wanted:
                 continue
-            best = self._with_strategy(m, int(seconds.argmin()))
+            best = with_strategy(m, self.space.strategies, int(seconds.argmin()))
             if is_exact or self.memory_model.estimate(best).fits:
                 found |= dict.fromkeys(wanted, (least_s, best))
             elif is_beam:
@@ -508,45 +439,17 @@ class Search:
             return
         choice = replace(choice, pipelines=tuple(choice.pipelines[i] for i in sorted(places)))
         passes = self.cost_model.pass_times(choice.mapping(), choice.pipelines, self.space.strategies)
-        may_fit = self._may_fit(choice)
+        may_fit = self.memory.may_fit(choice)
         run = choice.dispatcher, choice.overlap
         for i, pipeline in enumerate(choice.pipelines):
             zeros = self.space.legal_zero_stages(choice.fold, choice.mbs, pipeline.schedule, *run)
-            for number, (zero, moments) in enumerate(self.placements):
+            for number, (zero, moments) in enumerate(self.memory.placements):
                 limit_s = max((one for stages, one in limits.items() if zero in stages), default=-inf)
                 may_win = may_fit[i, number] & (passes.seconds[i] + STEP_OVERHEAD_S < limit_s)
                 if zero in zeros and may_win.any():
                     m = choice.mapping(pipeline, zero, moments)
                     yield m, np.where(may_win, self.cost_model.step_s(passes, m, i), inf)
 
-    def _with_strategy(self, mapping: ParallelMapping, index: int) -> ParallelMapping:
-        """Return a mapping with the memory strategy of an index."""
-        recompute, offload = self.space.strategies[index]
-        return replace(mapping, recompute=recompute, offload=(*offload, *mapping.offload))
-
-    def smallest_plans(self) -> Iterator[PlannedMapping]:
-        """Yield the mapping of each fold that needs least memory."""
-        yield from (self._smallest_of_fold(fold, view) for fold, view in self.space.folds)
-
-    def _smallest_of_fold(self, fold: Fold, view: AttentionView) -> PlannedMapping:
-        """Return the mapping of least memory, with the smallest legal micro-batches and the first legal dispatcher."""
-        for size, pipelines in view.pipelines_by_mbs:
-            for dispatcher in self.space.dispatchers(fold, size):
-                smallest: list[tuple[float, ParallelMapping]] = []
-                for overlap in (False, True):
-                    legal = self._legal_pipelines(fold, size, pipelines, dispatcher, overlap)
-                    choice = MicroBatchChoice(fold, size, dispatcher, overlap, legal)
-                    for pipeline in legal:
-                        zero = self.space.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)[-1]
-                        m = choice.mapping(pipeline, zero, self.placements[-1][1])
-                        totals = self.memory_model.totals(m, self.space.strategies)
-                        smallest.append((float(totals.min()), self._with_strategy(m, int(totals.argmin()))))
-                if smallest:
-                    return self.price(min(smallest, key=lambda entry: entry[0])[1])
-        raise AssertionError(f"{fold} is a fold of no legal mapping")
-
-
-def _small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
-    """Return the pipelines that hold least: none holds less than 1F1B, or than one that ends on the first rank."""
-    small = (p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
-    return tuple(small) or pipelines
+    def smallest_plan(self) -> PlannedMapping:
+        """Return the mapping of least memory; the space has one."""
+        return self.price(self.memory.smallest[1])

@@ -99,9 +99,19 @@ class MappingSpace:
     @cached_property
     def folds(self) -> tuple[tuple[Fold, AttentionView], ...]:
         """Every fold with a legal mapping, and its attention view."""
-        if next(self._legal_strategies(), None) is None or not self.optimizer_placements or not self.zero_stages:
+        return tuple((fold, view) for view in self.views for fold in self.folds_of(view))
+
+    @memoised(all_arguments)
+    def folds_of(self, view: AttentionView) -> tuple[Fold, ...]:
+        """Return the folds of an attention view with a legal mapping."""
+        if not self._has_strategy:
             return ()
-        return tuple((fold, view) for fold, view in self._iterate_folds() if self._has_mapping(fold, view))
+        return tuple(fold for fold in self._iterate_folds(view) if self._has_mapping(fold, view))
+
+    @cached_property
+    def _has_strategy(self) -> bool:
+        has_memory = next(self._legal_strategies(), None) is not None and bool(self.optimizer_placements)
+        return has_memory and bool(self.zero_stages)
 
     @cached_property
     def zero_stages(self) -> tuple[int, ...]:
@@ -166,6 +176,12 @@ class MappingSpace:
             return self.zero_stages
         return self._legal_overlapped_zero_stages(fold, mbs, schedule) if self._may_overlap(fold, dispatcher) else ()
 
+    def legal_pipelines(
+        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], dispatcher: DispatcherPart, overlap: bool
+    ) -> tuple[PipelineVariant, ...]:
+        """Return the pipelines that are legal with a dispatcher and overlap."""
+        return tuple(p for p in pipelines if self.legal_zero_stages(fold, mbs, p.schedule, dispatcher, overlap))
+
     @memoised(lambda self, fold, dispatcher: (fold.ep, fold.etp, dispatcher))
     def _may_overlap(self, fold: Fold, dispatcher: DispatcherPart) -> bool:
         """Return whether a dispatcher can overlap its all-to-all."""
@@ -184,7 +200,7 @@ class MappingSpace:
         return tuple(overlap for overlap in (False, True) if self.restriction.allows("overlap", overlap))
 
     @cached_property
-    def _searched_dispatchers(self) -> dict[DispatcherPart, str | Part]:
+    def searched_dispatchers(self) -> dict[DispatcherPart, str | Part]:
         """Dispatchers that the restriction allows, the local one first; one that is not searched only if it is alone.
 
         The values are what a recipe says to choose them.
@@ -207,7 +223,7 @@ class MappingSpace:
         values = {**fold.values, "mbs": mbs, "overlap": False}
         allows = self.constraints.allows
         return tuple(
-            part for part in self._searched_dispatchers if allows(DISPATCH_RULES, {**values, "dispatcher": part})
+            part for part in self.searched_dispatchers if allows(DISPATCH_RULES, {**values, "dispatcher": part})
         )
 
     def count(self) -> int:
@@ -258,7 +274,7 @@ class MappingSpace:
                     "mbs": size,
                     "schedule": pipeline.schedule,
                     "vpp": pipeline.vpp,
-                    "dispatcher": self._searched_dispatchers[dispatcher],
+                    "dispatcher": self.searched_dispatchers[dispatcher],
                     "overlap": overlap,
                 }
                 yield run, self.legal_zero_stages(fold, size, pipeline.schedule, dispatcher, overlap)
@@ -288,22 +304,25 @@ class MappingSpace:
                     if batches:
                         yield AttentionView(tp, cp, world // (pp * tp * cp), pp, batches)
 
-    def _iterate_folds(self) -> Iterator[tuple[Fold, AttentionView]]:
+    @cached_property
+    def _expert_degrees(self) -> tuple[tuple[int, int], ...]:
+        """Every legal pair of ep and etp."""
         world = self._cfg.parallel.world_size
-        experts = [
+        return tuple(
             (ep, etp)
             for ep in divisors(world)
             for etp in divisors(world // ep)
             if self.constraints.allows(EXPERT_RULES, {"ep": ep, "etp": etp})
-        ]
-        for view in self.views:
-            stage = world // view.pp
-            for ep, etp in experts:
-                if stage % (ep * etp):
-                    continue
-                fold = Fold(view.tp, view.cp, view.dp, view.pp, ep, etp, stage // (ep * etp))
-                if self.restriction.allows_fold(fold) and self.constraints.can_fold(fold.values):
-                    yield fold, view
+        )
+
+    def _iterate_folds(self, view: AttentionView) -> Iterator[Fold]:
+        stage = self._cfg.parallel.world_size // view.pp
+        for ep, etp in self._expert_degrees:
+            if stage % (ep * etp):
+                continue
+            fold = Fold(view.tp, view.cp, view.dp, view.pp, ep, etp, stage // (ep * etp))
+            if self.restriction.allows_fold(fold) and self.constraints.can_fold(fold.values):
+                yield fold
 
     def _legal_micro_batches(self, values: dict[str, int]) -> Iterator[tuple[int, tuple[PipelineVariant, ...]]]:
         """Yield the legal micro-batch sizes, divisors of a replica's samples, with their pipelines."""

@@ -1,0 +1,308 @@
+"""Memory of the mappings of a space before any is priced: lower bounds, which may fit, which needs least. Torch-free.
+
+A lower bound of a fold has its states to the byte and the inputs of its layers, the least that recomputation leaves,
+at three snapshots of the step. Mappings are looked at by their bounds, least first, and the first that fits, or whose
+memory is below all other bounds, ends the walk.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import count, product
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.cost.memoised import all_arguments, memoised
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
+from moefold.planner.memory.activations import MemoryStrategies, has_own_memory
+from moefold.planner.memory.budget import MemoryModel
+from moefold.planner.memory.states import STATE_PARTS
+from moefold.planner.search.constraints import Fold
+from moefold.planner.search.space import HOST, AttentionView, MappingSpace
+from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
+
+PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
+SHARDED_PARTS = ("weights", "gradients", "optimizer")
+"""Parts of the states of which every rank holds its share at least."""
+
+SLACK = 0.01
+"""Part of the least memory by which another mapping may need less."""
+
+ByteArray = NDArray[np.float64]
+SizedMapping = tuple[float, ParallelMapping]
+"""Bytes of the fullest rank, and the mapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchChoice:
+    """A fold with a micro-batch size, a dispatcher and overlap, and the pipelines that are legal with them."""
+
+    fold: Fold
+    mbs: int
+    dispatcher: DispatcherPart
+    overlap: bool = False
+    pipelines: tuple[PipelineVariant, ...] = (PLAIN_PIPELINE,)
+
+    def mapping(
+        self, pipeline: PipelineVariant | None = None, zero: int = 0, optimizer_placement: str = "none"
+    ) -> ParallelMapping:
+        """Build the mapping with one of the pipelines, the first by default, without recomputation."""
+        schedule, vpp = pipeline or self.pipelines[0]
+        return ParallelMapping(
+            **self.fold._asdict(),
+            vpp=vpp,
+            mbs=self.mbs,
+            zero=zero,
+            offload=(OFFLOADED_OPTIMIZER,) if optimizer_placement == HOST else (),
+            dispatcher=self.dispatcher,
+            overlap=self.overlap,
+            schedule=schedule,
+        )
+
+
+class MemoryFilter:
+    """Memory of the mappings of a space.
+
+    Args:
+        space: the legal mappings.
+        memory_model: their memory.
+    """
+
+    def __init__(self, space: MappingSpace, memory_model: MemoryModel) -> None:
+        self.space = space
+        self.memory_model = memory_model
+        self.placements = tuple(product(space.zero_stages, space.optimizer_placements))
+        """All pairs of a ZeRO stage and a placement of the moments."""
+
+    @property
+    def room(self) -> float:
+        """Bytes that a mapping may have, with a tolerance for rounding."""
+        return self.memory_model.device.memory_bytes + 1
+
+    @cached_property
+    def smallest(self) -> SizedMapping:
+        """The mapping of least memory with recomputed layers, where that is legal; others need 1 % less at most."""
+        return min(self._walk(self.space.views, self.frugal_strategies), key=lambda sized: sized[0])
+
+    @cached_property
+    def may_hold_share(self) -> bool:
+        """True if a rank's share of what all ranks hold fits."""
+        return self.least_share(self.space.constraints.base_config.parallel.world_size) < self.room
+
+    @cached_property
+    def fits_frugally(self) -> bool:
+        """True if some mapping fits with recomputed layers, where that is legal."""
+        return self.may_hold_share and self._any_fits_with(self.frugal_strategies)
+
+    @cached_property
+    def any_fits(self) -> bool:
+        """True if some mapping fits, with the pipelines whose activations are least."""
+        others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
+        if self.fits_frugally or not self.may_hold_share or not others:
+            return self.fits_frugally
+        return self._any_fits_with(others)
+
+    def may_hold(self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]) -> bool:
+        """Return whether a fold may fit with some ZeRO stage, by a lower bound of its bytes."""
+        sizes = self._fold_bytes(fold, mbs, small_pipelines(pipelines), self.frugal_strategies).tolist()
+        return any(held < self.room for held, (zero, _) in zip(sizes, self.placements, strict=True) if zero in zeros)
+
+    def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
+        """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
+        found: NDArray[np.bool_] = self._peak_bytes(choice, self.space.strategies) <= self.room
+        return found
+
+    def _peak_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteArray:
+        """Return the bytes at the largest of three snapshots, [pipelines, placements, strategies]."""
+        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies)
+        states = self._state_bytes(choice)
+        _, counts = self._peak_counts(choice)
+        found: ByteArray = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
+        return found
+
+    @cached_property
+    def frugal_strategies(self) -> MemoryStrategies:
+        """The memory strategies that recompute whole layers, which save least; all if these are not legal."""
+        strategies = self.space.strategies
+        return MemoryStrategies(one for one in strategies if "layer" in one[0]) or strategies
+
+    def least_share(self, num_ranks: int) -> float:
+        """Return the bytes that some rank holds at least, whatever the mapping: its share of what all ranks hold."""
+        columns = self.memory_model.columns
+        layers = list(self.memory_model.model_spec.layers)
+        held = [*layers, columns.state_column("embedding"), columns.state_column("head")]
+        states = self._whole_states[:, held].sum(axis=1).min()
+        inputs = self._saved_bytes(1, self.frugal_strategies)[
+            [columns.layer_column("saved") + kind for kind in layers]
+        ].sum()
+        return float(states + inputs) / num_ranks + self._least_workspace
+
+    def _any_fits_with(self, strategies: MemoryStrategies) -> bool:
+        """Return whether some mapping with one of the strategies fits."""
+        capacity = self.memory_model.device.memory_bytes
+        views = sorted(self.space.views, key=lambda view: self._view_bytes(view, strategies))
+        return any(size <= capacity for view in views for size, _ in self._walk((view,), strategies, self.room))
+
+    def _walk(
+        self, views: Sequence[AttentionView], strategies: MemoryStrategies, room: float = inf
+    ) -> Iterator[SizedMapping]:
+        """Yield mappings that may need less than some room, or without one, than all before but for `SLACK`.
+
+        Args:
+            views: attention views to look at.
+            strategies: memory strategies.
+            room: bytes above which no mapping counts.
+        """
+        limit = room
+        queue: list[tuple[float, int, AttentionView, Fold | None]] = [
+            (self._view_bytes(view, strategies), i, view, None) for i, view in enumerate(views)
+        ]
+        heapify(queue)
+        numbers = count(len(queue))
+        while queue and queue[0][0] < limit:
+            _, _, view, fold = heappop(queue)
+            if fold is not None:
+                # The smallest micro-batches need least; with a dispatcher's own rules they may be illegal.
+                legal = (sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
+                for sized in self._sized(fold, *next(legal), strategies, limit):
+                    limit = room if room < inf else min(limit, sized[0] * (1 - SLACK))
+                    yield sized
+                continue
+            size, pipelines = view.pipelines_by_mbs[0]
+            for one in self.space.folds_of(view):
+                bound = float(self._fold_bytes(one, size, small_pipelines(pipelines), strategies).min())
+                heappush(queue, (bound, next(numbers), view, one))
+
+    def _sized(
+        self,
+        fold: Fold,
+        mbs: int,
+        pipelines: tuple[PipelineVariant, ...],
+        strategies: MemoryStrategies,
+        limit: float,
+    ) -> Iterator[SizedMapping]:
+        """Yield the least of a fold under each dispatcher, pipeline and placement of the states below a limit."""
+        may_need_less = self.memory_model.activation_memory.may_need_less
+        is_covered = False
+        for dispatcher in self.space.dispatchers(fold, mbs):
+            # Overlap has two micro-batches in memory, never less than one.
+            runs = (
+                MicroBatchChoice(fold, mbs, dispatcher, overlap, legal)
+                for overlap in (False, True)
+                if (legal := self.space.legal_pipelines(fold, mbs, pipelines, dispatcher, overlap))
+            )
+            choice = next(runs, None)
+            has_own = has_own_memory(dispatcher)
+            # Of the dispatchers that save the same tensors one is enough.
+            if choice is None or is_covered and not (has_own and may_need_less(choice.mapping())):
+                continue
+            is_covered = is_covered or not has_own
+            choice = replace(choice, pipelines=small_pipelines(choice.pipelines))
+            bounds = self._peak_bytes(choice, strategies).min(axis=2)
+            for pipeline, least in zip(choice.pipelines, bounds.tolist(), strict=True):
+                zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
+                for (zero, moments), bound in zip(self.placements, least, strict=True):
+                    if zero in zeros and bound < limit:
+                        m = choice.mapping(pipeline, zero, moments)
+                        totals = self.memory_model.totals(m, strategies)
+                        yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
+
+    def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies) -> float:
+        """Return a lower bound of the bytes over all degrees of the experts: states shared by the ranks of a stage."""
+        size, pipelines = view.pipelines_by_mbs[0]
+        fold = Fold(view.tp, view.cp, view.dp, view.pp, 1, 1, view.tp * view.cp * view.dp)
+        choice = MicroBatchChoice(fold, size, self._any_dispatcher, False, small_pipelines(pipelines))
+        states, inputs = self._peak_counts(choice)
+        shares = states @ self._whole_states.T / fold.edp
+        found = shares + (inputs @ self._saved_bytes(fold.tp, strategies))[:, :, None] * (size / fold.cp)
+        return float(found.max(axis=1).min()) + self._least_workspace
+
+    def _fold_bytes(
+        self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], strategies: MemoryStrategies
+    ) -> ByteArray:
+        """Return a lower bound of the bytes with each placement of the states, [placements]."""
+        legal = self.space.dispatchers(fold, mbs)
+        choice = MicroBatchChoice(fold, mbs, legal[0] if legal else self._any_dispatcher, False, pipelines)
+        _, inputs = self._peak_counts(choice)
+        saved = (inputs @ self._saved_bytes(fold.tp, strategies))[:, :, None] * (mbs / fold.cp)
+        found: ByteArray = (self._state_bytes(choice) + saved).max(axis=1).min(axis=0)
+        return found
+
+    @cached_property
+    def _any_dispatcher(self) -> DispatcherPart:
+        return next(iter(self.space.searched_dispatchers))
+
+    @cached_property
+    def _single(self) -> MicroBatchChoice:
+        """One rank with micro-batches of one sample."""
+        return MicroBatchChoice(Fold(*(1 for _ in Fold._fields)), 1, self._any_dispatcher)
+
+    @cached_property
+    def _least_workspace(self) -> float:
+        return self.memory_model.workspace(self._single.mapping())
+
+    @cached_property
+    def _whole_states(self) -> ByteArray:
+        """Bytes of weights, gradients and moments by state column on one rank, [placements of the moments, columns]."""
+        rows = [STATE_PARTS.index(part) for part in SHARDED_PARTS]
+        mappings = [self._single.mapping(None, 0, placement) for placement in self.space.optimizer_placements]
+        return np.array([self.memory_model.state_memory.bytes_by_part(m)[rows].sum(axis=0) for m in mappings])
+
+    @memoised(all_arguments)
+    def _saved_bytes(self, tp: int, strategies: MemoryStrategies) -> ByteArray:
+        """Return the least bytes that layers save of one sample for their backward pass, by activation column."""
+        # The more parts a set has, the less is saved.
+        sets = [frozenset(recompute) for recompute in strategies.recompute_sets]
+        largest = MemoryStrategies(one for one in strategies if not any(set(one[0]) < other for other in sets))
+        fold = self._single.fold._replace(tp=tp, edp=tp)
+        mapping = replace(self._single, fold=fold).mapping()
+        sizes = self.memory_model.activation_memory.total_bytes(mapping, largest).min(axis=0)
+        first = self.memory_model.columns.layer_column("saved")
+        found: ByteArray = np.zeros_like(sizes)
+        found[first : first + self.memory_model.columns.num_kinds] = sizes[first:][
+            : self.memory_model.columns.num_kinds
+        ]
+        return found
+
+    def _state_bytes(self, choice: MicroBatchChoice) -> ByteArray:
+        """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
+        counts, _ = self._peak_counts(choice)
+        workspace = self.memory_model.workspace(choice.mapping())
+        found: ByteArray = counts @ self._persistent_bytes(choice).T + workspace
+        return found
+
+    @memoised(lambda self, choice: (choice.fold.pp, choice.fold.dp * choice.mbs, choice.overlap, choice.pipelines))
+    def _peak_counts(self, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
+        """Return the counts of states and activations at three snapshots, [pipelines, snapshots, columns]."""
+        peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
+        return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
+
+    def _accumulates(self, choice: MicroBatchChoice) -> bool:
+        return self.memory_model.workload.global_batch_size // (choice.mbs * choice.fold.dp) > 1
+
+    # Of the micro-batch size counts only whether gradients are accumulated.
+    @memoised(lambda self, choice: (choice.fold, self._accumulates(choice)))
+    def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
+        """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
+        mappings = (choice.mapping(None, *placement) for placement in self.placements)
+        return np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])
+
+
+def with_strategy(mapping: ParallelMapping, strategies: MemoryStrategies, index: int) -> ParallelMapping:
+    """Return a mapping with the memory strategy of an index."""
+    recompute, offload = strategies[index]
+    return replace(mapping, recompute=recompute, offload=(*offload, *mapping.offload))
+
+
+def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
+    """Return the pipelines with least activations: none has fewer than 1F1B, or than one that ends on the first rank.
+
+    With virtual stages the layers of small models may share out better, which saves a small part of the states.
+    """
+    if all(p.schedule != DEFAULT_SCHEDULE for p in pipelines):
+        return pipelines
+    return tuple(p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
