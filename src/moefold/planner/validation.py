@@ -106,7 +106,7 @@ class PublishedRow:
 
     @property
     def is_tuned_in_2026(self) -> bool:
-        """True for a row of a performance table of 2026; such a table does not print the features of its recipes.
+        """Return whether the row is of a performance table of 2026, which does not print the features of its recipes.
 
         A model verification card is none: it runs the library's recipe, and prints the features that it adds.
         """
