@@ -139,7 +139,8 @@ def _read_archive(file: BinaryIO, part: StoredPart, on_archive: OnArchive) -> Te
 
 def _read_values(file: BinaryIO, part: StoredPart, rows: slice | None) -> Tensor:
     tensor, start = _locate_values(file, part)
-    size, offset = list(part.sizes), tensor.offset
+    size = list(part.sizes)
+    offset = tensor.offset
     if rows is not None:
         size[0] = rows.stop - rows.start
         offset += rows.start * tensor.stride[0]
