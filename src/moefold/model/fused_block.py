@@ -166,7 +166,7 @@ class FusedBlock:
             self._ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
 
     def single_call(self, num_rows: int) -> DecodeLayer | None:
-        """Return the layer if the kernel computes it in one call for this number of rows; None before the first pass."""
+        """Return the layer if the kernel computes it in one call for a number of rows; None before the first pass."""
         if self._layer is None or not self._chooses:
             return None
         assert isinstance(self._ffn, MoELayer)

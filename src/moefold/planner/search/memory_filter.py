@@ -5,7 +5,7 @@ at three snapshots of the step. Mappings are looked at by their bounds, least fi
 memory is below all other bounds, ends the walk.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -35,6 +35,24 @@ SLACK = 0.01
 ByteArray = NDArray[np.float64]
 SizedMapping = tuple[float, ParallelMapping]
 """Bytes of the fullest rank, and the mapping."""
+Pipelines = tuple[PipelineVariant, ...]
+PipelineChoice = Callable[[Pipelines], Pipelines]
+"""Which of the pipelines of a fold are looked at."""
+
+
+def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
+    """Return the pipelines with least activations: none has fewer than 1F1B, or than one that ends on the first rank.
+
+    With virtual stages the layers of small models may share out better, which saves a small part of the states.
+    """
+    if all(p.schedule != DEFAULT_SCHEDULE for p in pipelines):
+        return pipelines
+    return tuple(p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
+
+
+def all_pipelines(pipelines: Pipelines) -> Pipelines:
+    """Return all pipelines."""
+    return pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +113,16 @@ class MemoryFilter:
 
     @cached_property
     def fits_frugally(self) -> bool:
-        """True if some mapping fits with recomputed layers, where that is legal."""
+        """True if some mapping of `small_pipelines` fits with recomputed layers, where that is legal."""
         return self.may_hold_share and self._any_fits_with(self.frugal_strategies)
 
     @cached_property
     def any_fits(self) -> bool:
-        """True if some mapping fits, with the pipelines whose activations are least."""
-        others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
-        if self.fits_frugally or not self.may_hold_share or not others:
+        """True if some mapping fits, whatever its pipeline."""
+        if self.fits_frugally or not self.may_hold_share:
             return self.fits_frugally
-        return self._any_fits_with(others)
+        others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
+        return any(self._any_fits_with(some, all_pipelines) for some in (self.frugal_strategies, others) if some)
 
     def may_hold(self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]) -> bool:
         """Return whether a fold may fit with some ZeRO stage, by a lower bound of its bytes."""
@@ -141,14 +159,18 @@ class MemoryFilter:
         ].sum()
         return float(states + inputs) / num_ranks + self._least_workspace
 
-    def _any_fits_with(self, strategies: MemoryStrategies) -> bool:
-        """Return whether some mapping with one of the strategies fits."""
+    def _any_fits_with(self, strategies: MemoryStrategies, pick: PipelineChoice = small_pipelines) -> bool:
+        """Return whether some mapping with one of the strategies and of the pipelines fits."""
         capacity = self.memory_model.device.memory_bytes
-        views = sorted(self.space.views, key=lambda view: self._view_bytes(view, strategies))
-        return any(size <= capacity for view in views for size, _ in self._walk((view,), strategies, self.room))
+        views = sorted(self.space.views, key=lambda view: self._view_bytes(view, strategies, pick))
+        return any(size <= capacity for view in views for size, _ in self._walk((view,), strategies, self.room, pick))
 
     def _walk(
-        self, views: Sequence[AttentionView], strategies: MemoryStrategies, room: float = inf
+        self,
+        views: Sequence[AttentionView],
+        strategies: MemoryStrategies,
+        room: float = inf,
+        pick: PipelineChoice = small_pipelines,
     ) -> Iterator[SizedMapping]:
         """Yield mappings that may need less than some room, or without one, than all before but for `SLACK`.
 
@@ -156,10 +178,11 @@ class MemoryFilter:
             views: attention views to look at.
             strategies: memory strategies.
             room: bytes above which no mapping counts.
+            pick: pipelines to look at.
         """
         limit = room
         queue: list[tuple[float, int, AttentionView, Fold | None]] = [
-            (self._view_bytes(view, strategies), i, view, None) for i, view in enumerate(views)
+            (self._view_bytes(view, strategies, pick), i, view, None) for i, view in enumerate(views)
         ]
         heapify(queue)
         numbers = count(len(queue))
@@ -168,13 +191,14 @@ class MemoryFilter:
             if fold is not None:
                 # The smallest micro-batches need least; with a dispatcher's own rules they may be illegal.
                 legal = (sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
-                for sized in self._sized(fold, *next(legal), strategies, limit):
+                size, pipelines = next(legal)
+                for sized in self._sized(fold, size, pipelines, strategies, limit, pick):
                     limit = room if room < inf else min(limit, sized[0] * (1 - SLACK))
                     yield sized
                 continue
             size, pipelines = view.pipelines_by_mbs[0]
             for one in self.space.folds_of(view):
-                bound = float(self._fold_bytes(one, size, small_pipelines(pipelines), strategies).min())
+                bound = float(self._fold_bytes(one, size, pick(pipelines), strategies).min())
                 heappush(queue, (bound, next(numbers), view, one))
 
     def _sized(
@@ -184,6 +208,7 @@ class MemoryFilter:
         pipelines: tuple[PipelineVariant, ...],
         strategies: MemoryStrategies,
         limit: float,
+        pick: PipelineChoice,
     ) -> Iterator[SizedMapping]:
         """Yield the least of a fold under each dispatcher, pipeline and placement of the states below a limit."""
         may_need_less = self.memory_model.activation_memory.may_need_less
@@ -201,7 +226,7 @@ class MemoryFilter:
             if choice is None or is_covered and not (has_own and may_need_less(choice.mapping())):
                 continue
             is_covered = is_covered or not has_own
-            choice = replace(choice, pipelines=small_pipelines(choice.pipelines))
+            choice = replace(choice, pipelines=pick(choice.pipelines))
             bounds = self._peak_bytes(choice, strategies).min(axis=2)
             for pipeline, least in zip(choice.pipelines, bounds.tolist(), strict=True):
                 zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
@@ -211,11 +236,11 @@ class MemoryFilter:
                         totals = self.memory_model.totals(m, strategies)
                         yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
 
-    def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies) -> float:
+    def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies, pick: PipelineChoice) -> float:
         """Return a lower bound of the bytes over all degrees of the experts: states shared by the ranks of a stage."""
         size, pipelines = view.pipelines_by_mbs[0]
         fold = Fold(view.tp, view.cp, view.dp, view.pp, 1, 1, view.tp * view.cp * view.dp)
-        choice = MicroBatchChoice(fold, size, self._any_dispatcher, False, small_pipelines(pipelines))
+        choice = MicroBatchChoice(fold, size, self._any_dispatcher, False, pick(pipelines))
         states, inputs = self._peak_counts(choice)
         shares = states @ self._whole_states.T / fold.edp
         found = shares + (inputs @ self._saved_bytes(fold.tp, strategies))[:, :, None] * (size / fold.cp)
@@ -296,13 +321,3 @@ def with_strategy(mapping: ParallelMapping, strategies: MemoryStrategies, index:
     """Return a mapping with the memory strategy of an index."""
     recompute, offload = strategies[index]
     return replace(mapping, recompute=recompute, offload=(*offload, *mapping.offload))
-
-
-def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
-    """Return the pipelines with least activations: none has fewer than 1F1B, or than one that ends on the first rank.
-
-    With virtual stages the layers of small models may share out better, which saves a small part of the states.
-    """
-    if all(p.schedule != DEFAULT_SCHEDULE for p in pipelines):
-        return pipelines
-    return tuple(p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
