@@ -19,6 +19,8 @@ from tests.board.test_browser import served as board_served
 IMAGES = Path(__file__).parents[2] / "docs/images"
 STAGE = ("world_size=4", "tp=2", "cp=2", "ep=4")
 """The ranks of one pipeline stage of the quickstart."""
+OVERLAPPED = ("parallel.schedule=interleaved", "parallel.overlap_experts=true", "train.global_batch_size=128")
+"""An interleaved step of few micro-batches, whose passes overlap."""
 COLORS = 128
 
 
@@ -54,10 +56,11 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     moefold("layout", *STAGE, "--force", "--picture", IMAGES / "folding.png")
     moefold("layout", "recipes/quickstart.toml", "--force", "--picture", IMAGES / "layout.png")
+    moefold("simulate", "recipes/mixtral-8x7b.toml", *OVERLAPPED, "--force", "--timeline", IMAGES / "timeline.png")
     draw_run(folder)
     with tempfile.TemporaryDirectory() as profile, open_page(Path(profile)) as page:
         draw_ranks(page, folder)
-    for name in ("folding", "layout", "expert-load", "board-ranks"):
+    for name in ("folding", "layout", "timeline", "expert-load", "board-ranks"):
         reduce_colors(IMAGES / f"{name}.png")
 
 
