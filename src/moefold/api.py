@@ -191,7 +191,7 @@ def train_model(
     from moefold.launch.rank0 import collect_from_ranks
     from moefold.train.worker import ProgramParts, train_on_rank
 
-    program = ProgramParts(loss, data, tuple(callbacks))
+    program = ProgramParts(loss, data, callbacks)
     main = partial(train_on_rank, setup.cfg, setup.messages, program)
     cfg = setup.folder.cfg
     return collect_from_ranks(main, cfg.num_job_ranks, device_type, rank_env, regroups=cfg.faults.regroups)
@@ -235,7 +235,7 @@ def train_in_process(
 
     from moefold.train.worker import ProgramParts, train_in_program
 
-    return train_in_program(loaded, ProgramParts(loss, data, tuple(callbacks), on_step))
+    return train_in_program(loaded, ProgramParts(loss, data, callbacks, on_step))
 
 
 def evaluate(

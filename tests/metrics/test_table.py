@@ -89,13 +89,16 @@ def test_a_number_without_a_definition_is_refused_by_its_name():
 def test_a_measured_value_is_a_number_of_any_library_or_refused():
     metrics = [Metric("one", "", "a number")]
     for value in (1.5, torch.tensor(1.5), torch.tensor([1.5]), np.float32(1.5)):
-        found = measured(metrics, {"one": value})["one"]
+        found = measured(metrics, {"one": value}, "Mine")["one"]
         assert type(found) is float
         assert found == 1.5
-    assert measured(metrics, {"one": None}) == {"one": None}
-    for value in ("1.5", [1, 2], torch.ones(2)):
+    assert measured(metrics, {"one": None}, "Mine") == {"one": None}
+    for value in ("1.5", [1, 2], torch.ones(2), 10**400):
         with pytest.raises(RunError, match="the metric 'one', which .* returned, is .*, no number; return a float"):
-            measured(metrics, {"one": value})
+            measured(metrics, {"one": value}, "Mine")
+    for values in (None, [1.0], 2.0):
+        with pytest.raises(RunError, match="`measure` of the callback Mine returned .*; return a dict of numbers by"):
+            measured(metrics, values, "Mine")
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])

@@ -65,7 +65,7 @@ def test_the_example_of_the_page_measures(tmp_path: Path):
 
 
 def test_a_name_that_is_not_declared_is_refused(tmp_path: Path):
-    with pytest.raises(moefold.RunError, match="the metric 'loss', which `measure` of a callback returned, has no"):
+    with pytest.raises(moefold.RunError, match="the metric 'loss', which `measure` of the callback Undeclared"):
         moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=[Undeclared()])
 
 
@@ -85,4 +85,30 @@ def test_a_definition_that_cannot_be_is_refused_before_ranks_start(tmp_path: Pat
     callback = moefold.Callback()
     callback.metrics = (metric,)
     with pytest.raises(moefold.ConfigError, match=message):
+        moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=[callback])
+
+
+class WithoutDefinition(moefold.Callback):
+    """Measures, and declares nothing."""
+
+    def measure(self, run, step):
+        return {"mine": 1.0}
+
+
+def test_what_measures_without_a_definition_is_refused(tmp_path: Path):
+    with pytest.raises(moefold.RunError, match="the metric 'mine', which `measure` of the callback WithoutDefinition"):
+        moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=[WithoutDefinition()])
+
+
+@pytest.mark.parametrize("callbacks", [["x"], WithoutDefinition(), [WithoutDefinition]], ids=["text", "one", "class"])
+def test_what_is_no_list_of_callbacks_is_refused(tmp_path: Path, callbacks):
+    with pytest.raises(moefold.ConfigError, match=r"must be a list of objects .*, such as callbacks=\[LossLog\(\)\]"):
+        moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=callbacks)
+
+
+@pytest.mark.parametrize("metrics", [moefold.Metric("mine", "", ""), "mine"], ids=["one", "text"])
+def test_metrics_of_a_callback_that_are_no_list_are_refused(tmp_path: Path, metrics):
+    callback = moefold.Callback()
+    callback.metrics = metrics
+    with pytest.raises(moefold.ConfigError, match="`metrics` of the callback Callback is .*, and must be a list of"):
         moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=[callback])

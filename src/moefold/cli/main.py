@@ -131,6 +131,8 @@ def _dispatch(argv: list[str]) -> int:
         # The schema takes longer to import than the help of all commands to print.
         from moefold.config.suggestions import closest_match
 
+        if name == "lengths":
+            raise ConfigError("moefold lengths is moefold simulate RECIPE --lengths NAME now")
         guess = closest_match(name, COMMANDS)
         hint = f"did you mean {guess!r}?" if guess else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}; {hint}")

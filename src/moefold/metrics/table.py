@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from statistics import fmean
 from typing import Any, Literal
 
 from moefold.errors import ConfigError, RunError
@@ -629,8 +628,17 @@ def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
     return sorted(charts)
 
 
+def _or_nan(extreme: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
+    """Return max or min with NaN for values with a NaN: by itself each takes or leaves a NaN by its place."""
+    return lambda values: math.nan if any(map(math.isnan, values)) else extreme(values)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "": itemgetter(0), "sum": sum, "mean": fmean, "max": max, "min": min
+    "": itemgetter(0), "sum": sum, "mean": _mean, "max": _or_nan(max), "min": _or_nan(min)
 }  # fmt: skip
 
 
@@ -662,33 +670,38 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
         taken.add(metric.name)
 
 
-def measured(metrics: Sequence[Metric], values: Mapping[str, Any]) -> dict[str, float | None]:
+def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:
     """Return what `measure` of a callback returned, as numbers of Python.
 
     Args:
-        metrics: the definitions.
+        metrics: the definitions of the callback.
         values: values of this rank by name; a number may be a tensor or an array of one element.
+        callback: name of its class, for messages.
 
     Raises:
-        RunError: a value has no definition, or is no number.
+        RunError: it is no dict, or a value has no definition or is no number.
     """
+    if not isinstance(values, Mapping):
+        raise RunError(
+            f"`measure` of the callback {callback} returned {values!r:.60}; return a dict of numbers by name"
+        )
     if unknown := sorted(map(str, values.keys() - {metric.name for metric in metrics})):
         raise RunError(
-            f"the metric {unknown[0]!r}, which `measure` of a callback returned, has no definition; declare it in "
-            "`metrics` of the callback, as Metric(name, unit, definition, reduce=...)"
+            f"the metric {unknown[0]!r}, which `measure` of the callback {callback} returned, has no definition; "
+            "declare it in `metrics` of the callback, as Metric(name, unit, definition, reduce=...)"
         )
-    return {name: None if value is None else _as_number(name, value) for name, value in values.items()}
+    return {name: None if value is None else _as_number(name, value, callback) for name, value in values.items()}
 
 
-def _as_number(name: str, value: Any) -> float:
+def _as_number(name: str, value: Any, callback: str) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
     raise RunError(
-        f"the metric {name!r}, which `measure` of a callback returned, is {value!r:.60}, no number; return a float, or "
-        "None for no value"
+        f"the metric {name!r}, which `measure` of the callback {callback} returned, is {value!r:.60}, no number; "
+        "return a float, or None for no value"
     )
 
 
@@ -702,9 +715,7 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
     values: dict[str, float | None] = {}
     for metric in metrics:
         found = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
-        # max and min take or leave a NaN by its place, and the mean refuses infinities of both signs.
-        is_nan = math.isnan(sum(found)) and (metric.reduce in ("sum", "mean") or any(map(math.isnan, found)))
-        values[metric.name] = math.nan if is_nan else REDUCTIONS[metric.reduce](found) if found else None
+        values[metric.name] = REDUCTIONS[metric.reduce](found) if found else None
     return values
 
 

@@ -237,7 +237,9 @@ class Planner:
         if num_gpus:
             options.append(f"{num_gpus} GPUs")
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
-        return f"{text}; it would fit with {', or '.join(options)}" if options else f"{text}; choose a smaller model"
+        if not options:
+            return f"{text}; choose a smaller model, or a shorter --seq-len"
+        return f"{text}; it would fit with {', or '.join(options)}"
 
     def least_gpus(self) -> int | None:
         """Return the least number of GPUs on which some mapping fits: a power of two, or some eighths of it below.

@@ -74,8 +74,24 @@ class ProgramParts:
     """Called with the metrics of each step, on each rank that trains."""
 
     def __post_init__(self) -> None:
-        further = [metric for callback in self.callbacks for metric in callback.metrics]
-        if further:
+        """Check the callbacks before ranks start.
+
+        Raises:
+            ConfigError: something else than a callback is among them, or a metric of one cannot be.
+        """
+        is_list = isinstance(self.callbacks, Sequence)
+        if not is_list or not all(isinstance(callback, Callback) for callback in self.callbacks):
+            raise ConfigError(
+                f"callbacks={self.callbacks!r:.80} must be a list of objects of classes that derive from "
+                "moefold.Callback, such as callbacks=[LossLog()]"
+            )
+        for callback in self.callbacks:
+            if not isinstance(callback.metrics, list | tuple):
+                raise ConfigError(
+                    f"`metrics` of the callback {type(callback).__name__} is {callback.metrics!r:.60}, and must be a "
+                    "list of moefold.Metric"
+                )
+        if further := [metric for callback in self.callbacks for metric in callback.metrics]:
             from moefold.metrics.table import check_metrics
 
             check_metrics(further)

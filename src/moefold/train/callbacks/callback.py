@@ -111,6 +111,11 @@ class Callback:
         """Return this rank's values of `metrics` by name, before the line of the step is written; None: no value."""
         return {}
 
+    @property
+    def has_metrics(self) -> bool:
+        """True if the callback declares metrics or measures; what it measures must be declared."""
+        return bool(self.metrics) or type(self).measure is not Callback.measure
+
     def on_start(self, run: TrainingContext) -> None:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""
 

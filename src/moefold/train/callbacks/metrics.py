@@ -39,7 +39,7 @@ class MetricsLogging(Callback):
         callbacks: Sequence[Callback],
     ) -> None:
         self._flops_per_token = flops_per_token
-        self._measuring = [callback for callback in callbacks if callback.metrics]
+        self._measuring = [callback for callback in callbacks if callback.has_metrics]
         name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
         self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
 
@@ -50,9 +50,9 @@ class MetricsLogging(Callback):
 
         values = self._values(run, step)
         further = [metric for callback in self._measuring for metric in callback.metrics]
-        if further:
-            own = {name: value for one in self._measuring for name, value in one.measure(run, step).items()}
-            own = measured(further, own)
+        if self._measuring:
+            parts = [measured(one.metrics, one.measure(run, step), type(one).__name__) for one in self._measuring]
+            own = {name: value for part in parts for name, value in part.items()}
             values |= reduced(further, current_world().all_gather_object(own))
         run.metrics = step_values(values, further)
         if run.log is not None:
