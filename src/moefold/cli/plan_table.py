@@ -9,6 +9,7 @@ from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
+from moefold.cost.hardware import DECIDING_CONSTANTS, Device
 from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
@@ -72,6 +73,15 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
     console.print()
     for one in distinct:
         print_prose(console, one.name, _describe_distance(one))
+
+
+def print_unmeasured(console: Console, device: Device) -> None:
+    """Print which constants that decide between the families nobody has measured on the device."""
+    if device.unmeasured:
+        names = ", ".join(DECIDING_CONSTANTS[key] for key in device.unmeasured)
+        print_prose(
+            console, "constants", f"unmeasured on {device.name}: {names}; make gpu measures them (docs/gpu.md)."
+        )
 
 
 def _describe_distance(one: FamilyBest) -> str:
