@@ -10,10 +10,11 @@ import torch
 
 from benchmarks import gpu_stage, gpu_stages
 from benchmarks.gpu_contact import Contact, contact
+from benchmarks.gpu_report import CONSTANT_STAGES
 from benchmarks.gpu_stage import Stage, profile
 from benchmarks.gpu_stages import MAX_DIFFERENCE, ComparingAutotuner
 from moefold.bench.device_fit import device_toml
-from moefold.cost.hardware import load_device
+from moefold.cost.hardware import DECIDING_CONSTANTS, load_device
 from moefold.launch.runtime_env import ALLOCATOR_VARIABLES
 from moefold.ops.autotune import TuningKey
 
@@ -38,6 +39,18 @@ def test_a_stage_runs_without_a_gpu(tmp_path, monkeypatch, name):
     assert len(rows) > 1
     assert len({row["name"] for row in rows}) == len(rows)
     assert all(math.isfinite(row["value"]) for row in rows if row["unit"])
+
+
+def test_the_stages_of_constants_measure_every_one_that_decides(tmp_path):
+    found = []
+    for name in ("constants", "shared"):
+        path = tmp_path / f"{name}.jsonl"
+        assert gpu_stages.main([name, "--rows", str(path), "--device", "cpu", "--tiny"]) == 0
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert all(math.isfinite(row["value"]) for row in rows)
+        found += [(row["key"], row["name"], name) for row in rows]
+    stages = {key: stage for key, (stage, _) in CONSTANT_STAGES.items()}
+    assert sorted(found) == sorted((key, name, stages[key]) for key, name in DECIDING_CONSTANTS.items())
 
 
 def test_a_range_of_a_profile_is_no_kernel(tmp_path):

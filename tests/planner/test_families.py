@@ -169,7 +169,7 @@ def test_a_family_names_its_fastest_mapping_which_the_ranking_has(capsys, monkey
     folded = families[0]
     assert folded.plan.time.total_s > 1.001 * folded.fastest.time.total_s
     monkeypatch.setenv("COLUMNS", "80")
-    print_families(open_console(), families, folded)
+    print_families(open_console(), families, folded, planner.request.device)
     words = " ".join(capsys.readouterr().out.split())
     less = 1 - folded.fastest.time.total_s / folded.plan.time.total_s
     assert f"{format_compact_degrees(folded.fastest.mapping)} takes {less:.1%} less" in words
@@ -194,7 +194,7 @@ def test_the_command_shows_the_families_and_writes_the_one_that_is_taken(capsys,
     assert "--take fsdp: no such mapping is legal and fits" in capsys.readouterr().err
 
 
-def test_a_plan_says_which_deciding_constants_nobody_measured_on_the_device(capsys, monkeypatch, tmp_path):
+def test_a_plan_says_which_deciding_constants_are_unmeasured_on_the_device(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     head = 'base = "h100"\nname = "mine"\nexposed_zero3_fraction = 0.1\nexposed_offload_fraction = 0.1\n'
     head += "host_copy_fraction = 0.5\n[sources]\n"

@@ -88,19 +88,12 @@ def run(argv: list[str]) -> int:
     else:
         from moefold.cli.plan_outputs import print_footer
         from moefold.cli.plan_sites import print_site_plan
-        from moefold.cli.plan_table import (
-            print_breakdown,
-            print_families,
-            print_ranking,
-            print_request,
-            print_unmeasured,
-        )
+        from moefold.cli.plan_table import print_breakdown, print_families, print_ranking, print_request
         from moefold.cli.screen import open_console
 
         console = open_console()
         print_request(console, request)
-        print_families(console, families, chosen)
-        print_unmeasured(console, request.device)
+        print_families(console, families, chosen, request.device)
         shown = [one.plan for one in sorted(families, key=lambda one: one is not chosen)]
         if args.top is not None:
             shown = planner.top_plans(args.top)

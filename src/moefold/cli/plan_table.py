@@ -47,8 +47,8 @@ def print_request(console: Console, request: PlanRequest) -> None:
         console.print(f"assumed: {assumed}; give yours")
 
 
-def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest) -> None:
-    """Print the best mapping of each family, and how far each is from a measured one."""
+def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest, device: Device) -> None:
+    """Print the best mapping of each family, how far each is from a measured one, and what is unmeasured."""
     distinct = [one for i, one in enumerate(families) if one.plan.mapping not in [o.plan.mapping for o in families[:i]]]
     times = [one.plan.time for one in distinct]
     marks = ["#1" if one.plan.mapping == chosen.plan.mapping else "=" if one.is_tie else "" for one in distinct]
@@ -73,15 +73,10 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
     console.print()
     for one in distinct:
         print_prose(console, one.name, _describe_distance(one))
-
-
-def print_unmeasured(console: Console, device: Device) -> None:
-    """Print which constants that decide between the families nobody has measured on the device."""
     if device.unmeasured:
         names = ", ".join(DECIDING_CONSTANTS[key] for key in device.unmeasured)
-        print_prose(
-            console, "constants", f"unmeasured on {device.name}: {names}; make gpu measures them (docs/gpu.md)."
-        )
+        text = f"unmeasured on {device.name}: {names}; make gpu measures them (docs/gpu.md)."
+        print_prose(console, "constants", text)
 
 
 def _describe_distance(one: FamilyBest) -> str:

@@ -173,7 +173,7 @@ class Device:
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
-        """Return the keys of `DECIDING_CONSTANTS` that nobody measured on this device."""
+        """Return the keys of `DECIDING_CONSTANTS` without a measurement on this device."""
         return tuple(key for key in DECIDING_CONSTANTS if key not in self.sources)
 
     def peak(self, precision: str) -> float:
@@ -257,18 +257,14 @@ def _parse_device(text: str, where: str) -> Device:
 
 
 def _check_sources(where: str, device: Device) -> None:
-    """Refuse a source without its number, and a measured number without its source."""
-    for key in DECIDING_CONSTANTS:
+    """Refuse a source without its number, and a number that only a measurement gives without its source."""
+    for one in fields(Device):
+        key = one.name
         value = getattr(device, key)
         if key in device.sources and value is None:
             raise ConfigError(f"{where}: sources.{key} has no number; give {key}, or leave the source out")
-        if key not in device.sources and value is not None and _is_optional(key):
+        if key in device.unmeasured and value is not None and one.default is None:
             raise ConfigError(f"{where}: {key}={value} has no source; say what measured it as [sources] {key} = 'TEXT'")
-
-
-def _is_optional(key: str) -> bool:
-    """Return whether a device may leave a key out, so that a number there is a measurement."""
-    return any(one.name == key and one.default is None for one in fields(Device))
 
 
 def _read_device_table(text: str, where: str) -> dict[str, Any]:
