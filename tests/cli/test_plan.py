@@ -343,6 +343,13 @@ def test_a_batch_that_is_not_given_is_assumed_and_said(capsys):
         ([*SMALL, "--explain", "tp=2", "--fix", "tp=4"], "--explain tp=2 and --fix tp=4 differ"),
         ([*SMALL, "--explain", "tp=2", "--top", "3"], "--top counts mappings"),
         ([*SMALL, "--method", "coupled", "--recipe", "x.toml"], "add --fix cp=1"),
+        ([*SMALL, "parallel.tp=2"], "parallel.tp=2 has no effect: the search chooses it; fix it with --fix tp=2"),
+        ([*SMALL, "parallel.dispatcher.kind=alltoall"], "fix it with --fix dispatcher=alltoall"),
+        ([*SMALL, "parallel.dispatcher={kind='alltoall'}"], "fix it with --fix dispatcher=alltoall"),
+        ([*SMALL, "train.recompute=['norms', 'layer']"], "fix it with --fix recompute=norms+layer"),
+        ([*SMALL, "train.seq_len=64"], "--seq-len 64 and train.seq_len set the same; leave one of them out"),
+        ([*SMALL, "parallel.world_size=8"], "--num-gpus 4 and parallel.world_size set the same"),
+        ([*SMALL, "model.preset=tiny"], "model.preset=tiny and MODEL mixtral-8x7b name two models"),
     ],
 )
 def test_invalid_arguments_are_reported(capsys, words, message):

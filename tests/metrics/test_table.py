@@ -1,17 +1,30 @@
 """The definitions of reported numbers: what a run writes and shows, and nothing else; the page is current."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moefold.data.prompts import Prompt
 from moefold.errors import RunError
 from moefold.metrics.expert_balance import LayerSummary
 from moefold.metrics.progress import StepLine
 from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offload_metrics, rank_time_metrics
-from moefold.metrics.table import GROUPS, LAYER_CURVES, LINE, MISREAD, SHOWN, definitions_text, step_values
+from moefold.metrics.table import (
+    GROUPS,
+    LAYER_CURVES,
+    LINE,
+    MISREAD,
+    SHOWN,
+    Metric,
+    definitions_text,
+    measured,
+    reduced,
+    step_values,
+)
 from moefold.metrics.writer import to_record
 from moefold.parallel.memory_tracking import MemoryByPart
 from moefold.rl.rollout import Rollout, RolloutGroup
@@ -71,6 +84,37 @@ def test_what_is_shown_is_of_the_record():
 def test_a_number_without_a_definition_is_refused_by_its_name():
     with pytest.raises(RunError, match="the metric 'flops' has no definition; add it to STEP in metrics/table.py"):
         step_values({"loss": 1.0, "flops": 1.0})
+
+
+def test_a_measured_value_is_a_number_of_any_library_or_refused():
+    metrics = [Metric("one", "", "a number")]
+    for value in (1.5, torch.tensor(1.5), torch.tensor([1.5]), np.float32(1.5)):
+        found = measured(metrics, {"one": value})["one"]
+        assert type(found) is float
+        assert found == 1.5
+    assert measured(metrics, {"one": None}) == {"one": None}
+    for value in ("1.5", [1, 2], torch.ones(2)):
+        with pytest.raises(
+            RunError, match="the metric 'one', which `measure` of a callback returned, is .*, no number"
+        ):
+            measured(metrics, {"one": value})
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0)])
+def test_nan_of_a_rank_makes_the_result_nan(reduce, values):
+    ranks = [{"one": value} for value in values]
+    assert math.isnan(reduced([Metric("one", "", "a number", reduce=reduce)], ranks)["one"] or 0.0)
+
+
+def test_infinities_of_both_signs_have_extremes_and_no_sum():
+    ranks = [{"one": math.inf}, {"one": -math.inf}, {"one": None}]
+    found = {
+        name: reduced([Metric("one", "", "", reduce=name)], ranks)["one"] for name in ("sum", "mean", "max", "min")
+    }
+    assert math.isnan(found["sum"])
+    assert math.isnan(found["mean"])
+    assert (found["max"], found["min"]) == (math.inf, -math.inf)
 
 
 def test_each_word_of_the_line_of_a_step_is_defined():

@@ -73,6 +73,11 @@ def test_a_name_that_is_not_declared_is_refused(tmp_path: Path):
     ("metric", "message"),
     [
         (moefold.Metric("loss", "", "mine"), "the metric 'loss' of a callback exists already; give it another name"),
+        (moefold.Metric("rl.reward", "", "mine"), "the metric 'rl.reward' of a callback must have a name of letters"),
+        (
+            {"loss": 1.0},
+            "holds {'loss': 1.0}, which is no moefold.Metric; .* give an attribute of another kind another",
+        ),
         (moefold.Metric("mine", "", "", reduce="median"), "reduce='median', which must be one of '', 'sum', 'mean'"),
     ],
 )

@@ -86,7 +86,7 @@ class ReusedMemory:
         if block.nbytes < num_bytes:
             block = torch.empty(num_bytes, dtype=torch.uint8)
         self._blocks.append(block)
-        return torch.frombuffer(block.numpy(), dtype=dtype, count=math.prod(shape)).view(*shape)
+        return torch.frombuffer(block.numpy(), dtype=dtype, count=math.prod(shape)).view(tuple(shape))
 
 
 class CheckpointSource:

@@ -630,7 +630,7 @@ def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
 
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "": itemgetter(0), "sum": math.fsum, "mean": fmean, "max": max, "min": min
+    "": itemgetter(0), "sum": sum, "mean": fmean, "max": max, "min": min
 }  # fmt: skip
 
 
@@ -638,10 +638,20 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     """Check the metrics that the callbacks of a program declare.
 
     Raises:
-        ConfigError: a name is taken, or a reduction does not exist.
+        ConfigError: an entry is no `Metric`, a name has another form or is taken, or a reduction does not exist.
     """
     taken = {metric.name for metric in STEP}
     for metric in metrics:
+        if not isinstance(metric, Metric):
+            raise ConfigError(
+                f"`metrics` of a callback holds {metric!r:.60}, which is no moefold.Metric; `metrics` has the "
+                "definitions of what `measure` returns, so give an attribute of another kind another name"
+            )
+        if not metric.name.isidentifier():
+            raise ConfigError(
+                f"the metric {metric.name!r} of a callback must have a name of letters, digits and _, such as "
+                "dead_weights"
+            )
         if metric.name in taken:
             raise ConfigError(f"the metric {metric.name!r} of a callback exists already; give it another name")
         if metric.reduce not in REDUCTIONS:
@@ -652,25 +662,49 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
         taken.add(metric.name)
 
 
-def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Reduce the values of all ranks by the rules of their definitions; None does not count.
+def measured(metrics: Sequence[Metric], values: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return what `measure` of a callback returned, as numbers of Python.
 
     Args:
         metrics: the definitions.
-        ranks: values of each rank by name.
+        values: values of this rank by name; a number may be a tensor or an array of one element.
 
     Raises:
-        RunError: a value has no definition.
+        RunError: a value has no definition, or is no number.
     """
-    if unknown := sorted({name for rank in ranks for name in rank} - {metric.name for metric in metrics}):
+    if unknown := sorted(map(str, values.keys() - {metric.name for metric in metrics})):
         raise RunError(
             f"the metric {unknown[0]!r}, which `measure` of a callback returned, has no definition; declare it in "
             "`metrics` of the callback, as Metric(name, unit, definition, reduce=...)"
         )
+    return {name: None if value is None else _as_number(name, value) for name, value in values.items()}
+
+
+def _as_number(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise RunError(
+        f"the metric {name!r}, which `measure` of a callback returned, is {value!r:.60}, no number; return a float, or "
+        "None for no value"
+    )
+
+
+def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """Reduce the values of all ranks by the rules of their definitions; None does not count, NaN makes the result NaN.
+
+    Args:
+        metrics: the definitions.
+        ranks: values of each rank by name.
+    """
     values: dict[str, float | None] = {}
     for metric in metrics:
         found = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
-        values[metric.name] = REDUCTIONS[metric.reduce](found) if found else None
+        # max and min take or leave a NaN by its place, and the mean refuses infinities of both signs.
+        is_nan = math.isnan(sum(found)) and (metric.reduce in ("sum", "mean") or any(map(math.isnan, found)))
+        values[metric.name] = math.nan if is_nan else REDUCTIONS[metric.reduce](found) if found else None
     return values
 
 

@@ -82,7 +82,7 @@ class MetricsWriter:
     Args:
         run_dir: folder of the run; created if missing.
         metrics: settings of the trackers.
-        resume_step: step of the checkpoint that the run continues from; 0 for a new run, which starts an empty file.
+        resume_step: step of the checkpoint that the run continues from; 0 for a new run.
         config: the resolved recipe, for trackers that show it.
         outputs: reports an output that fails, which is left out from then on.
     """
@@ -121,6 +121,11 @@ class MetricsWriter:
     def _lacks_evaluation(self, step: int) -> bool:
         records = [record for record in read_records(self._path.parent) if record["step"] == step]
         return bool(records) and records[-1].get(EVAL_LOSS) is None and EVAL_LOSS not in nonfinite_of(records[-1])
+
+    def has_step(self, step: int) -> bool:
+        """Return whether the file has a line of a step."""
+        records = self._outputs.attempt(METRICS_FILE, lambda: read_records(self._path.parent))
+        return any(record["step"] == step for record in records or ())
 
     def add_evaluation(self, step: int, eval_loss: float) -> None:
         """Write the evaluation loss into the line of a step, or as the first line, and log it to the trackers."""

@@ -18,6 +18,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
+from moefold.config.tree import parsed_value
 from moefold.cost.hardware import Device, SiteLink
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
@@ -317,6 +318,8 @@ def read_model(name: str, overrides: Sequence[str] = ()) -> tuple[Config, ModelS
             "plan-accuracy` prices given mappings of it"
         )
     if overrides and shape.name in preset_names():
+        if other := next((word for word in overrides if word.startswith("model.preset=")), ""):
+            raise ConfigError(f"{other} and MODEL {name} name two models; give the one to plan as MODEL")
         cfg = load_config(None, [f"model.preset={shape.name}", *overrides])
         return cfg, replace(shape, config=cfg.model)
     for word in overrides:
@@ -329,10 +332,14 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse settings that the search chooses, whatever the recipe has."""
     axes = {f"{section}.{key}": axis for axis, (section, key) in AXIS_KEYS.items()}
     for word in overrides:
-        key, _, value = word.partition("=")
-        if key in axes:
-            axis, value = ("offload", "optimizer") if axes[key] == "moments" else (axes[key], value)
-            raise ConfigError(f"{word} has no effect: the search chooses it; fix it with --fix {axis}={value}")
+        key, _, text = word.partition("=")
+        if axis := axes.get(key.removesuffix(".kind")):
+            value = parsed_value(text)
+            value = value.get("kind", text) if isinstance(value, dict) else value
+            value = tuple(map(str, value)) if isinstance(value, list) else value
+            axis, value = ("offload", "optimizer") if axis == "moments" else (axis, value)
+            fixed = f"{axis}={format_axis_value(value)}"
+            raise ConfigError(f"{word} has no effect: the search chooses it; fix it with --fix {fixed}")
 
 
 def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:

@@ -109,6 +109,13 @@ def plan_request(query: PlanQuery) -> PlanRequest:
     check_priced_stage(base.model, base.train, base.lora)
     is_recipe = query.model.endswith(".toml")
     named = {word.partition("=")[0] for word in query.overrides}
+    for option, given_value, key in (
+        ("--num-gpus", query.num_gpus, "parallel.world_size"),
+        ("--seq-len", query.seq_len, "train.seq_len"),
+        ("--global-batch-size", query.global_batch_size, "train.global_batch_size"),
+    ):
+        if given_value is not None and key in named:
+            raise ConfigError(f"{option} {given_value} and {key} set the same; leave one of them out")
     p = base.parallel
     train = base.train
     if query.num_gpus is None and not (is_recipe or "parallel.world_size" in named):

@@ -4,7 +4,7 @@
 (() => {
   const { element } = Board;
   const MAX_RANKS = 64;
-  // As metrics/memory_breakdown.py: a part has the same colour in every run, and the second dozen has stripes.
+  // As parallel/memory_tracking.py: a part has the same colour in every run, and the second dozen has stripes.
   const PARTS = [
     "weights", "gathered weights", "gradients", "optimizer", "buffers", "batch", "embedding", "norms", "attention",
     "core attention", "residual stream", "dense MLP", "router", "dispatch buffers", "experts", "shared experts", "logits",

@@ -9,6 +9,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -26,8 +27,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
 """Words of a cache line, to which panels are aligned."""
-SELF_TEST_SHAPE = (37, 41, 75)
-"""Rows, columns and depth of the self-test: no multiples of vectors and panels."""
+SELF_TEST_SHAPES = ((37, 41, 75), (3, 64, 528))
+"""Rows, columns and depth of the self-test: no multiples of vectors and panels, and few rows, which decoding has."""
 GEMM_ARGS = struct.Struct("P7qPq")
 GEMM_TERM = struct.Struct("P3qP4q")
 """C structs `gemm_args`, and each `gemm_term` after it."""
@@ -188,17 +189,16 @@ class CGemm(Gemm):
         Raises:
             CompilerError: results differ.
         """
-        rows, columns, depth = SELF_TEST_SHAPE
-        x, w = (torch.linspace(low, 9, n * depth).sin().view(n, depth) for low, n in ((-7, rows), (2, columns)))
-        for dtype, error in TOLERANCES.items():
+        for dtype, (rows, columns, depth) in product(TOLERANCES, SELF_TEST_SHAPES):
+            x, w = (torch.linspace(low, 9, n * depth).sin().view(n, depth) for low, n in ((-7, rows), (2, columns)))
             a = x.to(dtype)
             b = w.to(dtype)
             expected = a.double() @ b.double().t()
-            for left, other in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t()), (a, b.float())):
+            for left, other in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a, b.float())):
                 actual = torch.full((rows, columns), float("nan"))
                 self.matmul_out(actual, left, other)
                 self.add_weight_gradient(actual, left.t(), other.t())
-                if not (actual.double() - 2 * expected).abs().max() <= error * expected.abs().max():
+                if not (actual.double() - 2 * expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max():
                     raise CompilerError(f"the compiled GEMM kernel is wrong in {dtype}")
 
 

@@ -32,6 +32,10 @@ class PeriodicEvaluation(Callback):
         is_first = self._at_start and step == 0
         is_missing = run.log is not None and run.log.writer.lacks_evaluation(step)
         is_made_up = run.is_resumed and self._is_due(step) and any(current_world().all_gather_object(is_missing))
+        if self._at_start and step > 0 and run.log is not None and not run.log.writer.has_step(0):
+            run.log.message(
+                "train.eval_at_start: the run has begun without it, so nothing is evaluated before its start"
+            )
         if not is_first and not is_made_up:
             return
         for layer in run.training.model.moe_layers().values():

@@ -46,12 +46,13 @@ class MetricsLogging(Callback):
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
         run.groups.recorder.set_phase("writing metrics")
-        from moefold.metrics.table import reduced, step_values
+        from moefold.metrics.table import measured, reduced, step_values
 
         values = self._values(run, step)
         further = [metric for callback in self._measuring for metric in callback.metrics]
         if further:
             own = {name: value for one in self._measuring for name, value in one.measure(run, step).items()}
+            own = measured(further, own)
             values |= reduced(further, current_world().all_gather_object(own))
         run.metrics = step_values(values, further)
         if run.log is not None:

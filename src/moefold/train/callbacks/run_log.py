@@ -149,9 +149,9 @@ class RunLog:
 
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
-        for record in records:
-            from moefold.metrics.rank_times import describe_straggler
+        from moefold.metrics.rank_times import describe_straggler
 
+        for record in records:
             self.log_fault({"step": step} | record)
             self._progress.message(describe_straggler(record))
 
