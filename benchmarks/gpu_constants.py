@@ -46,7 +46,7 @@ def constants(stage: Stage) -> None:
     waiting_ms = _waiting_ms(stage, steps, run)
     _add(stage, "sync_s", 1e3 * (waiting_ms - alone_ms), "us", with_wait_ms=waiting_ms, without_ms=alone_ms)
     copies = _round_trip(stage, steps.x.repeat(OFFLOADED_STATES, 1, 1))
-    _add(stage, "exposed_offload_fraction", **_exposed(stage, run, copies))
+    _add(stage, "exposed_offload_fraction", **exposed_part(stage, run, copies))
 
 
 def shared(stage: Stage) -> None:
@@ -64,7 +64,7 @@ def _shared_rank(stage: Stage, rank_env: RankEnv, device_type: str) -> int:
         numel = sum(parameter.numel() for parameter in steps.module.parameters())
         shard = torch.zeros(ceil(numel / world.size), dtype=steps.x.dtype, device=device)
         whole = shard.repeat(world.size)
-        zero3 = _exposed(stage, run, partial(_collectives, shard, whole, world, gathers=2, reductions=1), world)
+        zero3 = exposed_part(stage, run, partial(_collectives, shard, whole, world, gathers=2, reductions=1), world)
         copy = _host_copy_fraction(stage, steps.x.repeat(OFFLOADED_STATES, 1, 1), shard, whole, world)
     if rank_env.rank == 0:
         _add(stage, "exposed_zero3_fraction", **zero3)
@@ -118,7 +118,9 @@ def _collectives(shard: Tensor, whole: Tensor, world: Group, *, gathers: int, re
     return lambda: [work.wait() for work in works if work is not None]
 
 
-def _exposed(stage: Stage, run: Callable[[], object], start: Transfer, world: Group | None = None) -> dict[str, float]:
+def exposed_part(
+    stage: Stage, run: Callable[[], object], start: Transfer, world: Group | None = None
+) -> dict[str, float]:
     """Return by which part of its own time a transfer makes the compute longer that is long enough to hide it."""
     transfer_ms = stage.ms(lambda: start()())
     layers = _agreed(ceil(HIDDEN_BY * transfer_ms / stage.ms(run)), world)

@@ -74,8 +74,8 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
     for one in distinct:
         print_prose(console, one.name, _describe_distance(one))
     if device.unmeasured:
-        names = ", ".join(DECIDING_CONSTANTS[key] for key in device.unmeasured)
-        text = f"unmeasured on {device.name}: {names}; make gpu measures them (docs/gpu.md)."
+        constants = ", ".join(DECIDING_CONSTANTS[key] for key in device.unmeasured)
+        text = f"unmeasured on {device.name}: {constants}; make gpu measures them (docs/gpu.md)."
         print_prose(console, "constants", text)
 
 
