@@ -192,8 +192,16 @@ def _left_out(stage: Stage) -> str:
     """Return why a stage cannot run on this machine; "" if it can."""
     if stage.tool is not None and which(stage.tool) is None:
         return f"{stage.tool} is not on the PATH"
+    if stage.gpus > 1 and (found := _count_gpus()) < stage.gpus:
+        return f"it needs {stage.gpus} GPUs, and this machine has {found}"
     missing = _missing(stage)
     return f"packages are missing: {_install(missing)}" if missing else ""
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _summary(stages: Sequence[Stage], results: Results, skipped: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_suites import LIBRARIES, PREDICTIONS, TEST_LIBRARIES
-from moefold.cost.hardware import load_device
+from moefold.cost.hardware import DECIDING_CONSTANTS, load_device
 from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
 from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION
 
@@ -45,12 +45,13 @@ make bench-gpu-sweep                # every large shape, call after call
 ```
 Each stage is a child process with a time limit. The stages are ordered by value. One that is expected to take longer
 than what is left of the call is skipped, and the next one that fits runs; the next call runs what was skipped.
+The stage `shared` needs two GPUs, and is left out where there is one.
 `results.json` has all rows and the end of each log, and `logs.tgz` everything that the stages wrote; both are in
 `runs/gpu` (a rehearsal: `runs/gpu-rehearsal`) and are replaced after each stage. While a stage runs, its rows are added
 every 5 seconds: a machine that is taken away loses no more.
 
 **A short lease.** 15 minutes are a start of about 100 s, a call of `--budget 430` and one of `--budget 345`. By the
-expected seconds below, the first does `env` to `attention`, the two together all up to `tests`. To go on, on
+expected seconds below, the first does `env` to `attention`, the two together all up to `constants`. To go on, on
 any machine, carry the file along: `--carried results.json`, with `logs.tgz` next to it. Results of another card or
 torch count; only `env` and `rates` run on every machine, as the yardsticks of what it measures. If `contact` finds
 wrong numbers, look there first: `python -m benchmarks.gpu_stages contact --rows FILE --only "fc1"`, also under
@@ -114,22 +115,29 @@ moefold simulate --run RUN_DIR --gpu this-machine.toml
 """
 CONSTANTS_TEXT = """\
 ## Constants of the planner
-These decide which family of mappings wins ([cost-model.md](cost-model.md#constants)). What no stage measures is
-unmeasured in every plan.
+These decide which family of mappings wins ([cost-model.md](cost-model.md#constants)). A plan names those that are
+unmeasured on its device. The layer is one of qwen3-30b-a3b with 16,384 tokens, forward and backward.
+
+* Host time: the host's time for the layer over its launches.
+* Wait: by how much the layer is longer if the host reads the tokens of each expert before they run. The all-to-all of
+  these counts would come on top.
+* Exposed: by which part of their own time copies or collectives make layers longer that take twice as long. Copies are
+  four tensors like the layer's input, to the host and back; collectives are two all-gathers of the layer's weights and
+  one reduction of its gradients.
+* Copy during an all-gather: its speed over its speed alone. Within a machine the all-gather passes NVLink, not the
+  network card.
+
+Plans use a measured number once it stands in the device file, in seconds or as a part, under its key and with its
+`[sources]` ([planner.md](planner.md)).
 """
-PLANNER_CONSTANTS = (
-    (
-        "host time of a counted kernel, with Python and autograd around it",
-        "{host_us:.0f} us",
-        "rates",
-        "host time of a launch",
-    ),
-    ("wait of the host in a dropless layer", "{sync_us:.0f} us", "", ""),
-    ("part of the collectives of ZeRO-3 that compute does not hide", "{zero3:.2f}", "", ""),
-    ("part of the copies of an offloaded layer that compute does not hide", "{offload:.2f}", "", ""),
-    ("copy to the host during an all-gather, over its speed alone", "1", "", ""),
-)
-"""What a constant is, its value, and the stage and row of a measurement; the launch of a bare kernel is its least."""
+CONSTANT_STAGES = {
+    "host_launch_s": ("constants", "{:.0f} us"),
+    "sync_s": ("constants", "{:.0f} us"),
+    "exposed_offload_fraction": ("constants", "{:.2f}"),
+    "exposed_zero3_fraction": ("shared", "{:.2f}"),
+    "host_copy_fraction": ("shared", "{:.0f}"),
+}
+"""Stage and format of each constant that decides between families, by its key in a device file."""
 
 
 class Measured(NamedTuple):
@@ -186,8 +194,8 @@ def render(predictions: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         *_plan_lines(predictions["plans"], measured),
         "",
         CONSTANTS_TEXT,
-        "| constant | planner, h100 | stage that measures it | measured |",
-        "| --- | --- | --- | --- |",
+        "| constant | key of a device file | planner, h100 | stage | measured |",
+        "| --- | --- | --- | --- | --- |",
         *_constant_lines(measured),
         "",
         "## Other measurements",
@@ -298,21 +306,26 @@ def _verdict(value: float, expected: tuple[float, float] | None) -> str:
 
 def _constant_lines(measured: MeasuredRows) -> Iterator[str]:
     device = load_device("h100")
-    values = {
-        "host_us": 1e6 * device.host_launch_s,
-        "sync_us": 1e6 * device.sync_s,
-        "zero3": EXPOSED_ZERO3_FRACTION,
-        "offload": EXPOSED_OFFLOAD_FRACTION,
+    priced = {
+        "host_launch_s": 1e6 * device.host_launch_s,
+        "sync_s": 1e6 * device.sync_s,
+        "exposed_offload_fraction": EXPOSED_OFFLOAD_FRACTION,
+        "exposed_zero3_fraction": EXPOSED_ZERO3_FRACTION,
+        # No price slows a copy.
+        "host_copy_fraction": 1.0,
     }
-    for name, value, stage, row in PLANNER_CONSTANTS:
-        found = measured.get((stage, row))
-        text = "" if found is None else f"at least {found.row['value']:.4g} {found.row['unit']}"
-        yield f"| {name} | {value.format(**values)} | {f'`{stage}`: {row}' if stage else 'none'} | {text} |"
+    for key, (stage, text) in CONSTANT_STAGES.items():
+        name = DECIDING_CONSTANTS[key]
+        found = measured.get((stage, name))
+        value = "" if found is None else f"{found.row['value']:.4g} {found.row['unit']}".rstrip()
+        where = "" if found is None else _where(found, measured)
+        yield f"| {name} | `{key}` | {text.format(priced[key])} | {stage} | {value}{where} |"
 
 
 def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iterator[str]:
     predicted = {(row["stage"], row["name"]) for row in predictions["rows"]}
     predicted |= {key for plan in predictions["plans"] for key in _plan_keys(plan)}
+    predicted |= {(stage, DECIDING_CONSTANTS[key]) for key, (stage, _) in CONSTANT_STAGES.items()}
     others = {key: found for key, found in measured.items() if key not in predicted}
     if not others:
         yield "None yet."

@@ -57,9 +57,10 @@ class Stage:
         """Return the median milliseconds of a run after two others, by CUDA events; on a CPU by the wall clock."""
         for _ in range(2):
             run()
-        return statistics.median(self._one_ms(run) for _ in range(repeats if self.is_cuda else 2))
+        return statistics.median(self.one_ms(run) for _ in range(repeats if self.is_cuda else 2))
 
-    def _one_ms(self, run: Callable[[], object]) -> float:
+    def one_ms(self, run: Callable[[], object]) -> float:
+        """Return the milliseconds of a run, by CUDA events; on a CPU by the wall clock."""
         if not self.is_cuda:
             started_s = time.perf_counter()
             run()

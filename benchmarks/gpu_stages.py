@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu_constants import constants, shared
 from benchmarks.gpu_contact import contact
 from benchmarks.gpu_stage import TINY_LAYER, TINY_TOKENS, Stage, layer_config, profile, recorded_waits
 from benchmarks.race.other_frameworks import PEERS, PeerUnavailableError
@@ -419,7 +420,7 @@ def fp8(stage: Stage) -> None:
 
 STAGES: dict[str, Callable[[Stage], None]] = {
     function.__name__: function
-    for function in (env, contact, rates, layer, step, attention, graphs, fp8, products, plan)
+    for function in (env, contact, rates, layer, step, attention, constants, shared, graphs, fp8, products, plan)
 }
 
 

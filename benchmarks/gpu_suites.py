@@ -34,11 +34,14 @@ REHEARSED_TESTS = ("tests/ops/test_rope.py",)
 """Tests of a rehearsal without a GPU: they show that pytest starts."""
 PARALLEL_TESTS = 12
 """Processes of tests; a test waits for compilation and the CPU more than for the GPU."""
+SHARED_GPUS = 2
+"""GPUs of the stage that measures what two of them share."""
 REHEARSED_S = 2.0
 """Expected seconds of a stage in a rehearsal."""
 LIMITS_S = {
     "env": 60, "contact": 150, "rates": 60, "layer": 240, "step": 200, "attention": 60, "graphs": 150, "fp8": 90,
-    "staged": 180, "tests": 300, "products": 240, "probe": 120, "plan": 60, "sanitize": 240,
+    "staged": 180, "tests": 300, "constants": 120, "shared": 150, "products": 240, "probe": 120, "plan": 60,
+    "sanitize": 240,
 }  # fmt: skip
 """Seconds after which a stage of the suite "proof" is killed."""
 
@@ -56,6 +59,7 @@ class Stage:
         tool: program that must be on the PATH; else the stage is left out and the reason is recorded.
         packages: packages that it needs, by module, likewise.
         after: stage whose files it reads.
+        gpus: GPUs that it needs; on a machine with fewer it is left out, likewise.
         environment: variables of its process.
     """
 
@@ -67,6 +71,7 @@ class Stage:
     tool: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     after: str | None = None
+    gpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -109,6 +114,7 @@ def _proof_stage(name: str, device: str, work: Path, *, expected_s: float, is_ti
         json_file=rows,
         packages=LIBRARIES,
         after="probe" if name == "plan" else None,
+        gpus=SHARED_GPUS if name == "shared" and device == "cuda" else 1,
         environment={"TRITON_INTERPRET": "1"} if name == "contact" and device == "cpu" else {},
     )
 

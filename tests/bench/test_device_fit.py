@@ -116,6 +116,18 @@ def test_the_file_is_read_back_as_the_same_device(tmp_path):
     assert read.links[0].latency_s == pytest.approx(found.links[0].latency_s, rel=1e-5)
     assert read.peak_flops == pytest.approx(found.peak_flops, rel=1e-5)
     assert read.half_depth == pytest.approx(found.half_depth, rel=1e-5)
+    assert read.sources == {}
+
+
+def test_a_measured_constant_of_the_base_keeps_its_source(tmp_path):
+    """The probe's launch is of a bare kernel: it measures no constant that decides between families."""
+    sources = dict.fromkeys(("host_launch_s", "exposed_zero3_fraction"), "make gpu")
+    base = replace(load_device("h100"), exposed_zero3_fraction=0.25, sources=sources)
+    path = tmp_path / "found.toml"
+    path.write_text(device_toml(fit_device(base, _machine(base), "found"), []))
+    read = load_device(str(path))
+    assert read.exposed_zero3_fraction == 0.25
+    assert read.sources == {"exposed_zero3_fraction": "make gpu"}
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "größe"])

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import gpu_half_hour, gpu_suites
 from benchmarks.gpu_half_hour import DONE, FAILED, REMAINING, UNUSABLE, run_stages
@@ -154,11 +155,14 @@ def test_a_missing_tool_or_package_is_no_failure_and_is_looked_for_again(out, wo
     stages = [
         _stage("tool", "1/0", tool="no-such-program"),
         _stage("wheel", "1/0", packages={"no_such_module": "no-such-wheel"}),
+        _stage("wide", "1/0", gpus=1000),
         _stage("last", "pass"),
     ]
     assert run_stages(stages, _results(out), work, 600) == DONE
     results = _results(out)
-    assert _statuses(results) == {"tool": LEFT_OUT, "wheel": LEFT_OUT, "last": "passed"}
+    assert _statuses(results) == {"tool": LEFT_OUT, "wheel": LEFT_OUT, "wide": LEFT_OUT, "last": "passed"}
+    found = torch.cuda.device_count()
+    assert results.stages["wide"]["tail"] == [f"it needs 1000 GPUs, and this machine has {found}"]
     assert results.stages["tool"]["tail"] == ["no-such-program is not on the PATH"]
     assert results.stages["wheel"]["tail"][0].endswith("-m pip install no-such-wheel")
     assert run_stages([_stage("tool", "pass", tool="sh")], results, work, 600) == DONE
@@ -248,7 +252,7 @@ def test_a_lease_of_a_quarter_of_an_hour_reaches_what_is_worth_most(tmp_path, ov
     """900 s, of which a start takes 100; a call has at most 600 s."""
     first, second = _lease(tmp_path, (430, 345), overhead_s)
     assert first[:6] == ["env", "contact", "rates", "layer", "step", "attention"]
-    assert {"graphs", "fp8", "staged", "tests"} <= {*first, *second}
+    assert {"graphs", "fp8", "staged", "tests", "constants"} <= {*first, *second}
     (whole,) = _lease(tmp_path, [570], overhead_s)
     assert whole[:8] == ["env", "contact", "rates", "layer", "step", "attention", "graphs", "fp8"]
     assert _lease(tmp_path, [200], overhead_s)[0][:3] == ["env", "contact", "rates"]

@@ -139,6 +139,21 @@ def test_a_step_is_next_to_its_plan():
     assert page.endswith("None yet.\n")
 
 
+def test_a_measured_constant_is_next_to_its_price():
+    priced = f"{1e6 * load_device('h100').sync_s:.0f} us"
+    assert _line(render(PREDICTED, EMPTY), "| wait of a dropless layer") == [
+        "wait of a dropless layer", "`sync_s`", priced, "constants", ""
+    ]  # fmt: skip
+    rows = {
+        "constants": [_row("wait of a dropless layer", 123.4, "us")],
+        "shared": [_row("exposed collectives of ZeRO-3", 0.21)],
+    }
+    page = render(PREDICTED, {"machines": [_machine(rows)]})
+    assert _line(page, "| wait of a dropless layer")[4] == "123.4 us"
+    assert _line(page, "| exposed collectives of ZeRO-3")[4] == "0.21"
+    assert page.endswith("None yet.\n")
+
+
 def test_the_report_of_the_probe_is_rows_of_the_page():
     one = {"name": "GEMM bfloat16", "measured_s": 2e-3, "predicted_s": 1e-3}
     page = render(PREDICTED, _results({"predictions": [one]}, stage="probe"))

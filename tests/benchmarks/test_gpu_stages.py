@@ -3,17 +3,19 @@
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from benchmarks import gpu_stage, gpu_stages
+from benchmarks.gpu_constants import exposed_part
 from benchmarks.gpu_contact import Contact, contact
+from benchmarks.gpu_report import CONSTANT_STAGES
 from benchmarks.gpu_stage import Stage, profile
 from benchmarks.gpu_stages import MAX_DIFFERENCE, ComparingAutotuner
 from moefold.bench.device_fit import device_toml
-from moefold.cost.hardware import load_device
+from moefold.cost.hardware import DECIDING_CONSTANTS, load_device
 from moefold.launch.runtime_env import ALLOCATOR_VARIABLES
 from moefold.ops.autotune import TuningKey
 
@@ -38,6 +40,53 @@ def test_a_stage_runs_without_a_gpu(tmp_path, monkeypatch, name):
     assert len(rows) > 1
     assert len({row["name"] for row in rows}) == len(rows)
     assert all(math.isfinite(row["value"]) for row in rows if row["unit"])
+
+
+def test_the_stages_of_constants_measure_every_one_that_decides(tmp_path):
+    found = []
+    for name in ("constants", "shared"):
+        path = tmp_path / f"{name}.jsonl"
+        assert gpu_stages.main([name, "--rows", str(path), "--device", "cpu", "--tiny"]) == 0
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert all(math.isfinite(row["value"]) for row in rows)
+        found += [(row["key"], row["name"], name) for row in rows]
+    stages = {key: stage for key, (stage, _) in CONSTANT_STAGES.items()}
+    assert sorted(found) == sorted((key, name, stages[key]) for key, name in DECIDING_CONSTANTS.items())
+
+
+@dataclass
+class SimulatedStage(Stage):
+    """Time passes only where the simulated work says so."""
+
+    now_ms: float = 0.0
+
+    def one_ms(self, run):
+        started_ms = self.now_ms
+        run()
+        return self.now_ms - started_ms
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.25, 1.0])
+def test_the_exposed_part_of_a_transfer_is_what_it_adds_to_enough_compute(tmp_path, slowdown):
+    """A layer is shorter than the transfer, which slows what runs at the same time."""
+    stage = SimulatedStage(CPU, True, tmp_path / "rows.jsonl")
+    transfer_ms = 20.0
+
+    def layer():
+        stage.now_ms += 8.0
+
+    def start():
+        end_ms = stage.now_ms + transfer_ms
+        stage.now_ms += slowdown * transfer_ms
+
+        def finish():
+            stage.now_ms = max(stage.now_ms, end_ms)
+
+        return finish
+
+    found = exposed_part(stage, layer, start)
+    assert found["value"] == pytest.approx(slowdown)
+    assert (found["transfer_ms"], found["compute_ms"]) == (transfer_ms, 40.0)
 
 
 def test_a_range_of_a_profile_is_no_kernel(tmp_path):

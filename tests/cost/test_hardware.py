@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.cost.hardware import SiteLink, device_names, load_device
+from moefold.cost.hardware import DECIDING_CONSTANTS, SiteLink, device_names, load_device
 from moefold.errors import ConfigError
 
 
@@ -51,6 +51,19 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
     assert load_device("h100").site_link is None
 
 
+def test_a_constant_is_measured_where_the_file_says_by_what(tmp_path):
+    """Absent means unmeasured: a number that a file inherits or only states is no measurement."""
+    assert load_device("h100").unmeasured == tuple(DECIDING_CONSTANTS)
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "h100"\nsync_s = 3e-4\nhost_launch_s = 4e-5\nexposed_offload_fraction = 0\n'
+        '[sources]\nsync_s = "make gpu"\nexposed_offload_fraction = "make gpu"\n'
+    )
+    device = load_device(str(path))
+    assert device.exposed_offload_fraction == 0
+    assert device.unmeasured == ("host_launch_s", "exposed_zero3_fraction", "host_copy_fraction")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -80,6 +93,13 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
             "wide_flops must be a table of numbers by type, of float32 and float64",
         ),
         ('base = "h100"\n[wide_flops]\nfloat32 = 0', "wide_flops.float32=0 must be a number above 0"),
+        ('base = "h100"\nexposed_zero3_fraction = 1.5', "exposed_zero3_fraction=1.5 must be a part, from 0 to 1"),
+        ('base = "h100"\nhost_copy_fraction = 0', "host_copy_fraction=0 must be above 0 and at most 1"),
+        ('base = "h100"\nhost_copy_fraction = 0.5', r"has no source; say what measured it as \[sources\] host_copy"),
+        ('base = "h100"\n[sources]\nhost_copy_fraction = "x"', "sources.host_copy_fraction has no number; give host_"),
+        ('base = "h100"\n[sources]\nhbm_fraction = "x"', "sources must be a table of texts, of host_launch_s, sync_s,"),
+        ('base = "h100"\n[sources]\nsync_s = " "', "sources must be a table of texts, of host_launch_s, sync_s,"),
+        ('base = "h100"\n[sources]\nsync_s = 3', "sources.sync_s=3 must be text"),
         ('base = "h100"\nspine = 3', "spine=3 must be a table; its keys are pod_gpus, oversubscription, latency_s"),
         (
             'base = "h100"\n[spine]\npod_gpus = 64',

@@ -13,6 +13,7 @@ from benchmarks.measured_mappings import MEASURED_COLUMNS, measured_rows
 from moefold.cli.main import main
 from moefold.cli.plan_table import print_families
 from moefold.cli.screen import open_console
+from moefold.cost.hardware import DECIDING_CONSTANTS
 from moefold.planner.families import (
     FAMILIES,
     FamilyBest,
@@ -168,7 +169,7 @@ def test_a_family_names_its_fastest_mapping_which_the_ranking_has(capsys, monkey
     folded = families[0]
     assert folded.plan.time.total_s > 1.001 * folded.fastest.time.total_s
     monkeypatch.setenv("COLUMNS", "80")
-    print_families(open_console(), families, folded)
+    print_families(open_console(), families, folded, planner.request.device)
     words = " ".join(capsys.readouterr().out.split())
     less = 1 - folded.fastest.time.total_s / folded.plan.time.total_s
     assert f"{format_compact_degrees(folded.fastest.mapping)} takes {less:.1%} less" in words
@@ -184,8 +185,29 @@ def test_the_command_shows_the_families_and_writes_the_one_that_is_taken(capsys,
     assert " from " in out
     assert "zero = 3" in recipe.read_text()
     assert main([*SMALL, "--json", "--top", "1"]) == 0
-    families = json.loads(capsys.readouterr().out)["families"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["unmeasured_constants"] == list(DECIDING_CONSTANTS)
+    families = found["families"]
     assert set(families) <= set(FAMILIES)
     assert all(one["nearest_source"] for one in families.values())
     assert main([*SMALL, "--fix", "zero=1", "--take", "fsdp"]) == 2
     assert "--take fsdp: no such mapping is legal and fits" in capsys.readouterr().err
+
+
+def test_a_plan_says_which_deciding_constants_are_unmeasured_on_the_device(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    head = 'base = "h100"\nname = "mine"\nexposed_zero3_fraction = 0.1\nexposed_offload_fraction = 0.1\n'
+    head += "host_copy_fraction = 0.5\n[sources]\n"
+    mark = "constants: unmeasured on mine:"
+    for measured, missing in ((list(DECIDING_CONSTANTS)[1:], ["host_launch_s"]), (list(DECIDING_CONSTANTS), [])):
+        path = tmp_path / f"{len(measured)}.toml"
+        path.write_text(head + "".join(f'{key} = "make gpu"\n' for key in measured))
+        command = [*SMALL[:3], str(path), *SMALL[4:], "--fix", "zero=1"]
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert max(len(line) for line in out.splitlines() if not line.startswith("next:")) <= 80
+        names = "".join(f"{mark} {DECIDING_CONSTANTS[key]}; make gpu measures them (docs/gpu.md)." for key in missing)
+        assert names in " ".join(out.split())
+        assert (mark in out) == bool(missing)
+        assert main([*command, "--json", "--top", "1"]) == 0
+        assert json.loads(capsys.readouterr().out)["unmeasured_constants"] == missing

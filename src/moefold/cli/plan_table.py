@@ -9,6 +9,7 @@ from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
+from moefold.cost.hardware import DECIDING_CONSTANTS, Device
 from moefold.cost.recompute_parts import RECOMPUTE_PARTS
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
@@ -46,8 +47,8 @@ def print_request(console: Console, request: PlanRequest) -> None:
         console.print(f"assumed: {assumed}; give yours")
 
 
-def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest) -> None:
-    """Print the best mapping of each family, and how far each is from a measured one."""
+def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest, device: Device) -> None:
+    """Print the best mapping of each family, how far each is from a measured one, and what is unmeasured."""
     distinct = [one for i, one in enumerate(families) if one.plan.mapping not in [o.plan.mapping for o in families[:i]]]
     times = [one.plan.time for one in distinct]
     marks = ["#1" if one.plan.mapping == chosen.plan.mapping else "=" if one.is_tie else "" for one in distinct]
@@ -72,6 +73,10 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
     console.print()
     for one in distinct:
         print_prose(console, one.name, _describe_distance(one))
+    if device.unmeasured:
+        constants = ", ".join(DECIDING_CONSTANTS[key] for key in device.unmeasured)
+        text = f"unmeasured on {device.name}: {constants}; make gpu measures them (docs/gpu.md)."
+        print_prose(console, "constants", text)
 
 
 def _describe_distance(one: FamilyBest) -> str:

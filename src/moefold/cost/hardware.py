@@ -4,7 +4,7 @@ The numbers are physical properties of the device, the same for every model and 
 source of every fitted number.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +28,20 @@ REACHED = Bound(
     "must be above 0 and at most 1, the part that is reached; 0.8 is 80 %", lambda value: 1e-12 <= value <= 1
 )
 Share = Annotated[float, within(REACHED)]
+Part = Annotated[float, within(Bound("must be a part, from 0 to 1", lambda value: 0 <= value <= 1))]
 Count = Annotated[int, within(Bound("must be a whole number of at least 1", lambda value: value >= 1))]
+DECIDING_CONSTANTS = {
+    "host_launch_s": "host time of a counted kernel",
+    "sync_s": "wait of a dropless layer",
+    "exposed_zero3_fraction": "exposed collectives of ZeRO-3",
+    "exposed_offload_fraction": "exposed copies of offload",
+    "host_copy_fraction": "copy to the host during an all-gather",
+}
+"""Keys of a device that decide which family of mappings wins, and what they are."""
+SOURCES = Bound(
+    f"must be a table of texts, of {', '.join(DECIDING_CONSTANTS)}",
+    lambda table: table.keys() <= DECIDING_CONSTANTS.keys() and all(text.strip() for text in table.values()),
+)
 HAS_BF16 = Bound("must be a table of numbers by precision with at least bf16", lambda table: "bf16" in table)
 WIDE = Bound(
     f"must be a table of numbers by type, of {' and '.join(HIGH_PRECISION_DTYPES)}",
@@ -135,6 +148,14 @@ class Device:
     """Bandwidth to and from host memory, for offloading."""
     links: Annotated[tuple[NetworkLink, ...], AfterValidator(_check_levels)]
     """Network levels, from the fastest and smallest to the slowest and largest."""
+    exposed_zero3_fraction: Part | None = None
+    """Part of the collectives of ZeRO-3 that compute does not hide; None: `EXPOSED_ZERO3_FRACTION`."""
+    exposed_offload_fraction: Part | None = None
+    """Part of the copies of an offloaded layer that compute does not hide; None: `EXPOSED_OFFLOAD_FRACTION`."""
+    host_copy_fraction: Share | None = None
+    """Speed of a copy to the host during an all-gather over its speed alone; None: unknown. No price reads it."""
+    sources: Annotated[dict[str, str], within(SOURCES)] = field(default_factory=dict)
+    """What measured the constants of `DECIDING_CONSTANTS` on this device, by key; those without are unmeasured."""
     site_link: SiteLink | None = None
     """Connection to other sites; None: not given. No device file has one."""
     spine: Spine | None = None
@@ -149,6 +170,11 @@ class Device:
     def nvlink_domain_size(self) -> int:
         """Ranks of the innermost link, an NVLink domain."""
         return self.links[0].gpus
+
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """Return the keys of `DECIDING_CONSTANTS` without a measurement on this device."""
+        return tuple(key for key in DECIDING_CONSTANTS if key not in self.sources)
 
     def peak(self, precision: str) -> float:
         """Return the peak FLOP/s of a precision, or of bf16 if the device has no faster unit for it."""
@@ -226,7 +252,19 @@ def _folder() -> Any:
 def _parse_device(text: str, where: str) -> Device:
     tree = _read_device_table(text, where)
     device = from_table(Device, tree, where, ", or start from a device with base = 'h100'")
+    _check_sources(where, device)
     return device if device.spine is None else _with_spine(where, device, device.spine)
+
+
+def _check_sources(where: str, device: Device) -> None:
+    """Refuse a source without its number, and a number that only a measurement gives without its source."""
+    for one in fields(Device):
+        key = one.name
+        value = getattr(device, key)
+        if key in device.sources and value is None:
+            raise ConfigError(f"{where}: sources.{key} has no number; give {key}, or leave the source out")
+        if key in device.unmeasured and value is not None and one.default is None:
+            raise ConfigError(f"{where}: {key}={value} has no source; say what measured it as [sources] {key} = 'TEXT'")
 
 
 def _read_device_table(text: str, where: str) -> dict[str, Any]:

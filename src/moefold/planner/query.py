@@ -222,6 +222,7 @@ def result_as_dict(
             "num_legal": planner.space.count(),
             "num_folds": planner.num_folds,
             "stated_error": asdict(STATED_ERROR),
+            "unmeasured_constants": list(q.device.unmeasured),
             "beam_gap": planner.search.gap,
             "mappings": [
                 plan_as_dict(plan) for plan in planner.top_plans(DEFAULT_MAPPINGS if count is None else count)

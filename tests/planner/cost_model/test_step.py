@@ -11,7 +11,7 @@ from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
 from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
 from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel, attention_core_s
-from moefold.planner.cost_model.step import TIME_PARTS, CostModel
+from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION, TIME_PARTS, CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
@@ -363,6 +363,21 @@ def test_zero_3_exposes_a_part_of_its_gathers_and_the_first_of_a_pass():
     copies = 2 * (2 * comm.gather_copies_s + comm.reduce_copies_s)
     assert EXPOSED_ZERO3_FRACTION * moved < hidden - copies < 0.2 * moved
     assert bare - copies >= moved
+
+
+def test_a_measured_exposure_of_the_device_takes_the_place_of_the_constant():
+    mapping = ParallelMapping(dp=128, ep=8, edp=16, zero=3)
+    exposed, offloaded = [], []
+    for part in (None, 0.0, 0.5):
+        device = replace(load_device("h100"), exposed_zero3_fraction=part, exposed_offload_fraction=part)
+        cost_model = CostModel(load_model_spec("mixtral-8x22b"), device, WORK)
+        comm = cost_model.data_parallel.cost(mapping)
+        exposed.append(cost_model.data_parallel.exposed_s(mapping, comm, 1e3, 1e3, 2))
+        offloaded.append(cost_model.exposed_offload_s(device.host_bytes_per_s, 1e3))
+    moved = 2 * (2 * comm.all_gathers_s + comm.gradients_s)
+    assert exposed[0] - exposed[1] == pytest.approx(EXPOSED_ZERO3_FRACTION * moved)
+    assert exposed[2] - exposed[1] == pytest.approx(0.5 * moved)
+    assert offloaded == [EXPOSED_OFFLOAD_FRACTION, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(

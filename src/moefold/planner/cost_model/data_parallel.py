@@ -291,8 +291,8 @@ class DataParallelCostModel:
         elif mapping.zero == 3:
             # The first all-gather of a pass and the last reduction have nothing to run under.
             layers = max(1.0, len(self.model_spec.layers) / mapping.pp)
-            forwards = all_gathers / layers + _exposed_zero3_s(all_gathers, forward_s) + comm.gather_copies_s
-            backwards = gradients / layers + _exposed_zero3_s(gradients + all_gathers, backward_s)
+            forwards = all_gathers / layers + self._exposed_zero3_s(all_gathers, forward_s) + comm.gather_copies_s
+            backwards = gradients / layers + self._exposed_zero3_s(gradients + all_gathers, backward_s)
             backwards = backwards + comm.gather_copies_s + comm.reduce_copies_s
         else:
             forwards = _exposed_comm_s(all_gathers, forward_s)
@@ -300,6 +300,12 @@ class DataParallelCostModel:
         return (num_micro_batches if mapping.zero == 3 else 1) * forwards + (
             num_micro_batches if mapping.zero > 1 else 1
         ) * backwards
+
+    def _exposed_zero3_s(self, comm: float, compute: Any) -> Any:
+        """Return the exposed seconds of the collectives of one micro-batch under ZeRO-3."""
+        measured = self.device.exposed_zero3_fraction
+        exposed = EXPOSED_ZERO3_FRACTION if measured is None else measured
+        return elementwise_max(exposed * comm, comm - (1 - exposed) * compute)
 
 
 def _placement(mapping: ParallelMapping) -> str:
@@ -315,11 +321,6 @@ def _mean(weights: Sequence[tuple[int, ParamSpec]], value: Callable[[ParamSpec],
 def _moment_bytes(states: Sequence[StateSpec]) -> int:
     """Return the bytes of the states of each number of a weight, with float32 master weights."""
     return sum(ITEM_BYTES[state.dtype or "float32"] for state in states if not (state.is_count or state.is_kept))
-
-
-def _exposed_zero3_s(comm: float, compute: Any) -> Any:
-    """Return the exposed seconds of the collectives of one micro-batch under ZeRO-3."""
-    return elementwise_max(EXPOSED_ZERO3_FRACTION * comm, comm - (1 - EXPOSED_ZERO3_FRACTION) * compute)
 
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:

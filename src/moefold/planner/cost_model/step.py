@@ -408,10 +408,13 @@ class CostModel:
     def exposed_offload_s(self, offloaded_bytes: Any, busy_s: Any) -> Any:
         """Return the exposed seconds of activation offload of a layer in one direction, where `busy_s` hides the rest.
 
-        Even hidden copies cost memory bandwidth and host time: `EXPOSED_OFFLOAD_FRACTION` of their duration.
+        Even hidden copies cost memory bandwidth and host time: a part of their duration, by the device or by
+        `EXPOSED_OFFLOAD_FRACTION`.
         """
         seconds = offloaded_bytes / self.device.host_bytes_per_s
-        return elementwise_max(EXPOSED_OFFLOAD_FRACTION * seconds, seconds - busy_s)
+        measured = self.device.exposed_offload_fraction
+        exposed = EXPOSED_OFFLOAD_FRACTION if measured is None else measured
+        return elementwise_max(exposed * seconds, seconds - busy_s)
 
     def _launch_gaps_s(
         self,
