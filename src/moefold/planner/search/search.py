@@ -52,7 +52,7 @@ MAX_ROUNDS = 4
 """Rounds of the search, each over what the one before left out, for groups without a mapping."""
 MAX_PIPELINES = 8
 """Pipelines that are priced of a fold with a micro-batch size and a dispatcher: the fastest without recomputation, and
-1F1B, which holds least."""
+1F1B, which holds the fewest activations."""
 ALL_ZERO_STAGES = (0, 1, 2, 3)
 
 TimedMapping = tuple[float, ParallelMapping]
