@@ -63,6 +63,7 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "moefold: error: unknown command 'trian'; did you mean 'train'?\n"),
+        ("lengths", "moefold: error: moefold lengths is moefold simulate RECIPE --lengths NAME now\n"),
         ("zzz", f"moefold: error: unknown command 'zzz'; the commands are {', '.join(COMMANDS)}\n"),
     ],
 )

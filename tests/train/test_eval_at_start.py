@@ -46,6 +46,15 @@ def test_the_initial_weights_are_evaluated_once_and_every_reader_takes_the_line(
     assert reader.summary()["problems"] == []
 
 
+def test_a_run_that_began_without_it_says_that_nothing_is_evaluated(tmp_path: Path, capfd):
+    moefold.train_in_process(recipe(tmp_path / "run", 1, every=1))
+    assert [line["step"] for line in _train(tmp_path / "run", 2)] == [1, 2]
+    assert "train.eval_at_start: the run has begun without it" in capfd.readouterr().out
+    _train(tmp_path / "other", 1)
+    _train(tmp_path / "other", 2)
+    assert "train.eval_at_start: the run has begun" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("words", [("train.eval_every=0",), ("rl.group_size=4", "train.eval_every=1")])
 def test_it_is_refused_where_nothing_is_evaluated(words: tuple[str, ...]):
     with pytest.raises(moefold.ConfigError, match="train.eval_at_start"):

@@ -47,6 +47,8 @@ COMMANDS = {
     "probe": "measure this machine and write a device file for the planner",
     "bench": "measure the training step next to the rates of the machine",
 }
+REPLACED_COMMANDS = {"lengths": "moefold simulate RECIPE --lengths NAME"}
+"""Commands of earlier versions, and what does their work now."""
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -131,8 +133,8 @@ def _dispatch(argv: list[str]) -> int:
         # The schema takes longer to import than the help of all commands to print.
         from moefold.config.suggestions import closest_match
 
-        if name == "lengths":
-            raise ConfigError("moefold lengths is moefold simulate RECIPE --lengths NAME now")
+        if name in REPLACED_COMMANDS:
+            raise ConfigError(f"moefold {name} is {REPLACED_COMMANDS[name]} now")
         guess = closest_match(name, COMMANDS)
         hint = f"did you mean {guess!r}?" if guess else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}; {hint}")

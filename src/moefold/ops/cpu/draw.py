@@ -43,7 +43,7 @@ class CDraw:
         num_rows, width = logits_NV.shape
         # The C code has no bounds checks.
         assert len(uniforms) == num_rows, (len(uniforms), logits_NV.shape)
-        # It has no range checks either: a smaller temperature overflows float64.
+        # It has no range checks either; `SamplingParams` allows no smaller temperature.
         assert temperature == 0 or temperature >= 1e-3, temperature
         places = np.array(uniforms, np.float64)
         tokens_N = torch.empty(num_rows, dtype=torch.int64)
