@@ -234,23 +234,26 @@ def step() -> plt.Figure:
 
 
 def floors() -> plt.Figure:
-    """Draw the folders of the code, the lowest at the bottom, from the table of docs/architecture.md."""
+    """Draw the floors of the code, the lowest at the bottom, from the tables of docs/architecture.md."""
     text = (IMAGES.parent / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w./]+)` \|.*\| (.*?) ?\|$", text.partition("## Floors")[2].partition("## ")[0], re.M)
-    columns = 6
-    height = -(-len(rows) // columns)
-    figure, ax = canvas(8.0, 0.62 * height + 0.85)
-    for number, (name, is_free) in enumerate(rows):
-        color = "green" if is_free else "blue"
-        x = 0.75 + 1.2 * (number % columns)
-        y = 0.55 + 0.62 * (number // columns)
-        box(ax, x, y, 1.1, 0.48, name, fill=TINTS[color], edge=COLORS[color], size=9.5)
-    arrow(ax, (0.4, 0.62 * height + 0.45), (0.4, 0.55))
-    label(ax, 4.3, 0.62 * height + 0.68, "what a person starts: commands and the Python interface", size=9, ink=MUTED)
-    for x, color, words in ((0.75, "green", "without torch"), (2.6, "blue", "with torch")):
+    found = re.findall(
+        r"^\| (\w*) ?\| `([\w./]+)` \|.*\| (.*?) ?\|$", text.partition("## Floors")[2].partition("## ")[0], re.M
+    )
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for floor, name, is_free in found:
+        rows.setdefault(floor or list(rows)[-1], []).append((name, is_free))
+    figure, ax = canvas(9.0, 0.46 * len(rows) + 0.85)
+    for height, (floor, folders) in enumerate(rows.items()):
+        y = 0.55 + 0.46 * height
+        label(ax, 1.28, y + 0.18, floor, size=9.5, weight="bold", align="right")
+        for number, (name, is_free) in enumerate(folders):
+            color = "green" if is_free else "blue"
+            box(ax, 1.4 + 1.07 * number, y, 1.0, 0.36, name, fill=TINTS[color], edge=COLORS[color], size=9)
+    arrow(ax, (0.25, 0.46 * len(rows) + 0.45), (0.25, 0.55))
+    for x, color, words in ((1.4, "green", "without torch"), (3.0, "blue", "with torch")):
         box(ax, x, 0.12, 0.22, 0.22, fill=TINTS[color], edge=COLORS[color])
         label(ax, x + 0.32, 0.23, words, size=9, align="left")
-    label(ax, 4.3, 0.23, "imports point down, and to the left in a row", size=9, ink=MUTED, align="left")
+    label(ax, 4.5, 0.23, "imports point down, and to the left in a row", size=9, ink=MUTED, align="left")
     return figure
 
 

@@ -8,53 +8,38 @@ from typing import NamedTuple
 
 from tests.architecture.rules import tree_of
 
-FLOORS = (
-    (
-        "__init__",
-        "terminal",
-        "console",
-        "bounded_read",
-        "errors",
-        "file_lock",
-        "extras",
-        "progress",
-        "cache_dir",
-        "folder_files",
-        "remote_path",
-        "remote_copy",
-        "hub",
-    ),
-    ("host",),
-    ("config",),
-    ("topology",),
-    ("cost",),
-    ("validate",),
-    ("comm",),
-    ("ops",),
-    ("model",),
-    ("objectives",),
-    ("offload",),
-    ("optim",),
-    ("parts",),
-    ("data",),
-    ("rl",),
-    ("recipe",),
-    ("checkpoint",),
-    ("metrics",),
-    ("parallel",),
-    ("convert",),
-    ("launch",),
-    ("inference",),
-    ("planner",),
-    ("train",),
-    ("board",),
-    ("verify",),
-    ("bench",),
-    ("lm_eval",),
-    ("api",),
-    ("cli", "__main__"),
+LOOSE = (
+    "__init__",
+    "terminal",
+    "console",
+    "bounded_read",
+    "errors",
+    "file_lock",
+    "extras",
+    "progress",
+    "cache_dir",
+    "folder_files",
+    "remote_path",
+    "remote_copy",
+    "hub",
 )
-"""Folders and top-level modules, lowest first. A module imports from its own floor and from lower ones."""
+"""Modules that lie beside the folders. They may import each other."""
+FLOORS = {
+    "base": ("host",),
+    "facts": ("config", "topology", "cost", "validate", "data", "rl", "recipe"),
+    "tensors": ("comm", "ops"),
+    "frame": ("model", "objectives", "offload", "optim"),
+    "parts": ("parts",),
+    "mapping": ("checkpoint", "metrics", "parallel"),
+    "use": ("convert", "launch", "inference", "planner"),
+    "training": ("train",),
+    "judges": ("verify", "bench", "board", "lm_eval"),
+    "doors": ("api", "cli", "__main__"),
+}
+"""The floors by name, lowest first, each with its folders and top-level modules, lowest first.
+
+A module imports from its own folder and from lower ones: of lower floors, or earlier in the row of its floor.
+"""
 TORCH_FREE = ("host", "config", "topology", "cost", "validate", "data", "rl", "planner", "board")
 """Folders that can be imported where torch is not installed."""
 
@@ -115,9 +100,15 @@ def loaded(package: Path, module: str) -> Loaded:
 
 
 def upward(found: list[Import]) -> list[Import]:
-    """Return the imports of a module on a higher floor than the importer's."""
-    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    return [one for one in found if floor[_room(one.imported)] > floor[_room(one.importer)]]
+    """Return the imports of a module of a higher folder than the importer's."""
+    height = heights()
+    return [one for one in found if height[_room(one.imported)] > height[_room(one.importer)]]
+
+
+def heights() -> dict[str, int]:
+    """Return the height of every folder and top-level module; 0 for all loose modules."""
+    folders = [name for names in FLOORS.values() for name in names]
+    return dict.fromkeys(LOOSE, 0) | {name: height for height, name in enumerate(folders, 1)}
 
 
 def circles(found: list[Import]) -> list[list[str]]:

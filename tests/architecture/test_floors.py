@@ -1,5 +1,7 @@
 """The house: no circle of imports, no import of a higher floor, no torch in the rooms that must do without."""
 
+import re
+
 from tests.architecture import imports, rules
 
 SOURCE = rules.SOURCE
@@ -22,7 +24,24 @@ def test_no_import_of_a_higher_floor():
 
 def test_every_room_has_a_floor():
     rooms = {name.split(".")[0] for name in imports.modules(SOURCE)}
-    assert rooms == {name for floor in imports.FLOORS for name in floor}
+    assert rooms == set(imports.heights())
+
+
+def test_ten_floors_as_the_page_lists_them():
+    page = (rules.ROOT / "docs/architecture.md").read_text().partition("## Floors")[2].partition("\n## ")[0]
+    listed = {}
+    for floor, room in re.findall(r"^\| (\w*) ?\| `([\w.]+?)(?:\.py|/)` \|", page, re.MULTILINE):
+        listed.setdefault(floor or list(listed)[-1], []).append(room)
+    assert {name: [room for room in rooms if room != "__main__"] for name, rooms in imports.FLOORS.items()} == listed
+    assert len(imports.FLOORS) <= 10
+
+
+def test_no_module_imports_a_part_by_its_name():
+    """Parts are found by the kind that a recipe names (docs/extending.md)."""
+    found = imports.imports(SOURCE)
+    assert [
+        str(one) for one in found if one.imported.startswith("parts.") and not one.importer.startswith("parts.")
+    ] == []
 
 
 def _package(folder, **files):
