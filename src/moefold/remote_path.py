@@ -359,10 +359,6 @@ class RemotePath(PosixPath):
 def check_protocol(name: str, key: str) -> None:
     """Check that the protocol of a URL is known and its package installed; sends no request.
 
-    Args:
-        name: path or URL.
-        key: setting that names it, for messages.
-
     Raises:
         ConfigError: the protocol cannot be used.
     """
@@ -375,11 +371,7 @@ def check_protocol(name: str, key: str) -> None:
 
 
 def check_remote_writable(folder: RemotePath) -> None:
-    """Write a small file to a folder, read it back and delete it.
-
-    Raises:
-        RemoteError: one of these requests fails.
-    """
+    """Write a small file to a folder, read it back and delete it; raise RemoteError if one of these requests fails."""
     probe = folder / f".moefold-{uuid.uuid4().hex}"
     try:
         probe.write_bytes(b"moefold")

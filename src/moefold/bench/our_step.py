@@ -151,7 +151,6 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
     """Build layers of a shape with the kernels of the trainer.
 
     Args:
-        cfg: the recipe.
         layers: indices of the layers.
         device: of the weights.
         is_whole: True: with embedding and head, and float32 weights. False: a middle pipeline stage, from hidden states

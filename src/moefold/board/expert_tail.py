@@ -19,11 +19,7 @@ _FINGERPRINT_BYTES = 64
 
 
 class ExpertCountsTail:
-    """Reads the records that expert_counts.bin gained since the last call; a file started over is read again.
-
-    Args:
-        run_dir: folder of the run.
-    """
+    """Reads the records that expert_counts.bin gained since the last call; a file started over is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / COUNTS_FILE

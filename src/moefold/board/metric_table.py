@@ -120,9 +120,6 @@ class MetricTable:
         of points.
 
         Args:
-            name: of the metric.
-            first: first step.
-            last: last step.
             max_points: of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
             weights: of exponential means by step.
         """

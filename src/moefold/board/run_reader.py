@@ -164,8 +164,6 @@ class RunReader:
         """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
 
         Args:
-            first: first step.
-            last: last step.
             max_points: of a metric, about.
             weights: of exponential means by step, for the metrics that are smoothed.
         """

@@ -11,7 +11,6 @@ class StepRanges:
     When all ranges are full, neighbours are merged and each range takes twice as many records.
 
     Args:
-        shape: shape of a record.
         max_ranges: even.
     """
 

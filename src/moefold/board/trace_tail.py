@@ -16,11 +16,7 @@ MAX_READ_CHOICES = 1 << 24
 
 
 class TraceTail:
-    """Counts the choices of the steps that a trace gained since the last call; a trace cut short is read again.
-
-    Args:
-        run_dir: folder of the run.
-    """
+    """Counts the choices of the steps that a trace gained since the last call; a trace cut short is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

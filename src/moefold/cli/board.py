@@ -83,11 +83,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _check_effect(arguments: argparse.Namespace) -> None:
-    """Check that every given option has an effect.
-
-    Raises:
-        ConfigError: one has none.
-    """
+    """Check that every given option has an effect; raise ConfigError if one has none."""
     if arguments.export is None:
         if arguments.force:
             raise ConfigError("--force replaces an export; name it with --export FOLDER")
@@ -100,11 +96,7 @@ def _check_effect(arguments: argparse.Namespace) -> None:
 
 
 def _check_local(arguments: argparse.Namespace) -> None:
-    """Check that no path is a URL, whose slashes a local path would lose.
-
-    Raises:
-        ConfigError: one is.
-    """
+    """Check that no path is a URL, whose slashes a local path would lose; raise ConfigError if one is."""
     for name in (*arguments.runs, *filter(None, [arguments.export])):
         if is_remote(name):
             raise ConfigError(

@@ -121,7 +121,6 @@ def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -
     """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
 
     Args:
-        console: output.
         balance: load balance of the run.
         layer: layer whose experts to print; None selects the least even layer at the end of the run.
     """
@@ -195,9 +194,7 @@ def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) ->
     """Print the numbers of each curve, and its course; nothing if there is none.
 
     Args:
-        console: output.
         title: what the curves describe.
-        curves: the curves.
     """
     if not curves:
         return

@@ -66,7 +66,6 @@ class AdaptedSource:
     """Weight source of a model with merged adapters; sums are computed in float32 at least.
 
     Args:
-        base: the weights of the model.
         adapters: the checkpoint with the adapters, kept as an attribute.
 
     Raises:

@@ -211,9 +211,6 @@ def export_folder(
     Args:
         checkpoint: a checkpoint of a run or an import; a run or a folder of checkpoints means the newest one.
         out: the folder; must not exist.
-        world: the processes that share the work.
-        options: user options.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the checkpoint or `out` cannot be used, or no family can express the model; nothing remains

@@ -78,11 +78,7 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json.
-
-    Raises:
-        ConfigError: the file is missing or broken.
-    """
+    """Return the keys of config.json; raise ConfigError if the file is missing or broken."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         advice = download_advice(str(folder), allows_bare_name=True) if not folder.exists() else ""

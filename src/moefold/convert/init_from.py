@@ -62,7 +62,6 @@ def load_initial_weights(
     first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their values.
 
     Args:
-        model: this rank's shards.
         is_first_rank: whether this is rank 0.
         folder: the weights, if they were found already; None: those that the recipe names.
 
@@ -148,9 +147,7 @@ class UpcycledSource:
     """Initial weights of a model with experts, computed from the weights of a dense model.
 
     Args:
-        dense: the weights of the dense model.
         model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
-        upcycle: how the experts are made.
         seed: of the router, the noise and the shared expert; each tensor has its own generator.
     """
 
@@ -224,10 +221,7 @@ def upcycle_folder(
         dense: a Hugging Face folder, a checkpoint, or a run, which means its newest checkpoint.
         out: the checkpoint; must not exist.
         model: the model with experts.
-        upcycle: how the experts are made.
         seed: of the router, the noise and the shared expert.
-        world: the processes that share the work.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: `dense` or `out` cannot be used; nothing remains written.

@@ -66,11 +66,8 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     """Write the adapters of a checkpoint as a folder that PEFT reads. Collective over `world`; rank 0 writes.
 
     Args:
-        checkpoint: a checkpoint with adapters.
         out: the folder; must not exist.
-        world: the processes of the command.
         dtype: of the tensors; auto: float32, as they are trained.
-        on_bytes: called with the bytes written.
 
     Raises:
         ConfigError: `out` cannot be used, or a matrix is no module of the family.
@@ -278,12 +275,8 @@ def import_adapters(
     """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
 
     Args:
-        folder: the folder.
         out: the checkpoint; must not exist.
-        world: the processes that share the work.
         base: the base weights; None: those that adapter_config.json names.
-        ignored_keys: keys of the JSON files that may have any value.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.

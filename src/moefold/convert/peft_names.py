@@ -69,8 +69,6 @@ def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
     """Return the modules of a family's model that the matrices of adapters are.
 
     Args:
-        model: the model.
-        family: its family.
         weights: the matrices with adapters, by name.
 
     Raises:

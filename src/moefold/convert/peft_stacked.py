@@ -110,7 +110,6 @@ def stacked_parameters(
     """Return the parameters that stack experts, by their module, inner ones first; empty if the family has none.
 
     Args:
-        model: the model.
         family: its family; of several layouts with stacked experts, the last is transformers' model's.
         weights: the matrices that may have adapters, by name.
     """
@@ -163,7 +162,6 @@ def read_stacked(
     """Return the adapters of stacked experts by our names.
 
     Args:
-        tensors: the tensors of `stacked_names`.
         parameters: as returned by `stacked_parameters`.
         rank: r of adapter_config.json.
 

@@ -40,7 +40,6 @@ def dequantize_tensors(
     Args:
         tensors: of the folder, by name.
         quantization: its `quantization_config`, which `quantization_unsupported_reason` accepts.
-        folder: for messages.
 
     Raises:
         ConfigError: a part is missing, or has another shape or dtype than the others mean.

@@ -58,7 +58,6 @@ class HfSource:
     """Weight source of a Hugging Face folder, by our names.
 
     Args:
-        folder: the folder.
         leaves_out_mtp: ignore the MTP layers after the other layers (DeepSeek-V3).
 
     Attributes:
@@ -325,9 +324,7 @@ def verify_against_folder(source: WeightSource, folder: HfSource, world: World) 
     """Compare a checkpoint with a folder, some rows at a time. Collective over `world`.
 
     Args:
-        source: the checkpoint.
         folder: the Hugging Face folder.
-        world: the processes that share the tensors.
 
     Raises:
         ConfigError: a tensor differs; the message names it.
@@ -375,9 +372,7 @@ class TensorHashes(OrderedHashes):
         """Add rows of a tensor, which nothing changes later.
 
         Args:
-            name: of the tensor.
             location: of the whole tensor.
             offset: bytes before the first row.
-            values: the rows.
         """
         self.add(name, location.num_bytes, offset, bytes_of(values))

@@ -105,11 +105,8 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            source: the Jinja program.
-            location: origin of the template, for messages.
             special_tokens: `bos_token` and the like, as the tokenizer spells them.
             tool_source: the program for conversations with tools; empty: the same.
-            limits: resource limits; None for the defaults of `TemplateLimits`.
 
         Raises:
             ConfigError: it is not a Jinja template.
@@ -265,7 +262,6 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
     The tokenizer's templates are those that its folder declares (`read_tokenizer_folder`).
 
     Args:
-        data: the recipe's section.
         tokenizer: the tokenizer that data.tokenizer names; None: it is read.
 
     Raises:

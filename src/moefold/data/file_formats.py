@@ -118,7 +118,6 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
     """Yield the objects of a file in order: one a line, or the objects of a JSON array; empty lines are skipped.
 
     Args:
-        path: the file.
         skip: called with the error of a line that is no object, which is then skipped; None: the error is raised.
 
     Raises:
@@ -136,9 +135,6 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
     """Parse line `number` (1-based) of a file; returns None if the line is empty.
 
     Args:
-        line: the line.
-        path: the file.
-        number: number of the line.
         element: number of the element of an array (1-based), of which a line may hold many; 0: a line.
 
     Raises:

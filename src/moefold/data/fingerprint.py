@@ -90,11 +90,7 @@ def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str])
 
 
 def matches_fingerprint(file: Path, recorded: str) -> bool:
-    """Return whether a file still has a recorded fingerprint.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return whether a file still has a recorded fingerprint; raise ConfigError if the file cannot be read."""
     blocks = recorded.split()[:2]
     whole = recorded.split()[2:]
     if not any(blocks == _fingerprint_file(file.name, file, num_middle).split() for num_middle in (_MIDDLE_BLOCKS, 0)):

@@ -71,7 +71,6 @@ class TextTable:
         """Yield the texts from a place on, each with the number of its row (0-based) and its place.
 
         Args:
-            number: number of the row at the place.
             place: a place that was yielded; None: the first row. It is JSON-serialisable: number of the file and of the
                 row in it, or the state of the package for a data set on the hub.
 
@@ -171,11 +170,7 @@ class TextTables:
         return [table.identity for table in self.tables]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents.
-
-        Raises:
-            ConfigError: a source is missing, or a row holds no text.
-        """
+        """Yield all documents; raise ConfigError if a source is missing, or a row holds no text."""
         for text, _ in self.documents(None):
             yield TextChunk(text, ends_document=True, size_bytes=len(text))
 

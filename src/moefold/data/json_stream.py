@@ -15,11 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def text_blocks(file: BinaryIO, path: Path) -> Iterator[str]:
-    """Yield the text of an open file in blocks, without a byte order mark.
-
-    Raises:
-        ConfigError: it is not UTF-8.
-    """
+    """Yield the text of an open file in blocks, without a byte order mark; raise ConfigError if it is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         while block := file.read(_BLOCK_BYTES):
@@ -68,11 +64,7 @@ class JsonStream:
             )
 
     def value(self) -> Any:
-        """Return the next value.
-
-        Raises:
-            ConfigError: it is not JSON.
-        """
+        """Return the next value; raise ConfigError if it is not JSON."""
         self.peek()
         return self._next()[0]
 

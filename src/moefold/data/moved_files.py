@@ -72,10 +72,7 @@ def names_now(
     """Return the names that the files of a checkpoint have now, by their names in it; a file may be gone.
 
     Args:
-        then: the files of the checkpoint.
         saved: their fingerprints.
-        now: the files of the recipe.
-        fingerprints: their fingerprints.
     """
     found = {name: now.settings.get(role, name) for role, name in then.settings.items()}
     if len(then.paths) == len(now.paths):
@@ -147,7 +144,6 @@ def unmatched_locations(then: DataFiles, now: DataFiles, order: Mapping[str, Any
 
     Args:
         then: the files of the checkpoint.
-        now: the files of the recipe.
         order: settings of the checkpoint.
         own: settings of the recipe.
     """

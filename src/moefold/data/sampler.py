@@ -243,7 +243,6 @@ class Sampler(SampleSource):
 
         Args:
             first: the first candidate.
-            count: number of samples.
             skipped_ranges: indices to leave out, as well as the dropped samples.
 
         Raises:
@@ -307,7 +306,6 @@ class Split(Sampler):
             members: the sample numbers of this part.
             order_key: key of the shuffled order, which differs in each epoch; None visits samples in the order of the
                 data.
-            split_name: see `Sampler`.
         """
         self.seq_len = source.seq_len
         self.split_name = split_name

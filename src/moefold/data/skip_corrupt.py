@@ -28,8 +28,6 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
     """Return the files of data.path that are corrupt and left out; none if data.corrupt is "fatal".
 
     Args:
-        data: the recipe's section.
-        cache_dir: see `cached_tokens`.
         reports: log each file with the reason.
 
     Raises:

@@ -18,8 +18,6 @@ class StridedSampler(Sampler):
         """Select the samples of a site.
 
         Args:
-            source: the samples of all sites.
-            count: number of sites.
             number: this site, from 0.
         """
         self.seq_len = source.seq_len

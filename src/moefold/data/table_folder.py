@@ -50,7 +50,6 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
     """Return the files of a split of a folder, in order.
 
     Args:
-        folder: the folder.
         split: name of the split.
         subset: name of a configuration of its README.md; empty: the default one.
 

@@ -43,16 +43,7 @@ class TemplateProcess:
     """Client of a template subprocess. The process ends with this object."""
 
     def __init__(self, program: TemplateProgram, limits: TemplateLimits, location: str) -> None:
-        """Start the process and compile the template in it.
-
-        Args:
-            program: the template.
-            limits: resource limits.
-            location: origin of the template, for messages.
-
-        Raises:
-            ConfigError: it is not a Jinja template.
-        """
+        """Start the process and compile the template in it; raise ConfigError if it is not a Jinja template."""
         self._start_request = {"do": "start", **asdict(program), "most_characters": limits.most_characters}
         self._limits = limits
         self._location = location

@@ -68,11 +68,7 @@ class TokenFile:
         return self.name or str(self.path)
 
     def open(self) -> ShardReader:
-        """Open the file to read ids from it.
-
-        Raises:
-            BrokenShardError: the file is missing or has changed.
-        """
+        """Open the file to read ids from it; raise BrokenShardError if the file is missing or has changed."""
         if self.bin_dtype is not None:
             return ShardReader(self.token_array_spec(self.offset_bytes, self.bin_dtype))
         expected = self.token_array_spec(0, np.dtype(np.uint8))
@@ -416,8 +412,6 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
     """Return the token files of a new run; under data.corrupt="skip", files with out-of-vocabulary ids are dropped.
 
     Args:
-        data: the recipe's section, of kind "tokens".
-        vocab_size: model.vocab_size.
         skipped: names of files that cannot be read.
 
     Raises:
@@ -442,7 +436,6 @@ def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped:
 
     Args:
         token_file_set: the files in the checkpoint; the dropped ones are not checked.
-        data: the recipe's section, of kind "tokens".
         skipped: names of files of data.path that the run never had, or that cannot be read now.
 
     Raises:

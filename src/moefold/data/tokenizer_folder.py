@@ -161,7 +161,6 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     """Read a tokenizer.json and the files next to it, or a folder.
 
     Args:
-        path: the file or the folder.
         limits: resource limits of the subprocess that runs the tokenizer; None for the defaults.
 
     Raises:
@@ -294,11 +293,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
 
 
 def read_template(file: Path) -> str:
-    """Return the source of a chat template.
-
-    Raises:
-        ConfigError: it cannot be read, or is not text.
-    """
+    """Return the source of a chat template; raise ConfigError if it cannot be read, or is not text."""
     try:
         return read_text(file, MAX_TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -324,11 +319,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def has_same_content_hash(first: Path, second: Path) -> bool:
-    """Return whether two tokenizers have the same content hash.
-
-    Raises:
-        ConfigError: one cannot be read.
-    """
+    """Return whether two tokenizers have the same content hash; raise ConfigError if one cannot be read."""
     ours, theirs = (read_tokenizer_folder(path).process.content_hash() for path in (first, second))
     return ours == theirs
 

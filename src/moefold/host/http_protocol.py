@@ -76,9 +76,6 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
             guard: of the listener.
             keywords: arguments of uvicorn.
             header_s: longest time in which the header of a request may come.
-            body_s: see `BODY_TIMEOUT_S`.
-            unread_s: see `UNREAD_ANSWER_TIMEOUT_S`.
-            linger_s: see `LINGER_S`.
         """
         super().__init__(**keywords)
         self._guard = guard

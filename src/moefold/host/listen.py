@@ -22,11 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_port(port: int) -> None:
-    """Check the number of a port.
-
-    Raises:
-        ConfigError: it is not in [0, 65535].
-    """
+    """Check the number of a port; raise ConfigError if it is not in [0, 65535]."""
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port {port} must lie in [0, {MAX_PORT}] (0: any that is free)")
 

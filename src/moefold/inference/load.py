@@ -64,7 +64,6 @@ def load_model(
     Args:
         source: result of `find_source`.
         cfg: result of `inference_config`.
-        device: device of this rank.
         tokenizer: result of `open_tokenizer`, if text is read or written.
 
     Raises:

@@ -39,7 +39,6 @@ class RankErrorHandler:
     signals are left to the program.
 
     Args:
-        rank_env: environment of this rank.
         is_stop_requested: returns whether a signal was received and not handled yet.
         watchdog: diagnoses which rank was lost.
     """

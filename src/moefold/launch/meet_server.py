@@ -31,8 +31,6 @@ class MeetServer:
 
     Args:
         listener: socket that is bound to the address.
-        secret: the shared secret.
-        log: called with each line of the log.
         most: most connections; None for what the descriptors allow.
     """
 
@@ -66,7 +64,6 @@ class MeetServer:
         """Tell the sites that wait for this one that its process has ended.
 
         Args:
-            number: of the site.
             reason: why it does not come.
         """
         self._meeting.end_site(number, reason)

@@ -24,9 +24,6 @@ class SingleReporter:
     nothing, even if the store and the printing rank are gone, and if a rank dies with the lock before printing, the
     next rank takes over. Under our own launcher the file is the last record file; under other launchers it is an
     anonymous memfd of the lowest rank of the machine, which all of its ranks hold open.
-
-    Args:
-        rank_env: environment of this rank.
     """
 
     def __init__(self, rank_env: RankEnv) -> None:

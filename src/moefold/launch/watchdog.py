@@ -76,9 +76,7 @@ class Watchdog:
     `start` must be called after the rendezvous and before the backends connect, where ranks could block without limit.
 
     Args:
-        rank_env: environment of this rank.
         timeout_s: the job ends when a rank makes no progress for this long.
-        device_type: "cpu" or "cuda".
         regroups: a lost rank does not end the job; it is recorded for `launch.regroup`.
     """
 

@@ -61,7 +61,6 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     """Check every setting and combination, and return the rank layout.
 
     Args:
-        cfg: the settings.
         is_training: whether the model is trained; inference also allows settings without a gradient.
 
     Raises:

@@ -37,7 +37,6 @@ def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = Tru
 
     Args:
         cfg: a checked recipe, without "auto" values of the mapping.
-        device_type: "cpu" or "cuda".
         has_c_kernels: whether the ranks compute with the C kernels; False only where they were selected and this
             machine has no compiler, or its libraries are faster, see `uses_c_kernels` in parallel/select_ops.py.
     """

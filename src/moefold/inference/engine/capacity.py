@@ -50,11 +50,7 @@ def pages_needed(requests: Sequence[Request], settings: EngineSettings) -> int:
 
 
 def check_requests(requests: Sequence[Request], num_pages: int) -> None:
-    """Check that the cache holds each request by itself.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the cache holds each request by itself; raise ConfigError if it does not."""
     check_longest(most_positions(requests), num_pages)
 
 
@@ -64,11 +60,7 @@ def most_positions(requests: Sequence[Request]) -> int:
 
 
 def check_longest(num_positions: int, num_pages: int) -> None:
-    """Check that the cache holds a sample of that many positions.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the cache holds a sample of that many positions; raise ConfigError if it does not."""
     if pages_for(num_positions) > num_pages:
         raise ConfigError(
             f"the cache of {num_pages * PAGE_POSITIONS} tokens holds no sample of {num_positions} (prompt and new "

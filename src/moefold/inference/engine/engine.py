@@ -472,7 +472,6 @@ def change_logits(
     Args:
         logits_V: over the whole vocabulary.
         request: the sample.
-        rules: of the request.
         tokens: its new tokens so far.
         constraint: state of the grammar, if there is one.
     """

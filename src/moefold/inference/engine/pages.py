@@ -85,7 +85,6 @@ class PageTable:
     """Pages of one sequence in the order of its positions.
 
     Args:
-        pool: of the pages.
         max_pages: pages that the sequence can have.
     """
 
@@ -126,7 +125,6 @@ class PageTable:
         """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
 
         Args:
-            position: a position in the shared page.
             page: the allocated page, into which the contents of the shared one must be copied.
         """
         index = position // PAGE_POSITIONS

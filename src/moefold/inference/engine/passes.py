@@ -115,9 +115,6 @@ class PassScheduler:
 
     After each `next_pass`, `append` or `finish` must be called for every segment that has a number. All decisions are
     a function of the calls, so ranks that make the same calls agree.
-
-    Args:
-        limits: of the passes.
     """
 
     def __init__(self, limits: PassLimits) -> None:
@@ -276,7 +273,6 @@ class PassScheduler:
 
         Args:
             sequence: a sample, or the shared part of its prompt.
-            count: tokens.
             number: of the sample; younger ones may have to give up their pages.
         """
         first = sequence.num_cached

@@ -42,7 +42,6 @@ class CompletionServer:
 
     Args:
         job: the server.
-        tokenizer: of the model.
         loop: runs on another thread.
         grammars: of JSON formats.
         log: receives a line for each request; None: there is no access log.
@@ -300,11 +299,7 @@ class _Run:
     """A request that the engine answers.
 
     Args:
-        http: the request.
         request: the same, checked.
-        samples: for the engine.
-        texts: of the samples.
-        metrics: of the server.
         start: when it began to be read, by `time.perf_counter`.
     """
 

@@ -64,7 +64,6 @@ class PromptEncoder:
 
     Args:
         job: the server.
-        tokenizer: of the model.
         grammars: of JSON formats.
     """
 
@@ -212,7 +211,6 @@ class SampleText:
     """Text and calls of one sample as its tokens come.
 
     Args:
-        tokenizer: of the model.
         table: what its ids write.
         encoded: the request.
     """

@@ -28,7 +28,6 @@ class JsonGrammars:
     """Grammars over the tokens of a model. The package's tokenizer reads the bytes of ids, and no file of a stranger.
 
     Args:
-        tokenizer: of the model.
         vocab_size: of the model, whose further ids are never allowed.
     """
 

@@ -79,8 +79,6 @@ def prepare_server(
         model: a checkpoint, a run folder or a Hugging Face folder.
         overrides: the mapping.
         options: further settings.
-        rank_env: environment of this process, if a launcher started it.
-        report: receives notes on the model, such as damaged checkpoints that were skipped.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.

@@ -100,7 +100,6 @@ def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
     Args:
         body: JSON.
         kind: of the endpoint.
-        model_name: name of the served model.
 
     Raises:
         ApiError: the body is not valid, or asks for something that is not implemented.

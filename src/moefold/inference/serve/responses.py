@@ -45,12 +45,7 @@ class ChoiceText:
 
 
 class ResponseBuilder:
-    """Builds the JSON objects of one response.
-
-    Args:
-        request: the request.
-        model_name: name of the served model.
-    """
+    """Builds the JSON objects of one response."""
 
     def __init__(self, request: ApiRequest, model_name: str) -> None:
         self._request = request
