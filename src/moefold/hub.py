@@ -15,8 +15,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from moefold import __version__
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.folder_files import list_files
 from moefold.remote_path import HUB_SCHEME
 

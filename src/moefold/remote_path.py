@@ -18,8 +18,7 @@ from io import SEEK_SET, BufferedReader, RawIOBase
 from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 HUB_SCHEME = "hf://"

@@ -16,7 +16,6 @@ FLOORS = (
         "bounded_read",
         "errors",
         "file_lock",
-        "extras",
         "progress",
         "cache_dir",
         "folder_files",

@@ -15,14 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from moefold.board.expert_tail import ExpertCountsTail, shares_of
-from moefold.board.json_tail import JsonTail
+from moefold.board.expert_tail import ExpertCountsTail, StepRanges, TraceTail, shares_of
+from moefold.board.json_tail import JsonTail, NewestValues
 from moefold.board.metric_table import MetricTable
-from moefold.board.newest_values import NewestValues
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
-from moefold.board.step_ranges import StepRanges
-from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded

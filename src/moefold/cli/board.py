@@ -7,8 +7,7 @@ import socket
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.host.listen import LOOPBACK_NAMES, check_port, listen, url_of
 from moefold.remote_path import is_remote
 from moefold.terminal import print_escaped
@@ -27,11 +26,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Serve the board until interrupted, or export it.
-
-    Raises:
-        ConfigError: a run does not exist, the port is in use, or an option cannot work.
-    """
+    """Serve the board until interrupted, or export it."""
     arguments = _parser().parse_args(argv)
     _check_effect(arguments)
     _check_local(arguments)

@@ -32,11 +32,7 @@ Every number of a run is defined in docs/metrics.md, which `moefold inspect --de
 
 
 def run(argv: list[str]) -> int:
-    """Show the load balance of a run.
-
-    Raises:
-        ConfigError: the folder is not a run with experts, or the layer does not exist.
-    """
+    """Show the load balance of a run."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.definitions:

@@ -41,11 +41,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print the layout that the arguments describe.
-
-    Raises:
-        ConfigError: an argument, a file or the folding is wrong.
-    """
+    """Print the layout that the arguments describe."""
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)

@@ -7,8 +7,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.drawn_view import DrawnView, build_drawn_views
 from moefold.cli.layout_table import (
+    DrawnView,
+    build_drawn_views,
     compact_count,
     describe_changes,
     describe_stage,

@@ -13,10 +13,9 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.declared_keys import declared_keys
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.key_reader import KeyReader, overlay, plain
+from moefold.convert.key_reader import KeyReader, declared_keys, overlay, plain
 from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
     KeyReport,

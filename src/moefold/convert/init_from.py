@@ -24,7 +24,6 @@ from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.convert.adapted_weights import open_weights
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
@@ -39,7 +38,7 @@ from moefold.convert.preflight import (
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
-from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
+from moefold.convert.weights import WeightSource, load_shards, open_weights, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel

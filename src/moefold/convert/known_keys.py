@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moefold.convert.declared_keys import declared_keys
-from moefold.convert.key_reader import Json, KeyReader, plain
+from moefold.convert.key_reader import Json, KeyReader, declared_keys, plain
 from moefold.errors import ConfigError
 
 ALL_KEYS = ("*",)

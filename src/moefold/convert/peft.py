@@ -19,7 +19,6 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.declared_keys import declared_keys
 from moefold.convert.export_folder import EXPORT_DTYPES
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
@@ -27,6 +26,7 @@ from moefold.convert.hf_config import families_for, find_family, is_hf_folder, r
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
+from moefold.convert.key_reader import declared_keys
 from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.peft_config import (
     CONFIG_FILE,
@@ -35,10 +35,14 @@ from moefold.convert.peft_config import (
     inspect_peft_folder,
     resolve_base,
 )
-from moefold.convert.peft_names import PREFIX, PeftModule, find_modules, other_modules, peft_modules
-from moefold.convert.peft_stacked import (
+from moefold.convert.peft_names import (
+    PREFIX,
+    PeftModule,
     StackedParameter,
+    find_modules,
     leaf,
+    other_modules,
+    peft_modules,
     read_stacked,
     stacked_names,
     stacked_parameters,

@@ -188,7 +188,7 @@ class _DatasetBuilder:
         data = self.data
         tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
         if data.weights:
-            from moefold.data.mixture import Mixture
+            from moefold.data.sampler import Mixture
 
             paths = (data.path,) if isinstance(data.path, str) else data.path
             parts = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]

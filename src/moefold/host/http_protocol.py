@@ -11,7 +11,7 @@ from h11 import SEND_BODY
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moefold.host.connections import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
+from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
 from moefold.terminal import print_escaped
 
 BODY_TIMEOUT_S = 60.0

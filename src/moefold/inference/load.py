@@ -12,8 +12,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.convert.adapted_weights import load_merged_weights
-from moefold.convert.weights import load_hf_weights
+from moefold.convert.weights import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from moefold.host.connections import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
+from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
 from moefold.launch.meeting import BadRequestError, Meeting
 from moefold.launch.signed_lines import (
     MAX_LINE_BYTES,

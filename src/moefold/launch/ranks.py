@@ -20,13 +20,12 @@ from moefold.host.listen import is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import missing_gpu_message
-from moefold.launch.exit import hard_exit
+from moefold.launch.exit import hard_exit, has_report
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
 from moefold.launch.regroup import LostRankError, report_lost
 from moefold.launch.rendezvous import HOST, join_rendezvous, loopback_store, restrict_to_loopback
 from moefold.launch.runtime_env import choose_threads, expand_segments, keep_freed_blocks
-from moefold.launch.single_reporter import has_report
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0

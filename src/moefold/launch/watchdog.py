@@ -34,11 +34,10 @@ from moefold.comm.torch_compat import abort_process_groups
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import hard_exit
+from moefold.launch.exit import SingleReporter, hard_exit
 from moefold.launch.hang_diagnosis import RankReport, describe_activity, format_diagnosis
 from moefold.launch.regroup import lost_ranks, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
-from moefold.launch.single_reporter import SingleReporter
 
 REPORT_PERIOD_S = 1.0
 """Longest interval between two reports of a rank."""

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.inference.engine.requests import Request
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.fields import ApiError
 from moefold.inference.serve.protocol import ToolUse
 from moefold.inference.text import StopStringFilter
 
