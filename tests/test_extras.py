@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.extras import install_command
+from moefold.errors import install_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +46,7 @@ def test_a_checkout_that_is_not_installed_gets_the_editable_command(monkeypatch)
 
 
 def test_every_message_asks_for_an_extra_that_exists_and_by_this_function() -> None:
-    sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "extras.py"}
+    sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "errors.py"}
     asked = {
         extra for text in sources.values() for extra in re.findall(r"(?<!_)install_command\(['\"](\w+)['\"]\)", text)
     }

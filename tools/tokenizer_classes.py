@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from moefold.data.tokenizer_classes import PLAIN_CLASSES, form_key
+from moefold.data.tokenizer_folder import PLAIN_CLASSES, form_key
 
 REBUILDING_CLASSES = (
     "CohereTokenizer",

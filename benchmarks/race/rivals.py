@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.race.other_frameworks import Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
 from benchmarks.race.torch_baseline import ExpertsImplementation, TorchBaseline
-from moefold.bench.balanced_routing import steer_embedding
-from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, forward_backward_step
+from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, forward_backward_step, steer_embedding
 from moefold.comm.torch_compat import foreach_copy_
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config

@@ -28,8 +28,7 @@ from moefold.bench.timing import describe_device
 from moefold.cli.command_parser import CommandParser
 from moefold.config.load import config_from_dict
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request

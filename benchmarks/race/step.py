@@ -27,8 +27,7 @@ from moefold.bench.step_bench import StepReport, measure_step
 from moefold.bench.timing import CLOCKS, free_memory_bytes, synchronized, time_interleaved
 from moefold.cli.bench import checked_shape, device_type_from_args, format_report, step_parser
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_distributed, spawn_ranks
 from moefold.progress import ProgressCallback, WorkProgress, ignore_progress

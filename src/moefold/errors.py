@@ -1,5 +1,6 @@
-"""Exceptions whose text is the message to the user: configuration errors and understood run-time errors."""
+"""Exceptions whose text is the message to the user, and the pip commands that it names for missing extras."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,3 +97,26 @@ def reword(text: str, *replacements: tuple[str, str]) -> str:
     for pattern, replacement in replacements:
         text = re.sub(pattern, replacement, text)
     return text
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that installs an extra, for the way in which moefold itself is installed.
+
+    A checkout is installed in editable mode again, from its folder; an installed wheel is extended by name.
+
+    Args:
+        extra: name in `[project.optional-dependencies]` of pyproject.toml.
+    """
+    return f"pip install -e '.[{extra}]'" if _is_checkout() else f"pip install 'moefold[{extra}]'"
+
+
+def _is_checkout() -> bool:
+    """Return whether moefold runs from a checkout: in editable mode (PEP 610), or without an installation."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        # Absent for a wheel from a package index.
+        origin = distribution("moefold").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return True
+    return origin is not None and json.loads(origin).get("dir_info", {}).get("editable", False) is True

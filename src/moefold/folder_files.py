@@ -14,7 +14,6 @@ def list_files(folder: Path, *, hidden: bool = True) -> dict[str, Path]:
     """Return the files below a folder, by relative names with slashes, sorted.
 
     Args:
-        folder: the folder.
         hidden: include files and folders whose names begin with a dot.
 
     Raises:

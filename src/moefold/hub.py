@@ -15,8 +15,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from moefold import __version__
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.folder_files import list_files
 from moefold.remote_path import HUB_SCHEME
 
@@ -57,7 +56,6 @@ def parse_hub_url(url: str, kind: HubKind) -> HubName:
     """Parse hf://[datasets/]ORG/NAME[@REVISION][/PATH]; a slash in a revision is written %2F.
 
     Args:
-        url: the name.
         kind: what a name without "datasets/" means.
 
     Raises:
@@ -160,11 +158,9 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
     The repository is created if it does not exist. Large files that an interrupted upload has sent are not sent again.
 
     Args:
-        folder: the folder.
         repo: ORG/NAME.
         public: whether everyone may read the repository.
         revision: branch to commit to, created if it does not exist; empty: the default branch.
-        message: of the commit.
         overwrites_card: replace a README.md of the repository that differs, which somebody may have edited.
 
     Raises:

@@ -32,9 +32,7 @@ class WorkProgress:
     `line_every_s` of another is still printed. Do not fork inside: a child could inherit the lock of stderr.
 
     Args:
-        label: start of each line, such as the command.
         is_shown: whether this process prints: one rank of many does.
-        show_after_s: seconds until the first line.
         line_every_s: minimum seconds between two plain lines.
     """
 
@@ -120,9 +118,7 @@ class ReadProgress(WorkProgress):
     """Context manager that shows how many bytes of how many are read, after a second.
 
     Args:
-        label: start of each line.
         total_bytes: size of the work; None if it is unknown.
-        is_shown: whether this process prints.
     """
 
     def __init__(self, label: str, total_bytes: int | None, *, is_shown: bool = True) -> None:

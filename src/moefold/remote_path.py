@@ -18,8 +18,7 @@ from io import SEEK_SET, BufferedReader, RawIOBase
 from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 HUB_SCHEME = "hf://"
@@ -359,10 +358,6 @@ class RemotePath(PosixPath):
 def check_protocol(name: str, key: str) -> None:
     """Check that the protocol of a URL is known and its package installed; sends no request.
 
-    Args:
-        name: path or URL.
-        key: setting that names it, for messages.
-
     Raises:
         ConfigError: the protocol cannot be used.
     """
@@ -375,11 +370,7 @@ def check_protocol(name: str, key: str) -> None:
 
 
 def check_remote_writable(folder: RemotePath) -> None:
-    """Write a small file to a folder, read it back and delete it.
-
-    Raises:
-        RemoteError: one of these requests fails.
-    """
+    """Write a small file to a folder, read it back and delete it; raise RemoteError if one of these requests fails."""
     probe = folder / f".moefold-{uuid.uuid4().hex}"
     try:
         probe.write_bytes(b"moefold")

@@ -15,7 +15,6 @@ LOOSE = (
     "bounded_read",
     "errors",
     "file_lock",
-    "extras",
     "progress",
     "cache_dir",
     "folder_files",

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moefold.bench.balanced_routing import balanced_choices, balanced_states, steer_embedding
+from moefold.bench.our_step import balanced_choices, balanced_states, steer_embedding
 from moefold.bench.shape import bench_config, bench_shapes
 from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
 from moefold.model.norm import RMSNorm

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from moefold.board.export import export_board
-from moefold.board.metric_table import MAX_MEAN_POINTS
+from moefold.board.metric_table import MAX_MEAN_POINTS, WEIGHTS, exponential_mean
 from moefold.board.page import STATIC_FILES
 from moefold.board.run_list import RunList
-from moefold.board.smoothing import WEIGHTS, exponential_mean
 from moefold.errors import ConfigError
 from tests.board.run_files import write_faults, write_rollouts, write_run
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from moefold.board import metric_table
-from moefold.board.metric_table import MetricTable, downsample
-from moefold.board.smoothing import WEIGHTS, exponential_mean
-from moefold.board.step_ranges import StepRanges
+from moefold.board.expert_tail import StepRanges
+from moefold.board.metric_table import WEIGHTS, MetricTable, downsample, exponential_mean
 
 
 def points(table: MetricTable, name: str, first: int, last: int, max_points: int) -> tuple[list, list]:

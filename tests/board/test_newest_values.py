@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from moefold.board import newest_values
-from moefold.board.newest_values import NewestValues
+from moefold.board import json_tail
+from moefold.board.json_tail import NewestValues
 
 
 def line(step: int, **values) -> str:
@@ -33,8 +33,8 @@ def value(newest: NewestValues, name: str) -> float | None:
         ('{"step": 1}\n', 1, False),
         ('{"step": 1}\n{"step": 2', 1, True),
         ('{"step": 1}\nx\n[]\n{"step": "a"}\n', 1, False),
-        ("x" * newest_values.LAST_BYTES + '\n{"step": 5}\n', 5, False),
-        ('{"step": 1}\n"' + "x" * newest_values.LAST_BYTES, 0, True),
+        ("x" * json_tail.LAST_BYTES + '\n{"step": 5}\n', 5, False),
+        ('{"step": 1}\n"' + "x" * json_tail.LAST_BYTES, 0, True),
     ],
 )
 def test_the_last_line_that_is_a_step(tmp_path, content, step, is_cut):
@@ -54,7 +54,7 @@ def test_values_of_the_last_line_and_the_newest_evaluation(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1, eval_loss=3.0) + line(2, loss=2.5, rl={"reward": 0.5}, tokens_per_s=10))
     newest = opened(path)
-    assert [value(newest, name) for name in newest_values.NAMES] == [2.5, 3.0, 0.5, 10.0]
+    assert [value(newest, name) for name in json_tail.NAMES] == [2.5, 3.0, 0.5, 10.0]
     with path.open("a") as file:
         file.write(line(3, loss=None, nonfinite={"loss": "nan"}))
     newest.read()

@@ -130,7 +130,7 @@ def test_without_counts_a_trace_is_read_and_read_again_after_a_resume(tmp_path, 
     version = reader.summary()["version"]
     trace(range(2, 6), 3)
     # A call reads about one step of 64 choices; of a step with more, the first sample.
-    monkeypatch.setattr("moefold.board.trace_tail.MAX_READ_CHOICES", 40)
+    monkeypatch.setattr("moefold.board.expert_tail.MAX_READ_CHOICES", 40)
     reader.read()
     assert reader.summary()["has_more"]
     while reader.summary()["has_more"]:

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from moefold.cli.main import main
-from moefold.extras import install_command
+from moefold.errors import install_command
 from tests.board.run_files import write_run
 
 

@@ -6,9 +6,8 @@ import matplotlib as mpl
 import pytest
 from matplotlib.image import imread
 
-from moefold.cli.drawn_view import DrawnView
 from moefold.cli.layout_picture import save_picture
-from moefold.cli.layout_table import compact_count, describe_changes, unfolded_experts
+from moefold.cli.layout_table import DrawnView, compact_count, describe_changes, unfolded_experts
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from moefold.cli.main import main
-from moefold.launch.job_text import _check_escaped
+from moefold.launch.job_file import _check_escaped
 from tests.cli.example_command import ROOT, check_command
 
 RECIPE = str(ROOT / "recipes/mixtral-8x7b.toml")

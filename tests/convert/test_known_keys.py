@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moefold.config.model import ModelConfig
-from moefold.convert.declared_keys import declared_keys
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.hf_config import inspect_config, inspect_folder
+from moefold.convert.key_reader import declared_keys
 from moefold.convert.known_keys import KeyReport, config_known_keys
 from moefold.errors import ConfigError
 from tests.convert.test_config_fields import _model_for

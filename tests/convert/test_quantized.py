@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moefold.cli.main import main
-from moefold.convert import quantize
+from moefold.convert import quantized_tensors
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.quantize import E2M1_VALUES, quantize_fp8, quantize_mxfp4
+from moefold.convert.quantized_tensors import E2M1_VALUES, quantize_fp8, quantize_mxfp4
 from moefold.convert.weights import HfSource
 from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
@@ -140,7 +140,7 @@ def test_an_export_quantises_what_it_read(tmp_path, name):
 
 
 def test_fp8_blocks_equal_the_definition(monkeypatch):
-    monkeypatch.setattr(quantize, "FP8_BLOCK", 16)
+    monkeypatch.setattr(quantized_tensors, "FP8_BLOCK", 16)
     weight = torch.randn(40, 23, generator=torch.Generator().manual_seed(3))
     weight[:16, :16] = 0.0
     codes, scales = quantize_fp8(weight)

@@ -6,9 +6,8 @@ import pytest
 import tokenizers
 
 from moefold.config.data import DataConfig
-from moefold.data.chat import BYTES_TEMPLATE, ChatRequest, ChatTemplate, load_chat_template
+from moefold.data.chat import BYTES_TEMPLATE, ChatRequest, ChatTemplate, TemplateLimits, load_chat_template
 from moefold.data.limited_process import LimitedProcess
-from moefold.data.template_process import TemplateLimits
 from moefold.errors import ConfigError
 
 CHAT = [

@@ -11,8 +11,7 @@ from moefold.config.data import DataConfig
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.data.huggingface import text_tables
 from moefold.data.validate_source import check_data
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 
 from .conftest import make_text
 

@@ -3,9 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from moefold.data.mixture import Mixture, floor_sum
 from moefold.data.sample import Sample
-from moefold.data.sampler import Sampler
+from moefold.data.sampler import Mixture, Sampler, floor_sum
 
 
 class Numbers(Sampler):

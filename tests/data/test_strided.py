@@ -5,7 +5,7 @@ import pytest
 
 from moefold.config.data import DataConfig
 from moefold.data.dataset import open_dataset
-from moefold.data.strided import StridedSampler
+from moefold.data.sampler import StridedSampler
 
 
 def samples(count: int) -> list[StridedSampler]:

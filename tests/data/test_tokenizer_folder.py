@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from moefold.data.tokenizer_classes import ClassTable
-from moefold.data.tokenizer_folder import JsonTokenizer, read_tokenizer_folder
+from moefold.data.tokenizer_folder import ClassTable, JsonTokenizer, read_tokenizer_folder
 from moefold.errors import ConfigError
 from tests.slow import slow
 from tools.tokenizer_classes import make_table

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from moefold.host.connections import SPARE_DESCRIPTORS, ConnectionGuard, GuardedListener, most_connections
-from moefold.host.listen import listen
+from moefold.host.listen import SPARE_DESCRIPTORS, ConnectionGuard, GuardedListener, listen, most_connections
 
 pytest.importorskip("uvicorn", reason="uvicorn comes with the extras `serve` and `board`")
 HALF = b"POST /x HTTP/1.1\r\nHost: 127.0.0.1\r\nX-"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.host.links import network_links
+from moefold.cli.doctor import network_links
 
 
 def test_interfaces_that_are_up_and_adapters_are_listed(tmp_path: Path):

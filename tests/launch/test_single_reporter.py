@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from moefold.host.rank_env import RankEnv
-from moefold.launch.single_reporter import SingleReporter, has_report
+from moefold.launch.exit import SingleReporter, has_report
 
 RANK = """
 import os, sys, time
 from moefold.host.rank_env import RankEnv
-from moefold.launch.single_reporter import SingleReporter
+from moefold.launch.exit import SingleReporter
 rank, file, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 word = SingleReporter(RankEnv(rank, rank, 8, "127.0.0.1", 1, (file,) if file else ()))
 if address:

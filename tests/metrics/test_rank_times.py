@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from moefold.metrics.rank_times import REPORT_SLOW_STEPS, WINDOW_STEPS, Stragglers, describe_straggler
-from moefold.metrics.step_metrics import rank_time_metrics
+from moefold.metrics.step_metrics import (
+    REPORT_SLOW_STEPS,
+    WINDOW_STEPS,
+    Stragglers,
+    describe_straggler,
+    rank_time_metrics,
+)
 from moefold.metrics.writer import to_record
 from tests.metrics.example import STEP
 

@@ -16,8 +16,7 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config, config_to_dict
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.metrics.tracker import check_trackers
 from moefold.metrics.writer import MetricsWriter
 from tests.metrics.example import LAYER, MEMORY, STEP

@@ -17,7 +17,7 @@ from moefold.train.callbacks.rollouts import rollout_loader
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from moefold.validate.replay import replays_routing
+from moefold.validate.exactness import replays_routing
 from tests.models import edit_model
 from tests.ops.c_kernels import needs_compiler
 from tests.train.test_rollout_loader import _train, recipe, records, under, weights

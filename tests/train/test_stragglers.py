@@ -13,7 +13,7 @@ from torch import nn
 from moefold.comm.groups import ParallelGroups
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.metrics.rank_times import REPORT_SLOW_STEPS
+from moefold.metrics.step_metrics import REPORT_SLOW_STEPS
 from moefold.model.transformer import Block
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer

@@ -81,12 +81,9 @@ class DeviceProbe:
     """Measurements on the ranks of the default process group; collective, every rank runs the same methods.
 
     Args:
-        device: device of this rank.
         dtype: compute type of attention and experts: "float32" or "bfloat16".
-        world_size: ranks in all.
         local_ranks: ranks of one machine.
         rounds: timed rounds of each operation.
-        sizes: of the operations.
         on_progress: called with the name of each part.
     """
 

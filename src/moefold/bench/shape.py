@@ -59,11 +59,9 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     """Build the recipe of a shape.
 
     Args:
-        shape: one of `bench_shapes()`.
         dtype: compute dtype; also the dtype of the weights, unless the shape is a whole model.
         tokens: tokens of a step; 0: the shape's default.
         experts: experts of each layer; 0: as many as the model has.
-        device: "cpu" or "cuda".
 
     Raises:
         ConfigError: the tokens are not a whole number of samples, or there are too few experts for the router.

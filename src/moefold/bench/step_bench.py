@@ -81,11 +81,9 @@ def measure_step(
     """Time our step, the roofline kernels, the steps of others and further kernels in the same rounds.
 
     Args:
-        ours: our step.
         run: what `ours.build()` returned.
         rounds: measured rounds, after 2 that do not count.
         clock: name of a clock of `CLOCKS`.
-        on_progress: called with progress messages.
         others: further steps by name.
         kernels: further kernels by name, which wait for the device.
     """

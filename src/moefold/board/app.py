@@ -21,11 +21,11 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moefold.board.metric_table import WEIGHTS
 from moefold.board.page import STATIC_FILES, page
 from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
-from moefold.board.smoothing import WEIGHTS
 from moefold.host.listen import LOOPBACK_HOSTS
 from moefold.metrics.reader import MAX_STEP
 

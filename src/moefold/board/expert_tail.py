@@ -1,4 +1,4 @@
-"""Incremental reader of expert_counts.bin: shares of every expert over ranges of steps. Torch-free."""
+"""Incremental readers of expert_counts.bin and routing traces, which sum over ranges of steps. Torch-free."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,85 @@ from typing import BinaryIO
 
 import numpy as np
 
-from moefold.board.step_ranges import StepRanges
 from moefold.bounded_read import MIB, open_regular
+from moefold.config.moe import TRACE_FOLDER
+from moefold.data.routing_trace import MANIFEST, RoutingTrace, TracedStep, TraceShape, step_file
+from moefold.errors import ConfigError, RunError
 from moefold.metrics.expert_balance import COUNTS_FILE, Array, CountsHeader, read_counts_header
+
+
+class StepRanges:
+    """Sums and counts of arrays of one shape over at most `max_ranges` ranges of consecutive records.
+
+    When all ranges are full, neighbours are merged and each range takes twice as many records.
+
+    Args:
+        max_ranges: even.
+    """
+
+    def __init__(self, shape: tuple[int, ...], max_ranges: int) -> None:
+        assert max_ranges % 2 == 0, "pairs of ranges are merged"
+        self.shape = shape
+        self._sums = np.zeros((max_ranges, *shape))
+        self._counts = np.zeros((max_ranges, *shape), dtype=np.int64)
+        self._steps = np.zeros((max_ranges, 2), dtype=np.int64)
+        self._num_records = 0
+        self._num_ranges = 0
+        self._length = 1
+
+    def __len__(self) -> int:
+        return self._num_ranges
+
+    @property
+    def last_step(self) -> int:
+        """Step of the last record; -1 without records."""
+        return int(self._steps[self._num_ranges - 1, 1]) if self._num_ranges else -1
+
+    @property
+    def steps(self) -> Array:
+        """First and last step of each range, int64 [ranges, 2]."""
+        return self._steps[: self._num_ranges]
+
+    def append(self, step: int, record: Array) -> None:
+        """Add the record of a step, NaN for values that were not recorded.
+
+        Ranges that contain this or a later step are dropped.
+        """
+        while self._num_ranges and self.last_step >= step:
+            self._num_ranges -= 1
+            self._num_records = self._length
+        if not self._num_ranges or self._num_records == self._length:
+            self._open_range(step)
+        known = np.isfinite(record)
+        i = self._num_ranges - 1
+        self._sums[i] += np.where(known, record, 0.0)
+        self._counts[i] += known
+        self._steps[i, 1] = step
+        self._num_records += 1
+
+    def means(self) -> Array:
+        """Return the mean of each range, float64 [ranges, *shape]; NaN without a value."""
+        count = self._counts[: self._num_ranges]
+        means: Array = np.divide(
+            self._sums[: self._num_ranges], count, out=np.full(count.shape, np.nan), where=count > 0
+        )
+        return means
+
+    def _open_range(self, step: int) -> None:
+        if self._num_ranges == len(self._sums):
+            half = self._num_ranges // 2
+            self._sums[:half] = self._sums[0::2] + self._sums[1::2]
+            self._counts[:half] = self._counts[0::2] + self._counts[1::2]
+            self._steps[:half] = np.stack([self._steps[0::2, 0], self._steps[1::2, 1]], axis=1)
+            self._num_ranges = half
+            self._length *= 2
+        i = self._num_ranges
+        self._sums[i] = 0.0
+        self._counts[i] = 0
+        self._steps[i] = step
+        self._num_ranges += 1
+        self._num_records = 0
+
 
 MAX_CELLS = 1 << 20
 """Limit of ranges * layers * experts: what a picture shows, and what one answer sends as bytes."""
@@ -19,11 +95,7 @@ _FINGERPRINT_BYTES = 64
 
 
 class ExpertCountsTail:
-    """Reads the records that expert_counts.bin gained since the last call; a file started over is read again.
-
-    Args:
-        run_dir: folder of the run.
-    """
+    """Reads the records that expert_counts.bin gained since the last call; a file started over is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / COUNTS_FILE
@@ -119,3 +191,99 @@ def shares_of(means: Array) -> Array:
     mean = means.mean(2, keepdims=True)
     shares: Array = np.divide(means, mean, out=np.zeros_like(means), where=mean > 0)
     return shares
+
+
+MAX_READ_CHOICES = 1 << 24
+"""Expert choices that one call reads: a tenth of a second. Of a larger step, the first samples are read."""
+
+
+class TraceTail:
+    """Counts the choices of the steps that a trace gained since the last call; a trace cut short is read again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.generation = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.shape: TraceShape | None = None
+        self.problem = ""
+        self.is_sampled = False
+        """Of some step only the first samples of its batch were read."""
+        self.has_more = False
+        """The last call stopped at its limit."""
+        self._last_read: tuple[Path, int] | None = None
+        self._last_step = -1
+        self._ranges: StepRanges | None = None
+
+    @property
+    def ranges(self) -> StepRanges | None:
+        """Mean counts over ranges of steps, [ranges, L, E]; None as long as no step was read."""
+        return self._ranges if self._ranges is not None and len(self._ranges) else None
+
+    @property
+    def last_step(self) -> int:
+        """Last step that was read; -1 for none."""
+        return self._last_step
+
+    def read(self) -> None:
+        """Read the new steps."""
+        if not (self._run_dir / TRACE_FOLDER / MANIFEST).is_file():
+            self._restart()
+            return
+        try:
+            trace = RoutingTrace(self._run_dir, "trace")
+            if not self._continues(trace.shape):
+                self._restart()
+            self._read(trace)
+            self.problem = ""
+        except (ConfigError, RunError, OSError) as error:
+            self.problem = f"{TRACE_FOLDER}/ cannot be read: {error}"
+
+    def _restart(self) -> None:
+        if self._last_step >= 0:
+            self.generation += 1
+        self._clear()
+
+    def _read(self, trace: RoutingTrace) -> None:
+        shape = trace.shape
+        if not shape.layers:
+            return
+        self.shape = shape
+        if self._ranges is None:
+            self._ranges = make_ranges(len(shape.layers), shape.num_experts)
+        self.has_more = False
+        budget = MAX_READ_CHOICES
+        for step in trace.steps:
+            if step <= self._last_step:
+                continue
+            if budget <= 0:
+                self.has_more = True
+                return
+            counts, num_choices = self._count(trace.step(step), shape, step)
+            budget -= num_choices
+            self._ranges.append(step, counts)
+            self._last_step = step
+            path = step_file(trace.folder, step)
+            self._last_read = (path, path.stat().st_mtime_ns)
+
+    def _count(self, traced: TracedStep, shape: TraceShape, step: int) -> tuple[Array, int]:
+        """Return the counts of a step, float64 [L, E], and how many choices were read."""
+        per_sample = len(shape.layers) * shape.seq_len * shape.top_k
+        num_samples = max(1, min(shape.global_batch_size, MAX_READ_CHOICES // per_sample))
+        self.is_sampled |= num_samples < shape.global_batch_size
+        counts = [
+            np.bincount(
+                shape.check_expert_indices(traced.samples(layer, 0, num_samples), step, "the trace").ravel(),
+                minlength=shape.num_experts,
+            )
+            for layer in range(len(shape.layers))
+        ]
+        return np.array(counts, dtype=np.float64), num_samples * per_sample
+
+    def _continues(self, shape: TraceShape) -> bool:
+        """Return whether the step that was read last is still there, unchanged."""
+        if self._last_read is None:
+            return True
+        path, modified_ns = self._last_read
+        return shape == self.shape and path.is_file() and path.stat().st_mtime_ns == modified_ns

@@ -10,11 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from moefold.board.metric_table import WEIGHTS
 from moefold.board.page import DATA_SCRIPT, STATIC_FILES, page
 from moefold.board.rollout_index import RolloutQuery
 from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.board.run_reader import RunReader
-from moefold.board.smoothing import WEIGHTS
 from moefold.errors import ConfigError, format_list
 
 MAX_POINTS = 3000

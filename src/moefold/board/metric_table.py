@@ -1,5 +1,6 @@
-"""Columns of metrics.jsonl: each metric with the steps at which it was recorded. Torch-free."""
+"""Columns of metrics.jsonl: each metric with the steps at which it was recorded, and exponential means. Torch-free."""
 
+import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,45 @@ from typing import Any
 
 import numpy as np
 
-from moefold.board.smoothing import exponential_mean, reach
 from moefold.metrics.expert_balance import Array
 from moefold.metrics.reader import MAX_VALUE, NONFINITE, finite_number, nonfinite_of
 from moefold.metrics.table import COUNTS, STEP
+
+WEIGHTS = ("0.6", "0.9", "0.97", "0.99", "0.999")
+"""Weights of the previous step that a page may ask for."""
+_NEGLIGIBLE = 1e-17
+
+
+def reach(weight: float) -> int:
+    """Return the steps after which the weight of a point no longer shows in float64."""
+    return math.ceil(math.log(_NEGLIGIBLE) / math.log(weight))
+
+
+def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
+    """Return the mean of all points up to each one, weighted by `weight ** (step - step of the point)`.
+
+    This is the exponential moving average without bias at the start, in steps: points that are far apart weigh less on
+    each other. A value that is not finite counts nowhere, and its mean is NaN.
+
+    Args:
+        steps: ascending, [N].
+        values: float64 [..., N], NaN where a value is not finite.
+        weight: of the previous step, in (0, 1).
+    """
+    known = np.isfinite(values)
+    sums = np.where(known, values, 0.0)
+    # Curves without gaps have the same sum of weights.
+    totals = np.ones(len(steps)) if known.all() else known.astype(np.float64)
+    # After the pass of a distance, each sum covers twice as many points: log2(reach) passes over whole arrays.
+    distance = 1
+    while distance < min(len(steps), reach(weight)):
+        decay = np.exp(math.log(weight) * (steps[distance:] - steps[:-distance]))
+        sums[..., distance:] += decay * sums[..., :-distance]
+        totals[..., distance:] += decay * totals[..., :-distance]
+        distance *= 2
+    means: Array = np.where(known, sums, np.nan) / np.where(known, totals, 1.0)
+    return means
+
 
 MAX_METRICS = 1000
 """Limit of the columns: the names in loss_metrics are free, and each takes 12 bytes a step."""
@@ -120,9 +156,6 @@ class MetricTable:
         of points.
 
         Args:
-            name: of the metric.
-            first: first step.
-            last: last step.
             max_points: of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
             weights: of exponential means by step.
         """

@@ -48,11 +48,7 @@ class RolloutPage:
 
 
 class RolloutIndex:
-    """Positions, steps and rewards of the rollouts of a run.
-
-    Args:
-        run_dir: folder of the run.
-    """
+    """Positions, steps and rewards of the rollouts of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self.tail = JsonTail(run_dir / ROLLOUTS_FILE)

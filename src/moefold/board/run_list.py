@@ -26,7 +26,6 @@ class RunList:
     """Readers of all runs among and below some folders; there may be none yet.
 
     Args:
-        paths: run folders, or folders of run folders.
         clock: seconds of a monotonic clock.
 
     Raises:
@@ -103,7 +102,6 @@ def free_style(key: str, taken: Collection[int]) -> int:
     Solid lines are used up first; beyond `NUM_STYLES` runs, styles come again.
 
     Args:
-        key: hexadecimal key of the run.
         taken: styles of the other runs.
     """
     wanted = int(key, 16)

@@ -15,14 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from moefold.board.expert_tail import ExpertCountsTail, shares_of
-from moefold.board.json_tail import JsonTail
+from moefold.board.expert_tail import ExpertCountsTail, StepRanges, TraceTail, shares_of
+from moefold.board.json_tail import JsonTail, NewestValues
 from moefold.board.metric_table import MetricTable
-from moefold.board.newest_values import NewestValues
 from moefold.board.rollout_index import RolloutIndex, RolloutQuery
 from moefold.board.run_finder import FoundRun
-from moefold.board.step_ranges import StepRanges
-from moefold.board.trace_tail import TraceTail
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded
@@ -164,8 +161,6 @@ class RunReader:
         """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
 
         Args:
-            first: first step.
-            last: last step.
             max_points: of a metric, about.
             weights: of exponential means by step, for the metrics that are smoothed.
         """

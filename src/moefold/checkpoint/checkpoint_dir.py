@@ -31,8 +31,8 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers, part_keys, tables
 from moefold.config.tree import value_at
 from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys
+from moefold.data.fingerprint import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
-from moefold.data.moved_files import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.errors import ConfigError, format_list
 from moefold.optim.lr_schedule import check_schedule_settings
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote, to_path

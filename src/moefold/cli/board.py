@@ -7,8 +7,7 @@ import socket
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.host.listen import LOOPBACK_NAMES, check_port, listen, url_of
 from moefold.remote_path import is_remote
 from moefold.terminal import print_escaped
@@ -27,11 +26,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Serve the board until interrupted, or export it.
-
-    Raises:
-        ConfigError: a run does not exist, the port is in use, or an option cannot work.
-    """
+    """Serve the board until interrupted, or export it."""
     arguments = _parser().parse_args(argv)
     _check_effect(arguments)
     _check_local(arguments)
@@ -83,11 +78,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _check_effect(arguments: argparse.Namespace) -> None:
-    """Check that every given option has an effect.
-
-    Raises:
-        ConfigError: one has none.
-    """
+    """Check that every given option has an effect; raise ConfigError if one has none."""
     if arguments.export is None:
         if arguments.force:
             raise ConfigError("--force replaces an export; name it with --export FOLDER")
@@ -100,11 +91,7 @@ def _check_effect(arguments: argparse.Namespace) -> None:
 
 
 def _check_local(arguments: argparse.Namespace) -> None:
-    """Check that no path is a URL, whose slashes a local path would lose.
-
-    Raises:
-        ConfigError: one is.
-    """
+    """Check that no path is a URL, whose slashes a local path would lose; raise ConfigError if one is."""
     for name in (*arguments.runs, *filter(None, [arguments.export])):
         if is_remote(name):
             raise ConfigError(

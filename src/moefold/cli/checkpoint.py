@@ -136,11 +136,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run one action. Return 0 for done, sound or equal; 1 for damaged or different.
-
-    Raises:
-        ConfigError: a folder holds no checkpoint, or the checkpoint cannot be read.
-    """
+    """Run one action. Return 0 for done, sound or equal; 1 for damaged or different."""
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
     return action(arguments)

@@ -29,11 +29,7 @@ EPILOG = """examples:
 
 
 def run(argv: list[str]) -> int:
-    """Write a recipe and the files that it reads into a folder.
-
-    Raises:
-        ConfigError: the recipe is unknown, a file exists, or the folder cannot be written.
-    """
+    """Write a recipe and the files that it reads into a folder."""
     arguments = _parser().parse_args(argv)
     known = shipped_files()
     if arguments.list:

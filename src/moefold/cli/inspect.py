@@ -32,11 +32,7 @@ Every number of a run is defined in docs/metrics.md, which `moefold inspect --de
 
 
 def run(argv: list[str]) -> int:
-    """Show the load balance of a run.
-
-    Raises:
-        ConfigError: the folder is not a run with experts, or the layer does not exist.
-    """
+    """Show the load balance of a run."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.definitions:
@@ -121,7 +117,6 @@ def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -
     """Print the numbers of each layer, the load of each layer over time, and the experts of one layer over time.
 
     Args:
-        console: output.
         balance: load balance of the run.
         layer: layer whose experts to print; None selects the least even layer at the end of the run.
     """
@@ -195,9 +190,7 @@ def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) ->
     """Print the numbers of each curve, and its course; nothing if there is none.
 
     Args:
-        console: output.
         title: what the curves describe.
-        curves: the curves.
     """
     if not curves:
         return

@@ -41,11 +41,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print the layout that the arguments describe.
-
-    Raises:
-        ConfigError: an argument, a file or the folding is wrong.
-    """
+    """Print the layout that the arguments describe."""
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
@@ -77,11 +73,7 @@ def run(argv: list[str]) -> int:
 
 
 def check_listable(layout: Layout) -> None:
-    """Check that the ranks are few enough to list all groups.
-
-    Raises:
-        ConfigError: there are too many ranks.
-    """
+    """Check that the ranks are few enough to list all groups; raise ConfigError if there are too many ranks."""
     from moefold.cli.layout_table import MAX_LISTED_RANKS
 
     if layout.world_size > MAX_LISTED_RANKS:
@@ -125,11 +117,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Config, int, bool]:
 
 
 def stages_from_config(cfg: Config) -> StagePlan:
-    """Return the pipeline stages of a config.
-
-    Raises:
-        ConfigError: the schedule, the layout or its file is wrong.
-    """
+    """Return the pipeline stages of a config; raise ConfigError if the schedule, the layout or its file is wrong."""
     wrong_pp = DEGREE_RULES["pp"](cfg, cfg.parallel.pp)
     raise_all([*validate_schedule(cfg), *wrong_pp, *validate_pipeline_layout(cfg.model, cfg.parallel)])
     return plan_stages(cfg)

@@ -7,8 +7,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.drawn_view import DrawnView, build_drawn_views
 from moefold.cli.layout_table import (
+    DrawnView,
+    build_drawn_views,
     compact_count,
     describe_changes,
     describe_stage,
@@ -81,10 +82,7 @@ def save_picture(
     Args:
         layout: the two views.
         gpus_per_node: ranks per node.
-        path: output file.
         plan: the pipeline stages; None draws none.
-        model: the model of the recipe, if there is one.
-        costs: of each stage, if there is a recipe.
 
     Raises:
         ConfigError: the file has another suffix or cannot be written, or there are too many ranks for a picture.
@@ -138,7 +136,6 @@ class _Canvas:
     """Part of a figure, in inches from its upper left corner.
 
     Args:
-        figure: the figure.
         size: its width and height.
         box: left, top, width and height of the part.
     """
@@ -324,7 +321,6 @@ class StagePanel:
     """Panel with the stages of a plan.
 
     Args:
-        plan: the stages.
         model: for the kind of each layer; None does not draw it.
         costs: of each stage; None draws none.
         width: inches of the picture; stages are drawn in as many columns as fit.

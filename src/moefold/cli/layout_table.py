@@ -1,17 +1,55 @@
 """Text view of a layout: nodes, groups, pipeline stages, and the experts without folding. Torch-free."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from math import gcd, lcm
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, lcm, prod
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moefold.cli.drawn_view import DrawnView, build_drawn_views
 from moefold.cost.stages import StageCost
 from moefold.topology.layout import DEFAULT_MOE_ORDER, DEFAULT_ORDER, Layout, View, fold
 from moefold.topology.pipeline_layout import StageParts, StagePlan
+
+
+@dataclass(frozen=True)
+class DrawnView:
+    """A view with its display axes: a display axis may consist of several axes of the view, if others lie between."""
+
+    view: View
+    parts_of_axis: Mapping[str, tuple[str, ...]]
+    """By display axis, slowest to fastest, the axes of the view that form it."""
+
+    def degree(self, axis: str) -> int:
+        """Return the size of one axis."""
+        return prod(self.view.degree(part) for part in self.parts_of_axis[axis])
+
+    def group_indices(self, axis: str) -> tuple[int, ...]:
+        """Return each rank's group index."""
+        index = {rank: i for i, group in enumerate(self.view.groups(*self.parts_of_axis[axis])) for rank in group}
+        return tuple(index[rank] for rank in range(self.view.world_size))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Return the position of a rank in its group."""
+        return self.view.group(rank, *self.parts_of_axis[axis]).index(rank)
+
+
+def build_drawn_views(layout: Layout, *, coupled: bool = False) -> tuple[DrawnView, DrawnView]:
+    """Build the views of attention and experts.
+
+    Experts of a coupled method lie within data parallelism, so cp divides edp into two axes.
+    """
+    experts = layout.moe
+    spans: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in experts.axes}
+    if coupled:
+        axes = ("pp", "replicas", "ep", "cp", "etp")
+        experts = View(axes, (layout.pp, layout.dp // layout.ep, layout.ep, layout.cp, layout.etp))
+        spans = {"pp": ("pp",), "edp": ("replicas", "cp"), "ep": ("ep",), "etp": ("etp",)}
+    attention = {axis: (axis,) for axis in layout.attention.axes}
+    return DrawnView(layout.attention, attention), DrawnView(experts, spans)
+
 
 PALETTE = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow")
 MAX_NODES = 16

@@ -5,8 +5,7 @@ from functools import partial
 
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.inference_options import report_notices
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.host.rank_env import RankEnv, check_world_size, read_rank_env
 from moefold.terminal import print_escaped
 

@@ -164,7 +164,6 @@ def print_footer(
     """Print the best mapping, the assumptions, the accuracy of a prediction and the next command.
 
     Args:
-        console: output.
         planner: the planner that searched.
         shown: the mappings of the table, best first.
         args: the options.

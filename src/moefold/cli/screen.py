@@ -63,8 +63,6 @@ def print_columns(console: "Console", columns: Sequence[Column], *, num_keys: in
     """Print a table, split into several tables if it is too wide.
 
     Args:
-        console: output.
-        columns: columns of the table.
         num_keys: number of leading columns that name a row and are repeated in each of the tables.
     """
     keys = columns[:num_keys]

@@ -58,11 +58,7 @@ WARMUP_STEPS = 5
 
 
 def run(argv: list[str]) -> int:
-    """Simulate one step and print the result.
-
-    Raises:
-        ConfigError: the recipe, the device or an option is wrong, or a file cannot be written.
-    """
+    """Simulate one step and print the result."""
     args = _parser().parse_intermixed_args(argv)
     if bool(args.words) == bool(args.run):
         raise ConfigError("name a RECIPE.toml, or --run RUN_DIR, whose recipe is simulated; one of the two")

@@ -20,11 +20,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Tokenize the input files.
-
-    Raises:
-        ConfigError: the input cannot be used, or the output folder holds other files.
-    """
+    """Tokenize the input files."""
     arguments = _parser().parse_args(argv)
     for name in ("processes", "shard_mb"):
         if getattr(arguments, name) < 1:

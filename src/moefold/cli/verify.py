@@ -127,8 +127,6 @@ def verify(
 
     Args:
         cfg: the recipe, in float64 on the CPU.
-        steps: optimizer steps.
-        run_distributed: trains the recipe under its mapping.
         message: description of how the recipe was shrunk.
         notes: what is not compared.
         against_one_rank: compare with one rank of the same code instead of the oracle.

@@ -14,12 +14,7 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
-    """Return the part of a group that a recipe chooses.
-
-    Args:
-        recipe: the recipe.
-        group: the base class of the group, from `config/groups/`.
-    """
+    """Return the part of a group that a recipe chooses."""
     return of_group(attrgetter(group.key)(recipe), group)
 
 
@@ -53,7 +48,6 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
 
     Args:
         section: the section of a recipe, such as `cfg.train`.
-        group: the base class of the group.
     """
     return of_group(getattr(section, group.key.partition(".")[2]), group)
 

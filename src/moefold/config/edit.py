@@ -23,7 +23,6 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
     Another kind of a part keeps the settings that it has too. `check_config` checks the result.
 
     Args:
-        cfg: a config.
         settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings. A
             table without another kind keeps the settings that it leaves out.
 

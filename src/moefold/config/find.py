@@ -42,7 +42,6 @@ def kinds(group: str, words: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the kinds of a group that a recipe may name: built-in ones first, then kinds of installed packages.
 
     Args:
-        group: the folder of `parts/`.
         words: the built-in kinds that count; empty: all.
     """
     built_in = built_in_kinds(group)
@@ -53,7 +52,6 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
     """Return the kinds of a group for a message, as `one_of` does: built-in ones, then kinds of installed packages.
 
     Args:
-        group: the folder of `parts/`.
         words: the built-in kinds that count; empty: all.
     """
     others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
@@ -78,7 +76,6 @@ def missing_experiment(name: str, group: str, kind: str) -> str:
     """Return the refusal of a kind of `moefold-experiments`, which is not installed; empty for another kind.
 
     Args:
-        name: recipe key, as "section.key".
         group: the group of the part.
         kind: its value.
     """
@@ -94,8 +91,6 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
     """Return the refusal of a kind that a group lacks, with all kinds and the nearest one.
 
     Args:
-        name: recipe key, as "section.key".
-        group: the folder of `parts/`.
         kind: its value.
         words: the built-in kinds that count; empty: all.
     """
@@ -141,7 +136,6 @@ def find_part(group: str, kind: str) -> Any:
     """Return the class of a part.
 
     Args:
-        group: the folder of `parts/`.
         kind: one of `built_in_kinds(group)`, or a kind of an installed package.
 
     Raises:
@@ -164,7 +158,6 @@ def check_class(part: Any, base: type[Any], where: str) -> None:
 
     Args:
         part: the class.
-        base: the base class of the group.
         where: its name and origin, the start of the message.
 
     Raises:
@@ -175,11 +168,7 @@ def check_class(part: Any, base: type[Any], where: str) -> None:
 
 
 def check_not_shadowed(group: str, kind: str) -> None:
-    """Check that no installed package has a part with the name of a built-in kind.
-
-    Raises:
-        ConfigError: one has.
-    """
+    """Check that no installed package has a part with the name of a built-in kind; raise ConfigError if one has."""
     if found := entry_points_of(group).get(kind):
         raise ConfigError(
             f"{origin_of_entry(found[0])} brings the {group} {kind!r}, which is the name of a built-in kind; uninstall "

@@ -35,7 +35,6 @@ def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> st
     Args:
         hint: type of the key.
         maximum: largest magnitude of a number; None: the key takes none.
-        value: the value.
     """
     if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
         bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"

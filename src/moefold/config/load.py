@@ -57,8 +57,6 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
     Another kind keeps the settings of the recipe that it has too.
 
     Args:
-        tree: sections of a recipe.
-        overrides: the overrides.
         folder: where paths of parts start, the recipe's.
 
     Returns:

@@ -162,11 +162,7 @@ def rebuild(kind: str, origin: Origin, values: Mapping[str, Any]) -> Any:
 
 
 def entry_point_of(group: str, kind: str) -> EntryPoint:
-    """Return the entry point of a kind.
-
-    Raises:
-        ConfigError: two distributions have it.
-    """
+    """Return the entry point of a kind; raise ConfigError if two distributions have it."""
     found = entry_points_of(group)[kind]
     if len(found) > 1:
         names = " and ".join(str(origin_of_entry(one)) for one in found)
@@ -178,7 +174,6 @@ def load_entry_point(point: EntryPoint, key: str) -> Any:
     """Import what an entry point names.
 
     Args:
-        point: the entry point.
         key: recipe key that chooses the part.
 
     Raises:
@@ -221,7 +216,6 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
 
     Args:
         part: what the entry point or the file names.
-        base: the base class of the group.
     """
     if not (isinstance(part, type) and issubclass(part, base)):
         yield f"is no subclass of {base.__module__}.{base.__qualname__}"

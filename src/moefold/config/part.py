@@ -144,11 +144,7 @@ def describe_part(part: Part) -> str:
 
 
 def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
-    """Return what a part has built.
-
-    Raises:
-        RunError: it is of another class.
-    """
+    """Return what a part has built; raise RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
         raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
@@ -201,7 +197,6 @@ def without_source(value: Any, *names: str) -> Any:
     """Return the value of a key as plain data, without facts on where its part comes from, for comparisons.
 
     Args:
-        value: a value of `keys_of`.
         names: facts to leave out; none: all.
     """
     if not isinstance(value, dict):
@@ -291,8 +286,6 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
     """Return the part of a kind with some settings, and the defaults of the others.
 
     Args:
-        group: the folder of `parts/`.
-        kind: a kind of it.
         settings: values of its fields, unchecked.
 
     Raises:

@@ -124,7 +124,6 @@ def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType 
     Args:
         parts: its class; or several of one package, of which each may have failed.
         where: the method, as it follows "fails in"; empty: the first function of its package or file that was called.
-        error: the error.
         code: of the method, for an error of a call that does not fit its signature; None: it has no line.
     """
     part = parts[0]

@@ -101,7 +101,6 @@ def is_table_value(name: str, value: Any) -> bool:
     """Return whether the value of a key of `tables` has no kind, or names a part by a table or from outside.
 
     Args:
-        name: recipe key, as "section.key".
         value: its value, unchecked.
 
     Raises:
@@ -120,7 +119,6 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     """Build the part or the table of a key.
 
     Args:
-        name: recipe key, by its path.
         value: a kind, or a table with `kind` and settings; of a table without kinds its settings; "none" for none.
         default: the value of the key that is left out, which has the kind of a table without one; None: none.
 
@@ -157,7 +155,6 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     """Build a part.
 
     Args:
-        name: recipe key, by its path.
         value: the kind, or a table with `kind` and the settings of the part.
 
     Raises:
@@ -194,7 +191,6 @@ def settings_of_other_kind(
     """Split the settings of a table into those that another kind has too, and those that it lacks.
 
     Args:
-        name: recipe key, as "section.key".
         table: a table with `kind`, unchecked.
         kind: the other kind; the errors of one that is unknown follow.
         source: where the other kind comes from, as its table has it; None: it is as a user writes it.
@@ -356,11 +352,7 @@ def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
 
 
 def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) -> None:
-    """Say that a part is not the recorded one.
-
-    Raises:
-        ConfigError: another distribution has a kind of this name.
-    """
+    """Say that a part is not the recorded one; raise ConfigError if another distribution has a kind of this name."""
     if recorded.distribution != found.distribution and recorded.distribution:
         raise ConfigError(
             f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {found}; install the first, "

@@ -70,7 +70,6 @@ def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: boo
 
     Args:
         name: the user's text, which is no local path.
-        kind: kind of repository on the hub.
         bare: whether a name without an owner is allowed: some old tokenizers have such names.
     """
     if not is_hub_name(name, allows_bare_name=allows_bare_name):
@@ -142,12 +141,7 @@ def wrong_kind(name: str, kind: str) -> str:
 
 @cache
 def slot_fault(name: str, part: Any) -> str:
-    """Return why a key does not take a class of parts, and which one does; empty: it takes it.
-
-    Args:
-        name: recipe key, by its path.
-        part: the class.
-    """
+    """Return why a key does not take a class of parts, and which one does; empty: it takes it."""
     reason = _slot_reason(name, part)
     others = [path for path in part_marks() if not _slot_reason(path, part)]
     where = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"

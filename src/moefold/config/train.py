@@ -130,7 +130,6 @@ class TrainConfig(Section):
         """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch.
 
         Args:
-            device_type: "cpu" or "cuda".
             cp: context-parallel ranks.
             vocab_rows: rows of the vocabulary on a rank.
         """

@@ -36,11 +36,7 @@ def within(bound: Bound) -> WrapValidator:
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:
-    """Parse the TOML of a file.
-
-    Raises:
-        ConfigError: it is not TOML.
-    """
+    """Parse the TOML of a file; raise ConfigError if it is not TOML."""
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -51,7 +47,6 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
     """Build the dataclass of a file.
 
     Args:
-        kind: the dataclass.
         tree: keys of the file, unchecked.
         where: the file, as the first words of an error.
         advice: what else to do about missing keys at the top of the file, as it follows "give them".

@@ -356,7 +356,6 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     """Return an override `section.key=value` by the path of its table, several where its kind changes too.
 
     Args:
-        word: the override.
         tree: the sections of the recipe that it is for, unchecked.
 
     Raises:

@@ -438,11 +438,7 @@ MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp
 
 
 def num_layers_of(hf_config: Json) -> int:
-    """Return num_hidden_layers.
-
-    Raises:
-        ConfigError: it is no count.
-    """
+    """Return num_hidden_layers; raise ConfigError if it is no count."""
     count = hf_config.get("num_hidden_layers")
     if not isinstance(count, int) or not is_int(count) or not 1 <= count <= MAX_LAYERS:
         raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MAX_LAYERS}")
@@ -455,11 +451,7 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def interval_of(hf_config: Json, key: str, default: int) -> int:
-    """Return a key that says that every n-th layer differs.
-
-    Raises:
-        ConfigError: it is no whole number from 1 on.
-    """
+    """Return a key that says that every n-th layer differs; raise ConfigError if it is no whole number from 1 on."""
     every = hf_config.get(key, default)
     if not is_int(every) or every < 1:
         raise ConfigError(f"config.json has {key}={every!r}, which should be a whole number from 1 on")

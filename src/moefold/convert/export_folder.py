@@ -33,7 +33,6 @@ from moefold.checkpoint.streaming_io import (
 )
 from moefold.comm.groups import World
 from moefold.config.model import ModelConfig
-from moefold.convert.adapted_weights import AdaptedSource, CheckpointWeights, open_checkpoint
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
@@ -68,7 +67,7 @@ from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.model_card import read_training_run, write_generation_config, write_model_card
 from moefold.convert.mtp import count_mtp_layers, mtp_layer_numbers
 from moefold.convert.preflight import read_model
-from moefold.convert.quantize import Quantization, QuantizationKind, expand_files, plan_quantization
+from moefold.convert.quantized_tensors import Quantization, QuantizationKind, expand_files, plan_quantization
 from moefold.convert.safetensors_file import (
     DEFAULT_METADATA,
     DTYPE_NAMES,
@@ -84,10 +83,13 @@ from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
 from moefold.convert.weights import (
     MTP_REASON,
+    AdaptedSource,
+    CheckpointWeights,
     HfSource,
     assemble_rows,
     assign_groups,
     family_mapping,
+    open_checkpoint,
     verify_against_folder,
 )
 from moefold.errors import ConfigError, format_list
@@ -211,9 +213,6 @@ def export_folder(
     Args:
         checkpoint: a checkpoint of a run or an import; a run or a folder of checkpoints means the newest one.
         out: the folder; must not exist.
-        world: the processes that share the work.
-        options: user options.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the checkpoint or `out` cannot be used, or no family can express the model; nothing remains

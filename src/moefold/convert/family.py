@@ -318,9 +318,7 @@ def backbone_fields(
     """Return the fields that all families share; the arguments are the family's defaults for absent keys.
 
     Args:
-        norm_eps: epsilon of the norms.
         rope: reader of the RoPE parameters; a number: the default of theta, of the whole head; None: no RoPE.
-        tie_embeddings: whether the embedding is the output head.
         layers: field of the number of layers; None: num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
@@ -343,10 +341,8 @@ def attention_fields(
     """Return the fields of families with plain attention, as `backbone_fields`.
 
     Args:
-        norm_eps: epsilon of the norms.
         rope: reader of the RoPE parameters, or theta.
         head_size: width of one head; 0: hidden_size / num_attention_heads.
-        tie_embeddings: whether the embedding is the output head.
     """
     backbone = backbone_fields(norm_eps, rope, tie_embeddings=tie_embeddings)
     return (*backbone, KEY_VALUE_HEADS, HeadSize(head_size))

@@ -13,10 +13,9 @@ from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
 from moefold.config.suggestions import closest_match, download_advice
-from moefold.convert.declared_keys import declared_keys
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.key_reader import KeyReader, overlay, plain
+from moefold.convert.key_reader import KeyReader, declared_keys, overlay, plain
 from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
     KeyReport,
@@ -78,11 +77,7 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json.
-
-    Raises:
-        ConfigError: the file is missing or broken.
-    """
+    """Return the keys of config.json; raise ConfigError if the file is missing or broken."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         advice = download_advice(str(folder), allows_bare_name=True) if not folder.exists() else ""

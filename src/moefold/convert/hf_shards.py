@@ -180,7 +180,6 @@ def assign_shards(
     """Assign tensors to files and order them.
 
     Args:
-        mapping: the tensors.
         dtypes: dtype names of the tensors.
         model: the model, which tells MTP tensors apart.
         imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new

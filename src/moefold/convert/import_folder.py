@@ -90,11 +90,7 @@ def import_folder(
     and, in `hf`, the sidecar files and the manifest.
 
     Args:
-        folder: the Hugging Face folder.
         out: the checkpoint; must not exist.
-        world: the processes that share the work.
-        options: user options; None means the defaults.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the folder or `out` cannot be used; nothing remains written.
@@ -181,13 +177,10 @@ def write_checkpoint(
     """Write the weights of a source as a checkpoint, and copy sidecar files. Collective over `world`.
 
     Args:
-        source: the weights.
         out: the checkpoint; must not exist.
-        world: the processes that share the work.
         finish: called on rank 0 with the folder, to add metadata and recipe.
         sidecar_dir: folder of the sidecar files; None for none.
         excluded: sidecar files that are not copied.
-        on_bytes: called with the progress of this process.
 
     Returns:
         The copied files, on rank 0.
@@ -219,7 +212,6 @@ def finish_checkpoint(
     Args:
         tmp_dir: the folder that holds the weights.
         out: the final path of the checkpoint.
-        model: the model of the weights.
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
@@ -311,9 +303,7 @@ def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manif
     """Hash the tensors of a folder, each on one process; reject tensors that differ from the folder's own manifest.
 
     Args:
-        source: the folder.
         known: hashes that this process has computed already.
-        world: the processes.
     """
     folder: HfFolder = source.folder
     hashes = {name: digest for part in world.all_gather_object(dict(known)) for name, digest in part.items()}

@@ -24,7 +24,6 @@ from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.convert.adapted_weights import open_weights
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
@@ -39,7 +38,7 @@ from moefold.convert.preflight import (
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
-from moefold.convert.weights import WeightSource, load_shards, parameter_shapes
+from moefold.convert.weights import WeightSource, load_shards, open_weights, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel
@@ -62,7 +61,6 @@ def load_initial_weights(
     first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their values.
 
     Args:
-        model: this rank's shards.
         is_first_rank: whether this is rank 0.
         folder: the weights, if they were found already; None: those that the recipe names.
 
@@ -148,9 +146,7 @@ class UpcycledSource:
     """Initial weights of a model with experts, computed from the weights of a dense model.
 
     Args:
-        dense: the weights of the dense model.
         model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
-        upcycle: how the experts are made.
         seed: of the router, the noise and the shared expert; each tensor has its own generator.
     """
 
@@ -224,10 +220,7 @@ def upcycle_folder(
         dense: a Hugging Face folder, a checkpoint, or a run, which means its newest checkpoint.
         out: the checkpoint; must not exist.
         model: the model with experts.
-        upcycle: how the experts are made.
         seed: of the router, the noise and the shared expert.
-        world: the processes that share the work.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: `dense` or `out` cannot be used; nothing remains written.

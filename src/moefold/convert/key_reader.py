@@ -1,6 +1,10 @@
-"""Mapping over a JSON object that records the keys that are asked for. Torch-free."""
+"""Keys of JSON files that are asked for, and keys that transformers declares. Torch-free."""
 
+import dataclasses
+import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 Json = Mapping[str, Any]
@@ -67,3 +71,39 @@ def mark_read(hf_config: Json, *keys: str) -> None:
 def plain(value: Any) -> Any:
     """Return a value of a reader as JSON has it."""
     return value.values_by_key if isinstance(value, KeyReader) else value
+
+
+TABLE = Path(__file__).with_name("declared_keys.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeclaredKeys:
+    """Keys of the files of other libraries.
+
+    Attributes:
+        versions: of the libraries that the table was made from.
+        base: keys of every config.json, which the base class of transformers declares, with their defaults.
+        generation: keys of generation_config.json.
+        adapter: keys of PEFT's LoraConfig.
+        others: keys that transformers' classes of causal models of other families declare.
+        families: for each `model_type` its own keys.
+        aliases: for each `model_type` other spellings of keys.
+        stacked_by_peft: for each `model_type` whose adapters of single experts PEFT stacks when it loads them, the last
+            names of the modules that it takes for experts.
+    """
+
+    versions: Mapping[str, str]
+    base: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    adapter: Mapping[str, Any]
+    others: frozenset[str]
+    families: Mapping[str, Mapping[str, Any]]
+    aliases: Mapping[str, Mapping[str, str]]
+    stacked_by_peft: Mapping[str, list[str]]
+
+
+@lru_cache(maxsize=1)
+def declared_keys() -> DeclaredKeys:
+    """Read the table."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    return DeclaredKeys(**table | {"others": frozenset(table["others"])})

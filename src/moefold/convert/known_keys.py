@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moefold.convert.declared_keys import declared_keys
-from moefold.convert.key_reader import Json, KeyReader, plain
+from moefold.convert.key_reader import Json, KeyReader, declared_keys, plain
 from moefold.errors import ConfigError
 
 ALL_KEYS = ("*",)
@@ -258,7 +257,6 @@ def sort_keys(
 
     Args:
         file: name of the file.
-        keys: the object.
         known: keys that are known besides.
         ignored: keys that the user lets pass.
         prefix: path of the object in its file, such as "text_config.".
@@ -331,11 +329,7 @@ _PLAIN = KnownKeys({}, void=_VENDORS)
 
 
 def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
-    """Return the kinds of all keys of a file.
-
-    Raises:
-        ConfigError: keys of it are refused.
-    """
+    """Return the kinds of all keys of a file; raise ConfigError if keys of it are refused."""
     refused = [reason for _, reasons in found for reason in reasons]
     if refused:
         names = [reason.partition("=")[0] for reason in refused]
@@ -354,9 +348,5 @@ def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> K
 
 
 def file_report(file: str, keys: Json, known: KnownKeys, ignored: Collection[str]) -> KeyReport:
-    """Sort the keys of a file whose keys are known by name alone.
-
-    Raises:
-        ConfigError: keys of it are refused.
-    """
+    """Sort the keys of a file whose keys are known by name alone; raise ConfigError if keys of it are refused."""
     return join_reports(file, [sort_keys(file, KeyReader(keys), known, ignored)])

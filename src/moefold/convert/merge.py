@@ -94,8 +94,6 @@ def merge_checkpoints(
         checkpoints: checkpoint folders, as returned by `locate_checkpoint`; any mapping may have written each.
         weights: positive weight of each; they are divided by their sum.
         out: the checkpoint; must not exist.
-        world: the processes that share the work.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: a checkpoint or `out` cannot be used, the checkpoints have different tokenizers, or they were not
@@ -155,7 +153,6 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
     """Check that checkpoints with a known tokenizer all have the same one.
 
     Args:
-        checkpoints: the checkpoints.
         tokenizers: data.tokenizer of each: "bytes", a path, or "" if it is unknown.
 
     Raises:

@@ -76,8 +76,6 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
     """Collect what is known of the run that wrote a checkpoint.
 
     Args:
-        checkpoint: the checkpoint.
-        model: its model.
         meta: its metadata.
 
     Raises:
@@ -132,7 +130,6 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
 
     Args:
         folder: the exported folder, with its config.json.
-        run: the training run.
 
     Raises:
         ConfigError: config.json cannot be read.
@@ -157,7 +154,6 @@ def write_model_card(
         folder: the exported folder.
         family: the `model_type` of its config.json.
         model: the exported model.
-        run: the training run.
         is_adapter: whether the folder has adapters in PEFT's format alone.
 
     Raises:

@@ -42,7 +42,6 @@ def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> Model
     Qwen3-Next may hold a layer that their config.json does not count.
 
     Args:
-        model: the model of config.json.
         names: names of the folder's tensors; None if unknown.
     """
     if names is None:

@@ -19,7 +19,6 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.declared_keys import declared_keys
 from moefold.convert.export_folder import EXPORT_DTYPES
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
@@ -27,6 +26,7 @@ from moefold.convert.hf_config import families_for, find_family, is_hf_folder, r
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
+from moefold.convert.key_reader import declared_keys
 from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.peft_config import (
     CONFIG_FILE,
@@ -35,10 +35,14 @@ from moefold.convert.peft_config import (
     inspect_peft_folder,
     resolve_base,
 )
-from moefold.convert.peft_names import PREFIX, PeftModule, find_modules, other_modules, peft_modules
-from moefold.convert.peft_stacked import (
+from moefold.convert.peft_names import (
+    PREFIX,
+    PeftModule,
     StackedParameter,
+    find_modules,
     leaf,
+    other_modules,
+    peft_modules,
     read_stacked,
     stacked_names,
     stacked_parameters,
@@ -66,11 +70,8 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
     """Write the adapters of a checkpoint as a folder that PEFT reads. Collective over `world`; rank 0 writes.
 
     Args:
-        checkpoint: a checkpoint with adapters.
         out: the folder; must not exist.
-        world: the processes of the command.
         dtype: of the tensors; auto: float32, as they are trained.
-        on_bytes: called with the bytes written.
 
     Raises:
         ConfigError: `out` cannot be used, or a matrix is no module of the family.
@@ -278,12 +279,8 @@ def import_adapters(
     """Convert a folder of PEFT to a checkpoint with adapters. Collective over `world`.
 
     Args:
-        folder: the folder.
         out: the checkpoint; must not exist.
-        world: the processes that share the work.
         base: the base weights; None: those that adapter_config.json names.
-        ignored_keys: keys of the JSON files that may have any value.
-        on_bytes: called with the progress of this process.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.

@@ -16,6 +16,7 @@ from moefold.config.param_spec import ParamSpec
 from moefold.convert.family import Family
 from moefold.convert.tensor_mapping import SliceMapping, StateDictMapping
 from moefold.convert.weights import family_mapping
+from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError, format_list
 
 PREFIX = "base_model.model."
@@ -69,8 +70,6 @@ def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
     """Return the modules of a family's model that the matrices of adapters are.
 
     Args:
-        model: the model.
-        family: its family.
         weights: the matrices with adapters, by name.
 
     Raises:
@@ -131,3 +130,192 @@ def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list
         expert = pieces[0].start[0] if weight.is_expert else None
         modules.append(PeftModule(hf_name.removesuffix(".weight"), name, expert, tuple(pieces)))
     return modules
+
+
+Shape = tuple[int, ...]
+Pair = tuple[Tensor, Tensor]
+_WITH_INPUTS_FIRST = ("gpt_oss",)
+"""Families whose parameters are [E, in, out] for PEFT (`is_transposed`); of others it takes the last dim for inputs."""
+
+
+@dataclass(frozen=True)
+class StackedParameter:
+    """A parameter of a family's model that stacks the experts of one or more of our matrices."""
+
+    hf_name: str
+    """Its name, such as "model.layers.1.mlp.experts.down_proj"."""
+    inputs: int
+    outputs: int
+    pieces: tuple[SliceMapping, ...]
+    """Our matrices, in the order of the outputs."""
+    is_swapped: bool
+    """Whether PEFT takes the outputs for inputs: its A has them."""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that has the parameter."""
+        return self.hf_name.rpartition(".")[0]
+
+    @property
+    def target(self) -> str:
+        """Entry of `target_parameters`."""
+        return ".".join(self.hf_name.split(".")[-2:])
+
+    def fits(self, a: Shape, b: Shape) -> bool:
+        """Return whether A and B of these shapes adapt the parameter."""
+        sizes = (self.outputs, self.inputs) if self.is_swapped else (self.inputs, self.outputs)
+        return len(a) == len(b) == 2 and (a[1], b[0], a[0]) == (*sizes, b[1])
+
+    def stack(self, adapters: Mapping[str, Pair]) -> Pair:
+        """Return A and B of PEFT, given A [E, in, r] and B [E, r, out] of our matrices, by name."""
+        parts = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
+        experts, _, rank = parts[0][1].shape
+        a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in parts], dim=1)
+        b_ERO = a_ERI.new_zeros(experts, a_ERI.shape[1], self.outputs)
+        for number, (piece, _, b) in enumerate(parts):
+            b_ERO[:, number * rank : (number + 1) * rank, self._outputs_of(piece)] = b
+        if self.is_swapped:
+            return b_ERO.reshape(-1, self.outputs), a_ERI.permute(2, 1, 0).reshape(self.inputs, -1)
+        return a_ERI.reshape(-1, self.inputs), b_ERO.permute(2, 1, 0).reshape(self.outputs, -1)
+
+    def unstack(self, a: Tensor, b: Tensor, rank: int) -> dict[str, Pair]:
+        """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
+
+        Raises:
+            ConfigError: they have another rank.
+        """
+        experts = self.pieces[0].size[0]
+        by_expert = a.reshape(experts, -1, a.shape[1])
+        by_rank = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0)
+        a_ERI, b_ERO = (by_rank, by_expert) if self.is_swapped else (by_expert, by_rank)
+        width = a_ERI.shape[1]
+        is_diagonal = width == rank * len(self.pieces) > rank
+        found = {}
+        for number, piece in enumerate(self.pieces):
+            columns_ERO = b_ERO[:, :, self._outputs_of(piece)]
+            own = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
+            others = columns_ERO.clone()
+            others[:, own] = 0
+            if (width != rank and not is_diagonal) or others.any():
+                raise ConfigError(
+                    f"the adapter of {self.module} has rank {width}, and r={rank} in adapter_config.json; moefold "
+                    "reads one rank for all modules"
+                )
+            found[piece.name] = (
+                a_ERI[:, own].transpose(1, 2).contiguous(),
+                columns_ERO[:, own].contiguous(),
+            )
+        return found
+
+    def _outputs_of(self, piece: SliceMapping) -> slice:
+        """Return the outputs of one of our matrices."""
+        out_dim = piece.dims[2]
+        assert out_dim is not None
+        return piece.hf_region()[out_dim]
+
+
+def stacked_parameters(
+    model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
+) -> dict[str, list[StackedParameter]]:
+    """Return the parameters that stack experts, by their module, inner ones first; empty if the family has none.
+
+    Args:
+        family: its family; of several layouts with stacked experts, the last is transformers' model's.
+        weights: the matrices that may have adapters, by name.
+    """
+    found: dict[str, list[StackedParameter]] = {}
+    for rules in family.layouts:
+        mapping = family_mapping(model, rules, family)
+        by_tensor: dict[str, list[SliceMapping]] = {}
+        for name, weight in weights.items():
+            for piece in mapping.by_name[name] if weight.is_expert else ():
+                by_tensor.setdefault(piece.hf_name, []).append(piece)
+        parameters = [_parameter(family, name, mapping.hf_shapes[name], parts) for name, parts in by_tensor.items()]
+        if None in parameters:
+            continue
+        found = {}
+        for parameter in sorted(filter(None, parameters), key=lambda parameter: -len(parameter.pieces)):
+            found.setdefault(parameter.module, []).append(parameter)
+    return found
+
+
+def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMapping]) -> StackedParameter | None:
+    """Return the parameter of a tensor; None if it does not stack experts."""
+    _, in_dim, out_dim = pieces[0].dims
+    if len(shape) != 3 or in_dim is None or out_dim is None:
+        return None
+    parts = tuple(sorted(pieces, key=lambda piece: piece.hf_start[out_dim]))
+    is_swapped = in_dim < out_dim and family.name not in _WITH_INPUTS_FIRST
+    return StackedParameter(hf_name, shape[in_dim], shape[out_dim], parts, is_swapped)
+
+
+def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> dict[str, Tensor]:
+    """Return the tensors of PEFT for adapters of experts.
+
+    Args:
+        adapters: of our matrices, A [E, in, r] and B [E, r, out], by name.
+        parameters: as returned by `stacked_parameters`; those without an adapter are left out.
+    """
+    found: dict[str, Tensor] = {}
+    for module, candidates in parameters.items():
+        adapted = [parameter for parameter in candidates if any(piece.name in adapters for piece in parameter.pieces)]
+        # PEFT wraps the parameters one after the other.
+        names = reversed(_pair_names(module)[: len(adapted)])
+        for parameter, pair_names in zip(adapted, names, strict=True):
+            found |= dict(zip(pair_names, parameter.stack(adapters), strict=True))
+    return found
+
+
+def read_stacked(
+    tensors: Mapping[str, Tensor], parameters: Mapping[str, list[StackedParameter]], rank: int
+) -> dict[str, Tensor]:
+    """Return the adapters of stacked experts by our names.
+
+    Args:
+        parameters: as returned by `stacked_parameters`.
+        rank: r of adapter_config.json.
+
+    Raises:
+        ConfigError: an adapter has another rank, or the shapes of no parameter.
+    """
+    found: dict[str, Pair] = {}
+    for module, candidates in parameters.items():
+        for name_a, name_b in _pair_names(module):
+            if name_a not in tensors or name_b not in tensors:
+                continue
+            a = tensors[name_a]
+            b = tensors[name_b]
+            fitting = [parameter for parameter in candidates if parameter.fits(tuple(a.shape), tuple(b.shape))]
+            if len(fitting) != 1:
+                raise ConfigError(
+                    f"{name_a} is {list(a.shape)} and its B {list(b.shape)}, sizes of no parameter of {module}"
+                )
+            found |= fitting[0].unstack(a, b, rank)
+    untrained = _untrained_halves(found, parameters)
+    kept = {name: pair for name, pair in found.items() if leaf(name) not in untrained}
+    return {part: values for name, pair in kept.items() for part, values in zip(adapter_names(name), pair, strict=True)}
+
+
+def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
+    """Return the matrices, such as w_up, whose adapter is zero in all layers where the other of a parameter is not."""
+    trained = {leaf(name) for name, (_, b) in found.items() if b.any()}
+    halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
+    return set().union(*(half - trained for half in halves if half & trained))
+
+
+def leaf(name: str) -> str:
+    """Return the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def stacked_names(parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
+    """Return the names that adapters of stacked experts may have in a file."""
+    return {name for module in parameters for pair in _pair_names(module) for name in pair}
+
+
+def _pair_names(module: str) -> list[tuple[str, str]]:
+    return [(f"{PREFIX}{module}{inner}{SUFFIXES[0]}", f"{PREFIX}{module}{inner}{SUFFIXES[1]}") for inner in INNER]
+
+
+INNER = ("", ".base_layer")
+"""Suffixes of a module whose parameters are adapted one inside the other."""

@@ -217,7 +217,6 @@ def init_from_unsupported_reason(
 
     Args:
         model: the recipe's model.
-        path: the folder.
         ignored_keys: as in `read_model_config`.
         is_dense: whether its weights are upcycled to the recipe's model.
 

@@ -104,7 +104,6 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
     """Return the tensors of a file by name.
 
     Args:
-        file: the file.
         allows_quantized: accept the dtypes of `QUANTIZED_DTYPES` too.
 
     Raises:
@@ -221,9 +220,7 @@ def plan_file_layout(
     """Compute the layout of a file.
 
     Args:
-        file: path of the file.
         tensors: dtype name and shape by name, in the order of the file.
-        metadata: metadata of the file.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0

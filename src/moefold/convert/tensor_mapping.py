@@ -145,9 +145,7 @@ class TensorRule(Protocol):
 
         Args:
             param_name: name of the parameter in the whole model.
-            shape: its shape.
             layer: its layer number, "" outside the layers.
-            model: the model config.
         """
         ...
 

@@ -201,7 +201,6 @@ def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
     """Return a note if a run reads text with another tokenizer than its initial weights have; else empty.
 
     Args:
-        data: the section [data] of the run.
         weights_folder: a Hugging Face folder or a checkpoint.
     """
     run_tokenizer = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})

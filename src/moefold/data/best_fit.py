@@ -95,8 +95,6 @@ class BestFitSamples(SampleSource):
         stream: the tokens.
         packing: file of the packing: `PackingCounts`, then two numbers for each part of a document, sample by sample:
             2 * first token, plus 1 for the first part of a sample; and the number of tokens.
-        seq_len: S.
-        pad_id: id of the padding.
     """
 
     has_annotations = True
@@ -162,11 +160,7 @@ def open_best_fit(
     """Open the samples of a stream packed by best fit, from the cache or packed now.
 
     Args:
-        stream: the tokens.
-        boundaries: of its documents.
         sources: the files of the stream; a changed one is packed again.
-        seq_len: S.
-        pad_id: id of the padding.
         cache_dir: cache folder; None: the default one.
 
     Raises:
@@ -196,7 +190,6 @@ def pack_documents(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int,
 
     Args:
         lengths: tokens of each document.
-        seq_len: S.
 
     Returns:
         For each sample its parts: document, first token in the document, tokens. Samples are in the order of their
@@ -216,8 +209,6 @@ def document_windows(
     """Yield the documents of a stream in windows: the first token of each document, then the end of the last one.
 
     Args:
-        num_tokens: tokens of the stream.
-        boundaries: of the documents.
         window_tokens: a window ends with the document that brings it to this number of tokens.
         window_documents: most documents of a window.
     """

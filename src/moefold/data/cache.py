@@ -40,10 +40,8 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
 
     Args:
         corpus: the documents; each is followed by the tokenizer's separator, if it has one.
-        tokenizer: converts text to ids.
         cache_dir: cache folder; None means `default_cache_dir()`. If it is not writable, a folder of this user below
             the system's temporary folder is used, with a warning.
-        shows_progress: show progress on stderr if the work takes more than a second.
 
     Raises:
         ConfigError: a source is not readable text, there is no token, or no folder is writable.
@@ -66,7 +64,6 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
     Args:
         key: name of the entry; it changes with anything that changes the ids.
         write: writes the whole .npy file; it may seek.
-        cache_dir: see `cached_tokens`.
 
     Raises:
         ConfigError: no folder is writable; and exceptions of `write`.
@@ -161,9 +158,7 @@ def write_tokens(
     """Write the ids of documents as an .npy file; return the number of ids and of documents.
 
     Args:
-        file: the file.
         chunks: the documents; each is followed by the tokenizer's separator, if it has one.
-        tokenizer: converts text to ids.
         report: called with the bytes of source text, some megabytes at a time.
         index: gets the end of each document, int64; None: there is no index.
     """

@@ -208,7 +208,6 @@ def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str
     Args:
         messages: in normal form.
         template: source of the template, which may name further roles.
-        location: FILE:LINE, for messages.
 
     Raises:
         ConfigError: a role is unknown.

@@ -84,7 +84,6 @@ def stored_notes(cached: Path, report: RowReport) -> list[str]:
     """Return the notes on a cached file of conversations, which are stored next to it when it is made.
 
     Args:
-        cached: the file.
         report: what was noticed when this process made the file; nothing if it did not.
     """
     file = cached.with_suffix(".notes.json")
@@ -108,9 +107,6 @@ def tokenize_conversations(
 
     Args:
         conversations: conversations of one row follow each other.
-        tokenizer: the tokenizer.
-        template: the chat template.
-        report: gets what was noticed, and the errors of rows.
 
     Yields:
         The tokens of each conversation; None for a conversation of a skipped row.

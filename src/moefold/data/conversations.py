@@ -31,12 +31,8 @@ def open_samples(
     """Return the training samples, the held-out samples, and the log-probabilities under the reference model.
 
     Args:
-        data: the recipe's [data] section.
-        align: the recipe's [align] section.
         tokenizer: the recipe's.
         skipped: files that are left out.
-        seq_len: S.
-        cache_dir: folder of tokenised text; None: the default one.
         is_first: this process shows progress and logs what was skipped.
     """
     is_preference = data.kind == "preference"

@@ -121,7 +121,6 @@ def open_dataset(
     ranks.
 
     Args:
-        data: the recipe's [data] section.
         seq_len: train.seq_len, S; a sample has S + 1 tokens.
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it determines the order of the training samples, and all of the data of kind "synthetic".
@@ -189,7 +188,7 @@ class _DatasetBuilder:
         data = self.data
         tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
         if data.weights:
-            from moefold.data.mixture import Mixture
+            from moefold.data.sampler import Mixture
 
             paths = (data.path,) if isinstance(data.path, str) else data.path
             parts = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
@@ -360,7 +359,6 @@ class SyntheticSamples(SampleSource):
         """Choose the strides of a seed.
 
         Args:
-            seed: run.seed.
             vocab_size: V; ids are in [0, V).
             seq_len: S; a sample has S + 1 tokens.
             document_end: token that ends a document; -1: samples have no documents.

@@ -17,11 +17,9 @@ from moefold.config.data import DataConfig
 from moefold.data.file_formats import unknown_column_message
 from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
 from moefold.data.source_listing import table_suffix
-from moefold.data.table_folder import is_saved_dataset, split_files
-from moefold.data.table_rows import TABLE_SUFFIXES, text_rows
+from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
@@ -71,7 +69,6 @@ class TextTable:
         """Yield the texts from a place on, each with the number of its row (0-based) and its place.
 
         Args:
-            number: number of the row at the place.
             place: a place that was yielded; None: the first row. It is JSON-serialisable: number of the file and of the
                 row in it, or the state of the package for a data set on the hub.
 
@@ -171,11 +168,7 @@ class TextTables:
         return [table.identity for table in self.tables]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents.
-
-        Raises:
-            ConfigError: a source is missing, or a row holds no text.
-        """
+        """Yield all documents; raise ConfigError if a source is missing, or a row holds no text."""
         for text, _ in self.documents(None):
             yield TextChunk(text, ends_document=True, size_bytes=len(text))
 

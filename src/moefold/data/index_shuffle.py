@@ -29,11 +29,7 @@ class IndexShuffle:
         self._round_keys = tuple(hash_ints(key, i) for i in range(_ROUNDS))
 
     def __call__(self, index: int) -> int:
-        """Return the image of one index.
-
-        Raises:
-            IndexError: the index is outside [0, length).
-        """
+        """Return the image of one index; raise IndexError if the index is outside [0, length)."""
         if not 0 <= index < self.length:
             raise IndexError(f"index {index} is outside [0, {self.length})")
         image = self._scramble(index)

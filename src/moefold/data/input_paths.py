@@ -231,9 +231,7 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
 
     Args:
         path: data.path of the run.
-        files: names of all its data files.
         tokens: names of its token files, in the order of `files`; empty if unknown.
-        dropped: names of the dropped files.
     """
     known = list(files)
     tokens = list(tokens)

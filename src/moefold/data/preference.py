@@ -64,9 +64,6 @@ class PackedPairs(PackedMembers):
         conversations: all conversations, the two of a pair one after the other.
         pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
         reference: log-probabilities of all pairs.
-        align: the recipe's section.
-        seq_len: S.
-        pad_id: id of the padding.
     """
 
     noun = "pairs"
@@ -133,11 +130,7 @@ def pack_pairs(
 
     Args:
         data: the recipe's section: validation_fraction, overlong.
-        align: the recipe's section.
         conversations: all conversations, the two of a pair one after the other.
-        seq_len: S.
-        pad_id: id of the padding.
-        reports: log how many were skipped and cut.
 
     Returns:
         (training, validation).

@@ -109,11 +109,7 @@ def open_prompts(
     """Open the prompts of a recipe.
 
     Args:
-        data: the recipe's section, of kind "task" or "prompts".
-        tokenizer: the tokenizer.
-        seed: run.seed.
         check: raises ConfigError for a prompt of a file that the reward cannot score.
-        reports: log the number of skipped rows.
 
     Raises:
         ConfigError: a file is missing, a line is no prompt (the message has file and line), or the tokenizer has no
@@ -156,10 +152,7 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        data: the recipe's section.
-        tokenizer: the tokenizer.
         want: reward to ask for in the text of each prompt; None: for none.
-        check: see `open_prompts`.
         report: called with a message on the rows that data.skip_bad_rows leaves out.
 
     Raises:
@@ -212,11 +205,7 @@ class _PromptReader:
         self._template: ChatTemplate | None = None
 
     def read(self, record: JsonlRecord) -> Prompt:
-        """Return the prompt of a row.
-
-        Raises:
-            ConfigError: the row has none, or it cannot be rendered.
-        """
+        """Return the prompt of a row; raise ConfigError if the row has none, or it cannot be rendered."""
         source = prompt_of_row(record)
         if isinstance(source, str):
             text = source if self._want is None else self._want.fill(source)
@@ -244,11 +233,7 @@ def _check_alike(prompt: Prompt, first: Prompt) -> None:
 
 
 def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
-    """Return the text or the messages of a row's prompt.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the text or the messages of a row's prompt; raise ConfigError if it is neither."""
     source = record.fields.get(PROMPT_COLUMN)
     if isinstance(source, list):
         return list(parse_messages(source, f"{record.location}: the prompt").messages)

@@ -62,7 +62,6 @@ def override_want(stored: RewardPrompt | None, option: str, name: str = "--want"
     """Return what prompts ask for after an option of a command.
 
     Args:
-        stored: of the model.
         option: a number; "none": prompts stay as they are; "": as stored.
         name: of the option, for messages.
 

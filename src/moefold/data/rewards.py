@@ -103,11 +103,7 @@ class Rewards:
         )
 
     def _check_differ(self, members: NDArray[np.int64], method: str) -> NDArray[np.float64]:
-        """Return the rewards of the members.
-
-        Raises:
-            ConfigError: all are equal.
-        """
+        """Return the rewards of the members; raise ConfigError if all are equal."""
         reward = self.reward_N[members]
         if len(reward) and reward.min() == reward.max():
             raise ConfigError(
@@ -207,11 +203,7 @@ def prompt_hash(prompt: Sequence[Message], tools: Any = None) -> int:
 
 
 def reward_of(record: JsonlRecord, column: str) -> float:
-    """Return the reward of a row.
-
-    Raises:
-        ConfigError: it is absent or no finite number.
-    """
+    """Return the reward of a row; raise ConfigError if it is absent or no finite number."""
     if column not in record.fields:
         raise ConfigError(
             f"{record.location}: {unknown_column_message(column, record.fields)}; align.method.reward names the column"

@@ -68,8 +68,6 @@ class TraceShape:
 
         Args:
             indices: expert indices of any shape.
-            step: for the message.
-            key: name of the trace in the message.
 
         Raises:
             ConfigError: an index is out of range.
@@ -112,7 +110,6 @@ class RoutingTraceWriter:
     another shape, for example after a change of the batch size: `num_dropped` of them.
 
     Args:
-        run_dir: the run folder.
         shape: shape of every step.
         resume_step: step of the checkpoint that the run continues from, 0 for a new run.
     """

@@ -252,7 +252,6 @@ def packed_sample(parts: Sequence[NDArray[np.int64]], size: int, pad_id: int, **
     Args:
         parts: tokens of each document.
         size: tokens of the sample.
-        pad_id: id of the padding.
         annotations: further fields of `Sample`.
     """
     lengths = [len(part) for part in parts]

@@ -9,6 +9,7 @@ before and the sample after each range are left out of both parts. The positions
 fraction alone, never on run.seed: every seed is evaluated on the same text.
 """
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -243,7 +244,6 @@ class Sampler(SampleSource):
 
         Args:
             first: the first candidate.
-            count: number of samples.
             skipped_ranges: indices to leave out, as well as the dropped samples.
 
         Raises:
@@ -307,7 +307,6 @@ class Split(Sampler):
             members: the sample numbers of this part.
             order_key: key of the shuffled order, which differs in each epoch; None visits samples in the order of the
                 data.
-            split_name: see `Sampler`.
         """
         self.seq_len = source.seq_len
         self.split_name = split_name
@@ -371,3 +370,179 @@ class Split(Sampler):
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = (epoch, IndexShuffle(len(self), hash_ints(self._order_key, epoch)))
         return self._epoch_order[1](position)
+
+
+_MODULUS = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+_OFFSET = _MODULUS // 2
+
+
+class Mixture(Sampler):
+    """Samplers interleaved by their shares; each advances independently, through epochs of its own."""
+
+    def __init__(self, parts: Sequence[Sampler], shares: Sequence[float]) -> None:
+        """Interleave samplers.
+
+        Args:
+            parts: the samplers, all of the same sequence length.
+            shares: the share of each, above 0, in any unit.
+        """
+        self.seq_len = parts[0].seq_len
+        self.split_name = parts[0].split_name
+        self._parts = tuple(parts)
+        total = sum(shares)
+        self._shares = tuple(share / total for share in shares)
+        self.has_annotations = any(part.has_annotations for part in parts)
+        self.filled = sum(share * part.filled for share, part in zip(self._shares, parts, strict=True))
+        ends = [round(end / total * _MODULUS) for end in accumulate(shares)]
+        self._ends = [*ends[:-1], _MODULUS]
+
+    def __len__(self) -> int:
+        """Return the length of a mixture epoch: the number of samples before any part repeats."""
+        if not all(len(part) for part in self._parts):
+            return 0
+        first = int(min(len(part) / share for part, share in zip(self._parts, self._shares, strict=True)))
+        # The exact counts differ from the shares by a few samples.
+        while any(self._count(which, first) > len(part) for which, part in enumerate(self._parts)):
+            first -= 1
+        return first
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the part that sample `index` comes from, and the sample's index there."""
+        if index < 0:
+            raise IndexError(f"sample index {index} must not be negative")
+        which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
+        return which, self._count(which, index)
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index` of the run."""
+        which, number = self.locate(index)
+        return self._parts[which].annotated_sample(number)
+
+    def origin(self, index: int) -> str:
+        """Return the sample's part, and its origin there."""
+        which, number = self.locate(index)
+        return f"part {which}, {self._parts[which].origin(number)}"
+
+    def drop_files(self, names: Iterable[str]) -> None:
+        """Drop files in all parts; each part ignores the names of other parts."""
+        wanted = frozenset(names)
+        for part in self._parts:
+            part.drop_files(wanted)
+
+    def is_dropped(self, index: int) -> bool:
+        """Return whether the sample is dropped in its part."""
+        which, number = self.locate(index)
+        return self._parts[which].is_dropped(number)
+
+    @property
+    def num_dropped(self) -> int:
+        """Estimated number of dropped samples in an epoch, from each part's share."""
+        length = len(self)
+        lost = [
+            part.num_dropped / len(part) * self._count(i, length) for i, part in enumerate(self._parts) if len(part)
+        ]
+        if all(part.num_dropped == len(part) for part in self._parts):
+            return length
+        return min(length - 1, math.ceil(sum(lost)))
+
+    def state(self, index: int) -> Any:
+        """Return the states of the parts, None if none has any."""
+        states = [part.state(self._count(which, index)) for which, part in enumerate(self._parts)]
+        return None if all(state is None for state in states) else states
+
+    def restore(self, state: Any) -> None:
+        """Restore the state of each part."""
+        for part, part_state in zip(self._parts, state or [], strict=False):
+            part.restore(part_state)
+
+    def _count(self, which: int, num_samples: int) -> int:
+        """Return how many of the first samples come from a part."""
+        start = self._ends[which - 1] if which else 0
+        return _count_below(self._ends[which], num_samples) - _count_below(start, num_samples)
+
+
+def _count_below(end: int, num_samples: int) -> int:
+    """Return the count of n < num_samples with (n * _GOLDEN + _OFFSET) mod _MODULUS < end, for 0 <= end <= _MODULUS."""
+    if end == 0:
+        return 0
+    # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
+    whole = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
+    return whole - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
+
+
+def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
+    """Return the sum of (factor * i + offset) // modulus over i < count, for non-negative numbers; O(log modulus).
+
+    Each iteration removes the whole multiples and swaps the axes, as in Euclid's algorithm (Graham, Knuth, Patashnik:
+    Concrete Mathematics, sec. 3.5).
+    """
+    total = 0
+    while count > 0:
+        total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
+        factor = factor % modulus
+        offset = offset % modulus
+        top = factor * count + offset
+        if top < modulus:
+            break
+        count, offset, modulus, factor = top // modulus, top % modulus, factor, modulus
+    return total
+
+
+class StridedSampler(Sampler):
+    """Every count-th sample of a sampler, in order."""
+
+    def __init__(self, source: Sampler, count: int, number: int) -> None:
+        """Select the samples of a site.
+
+        Args:
+            number: this site, from 0.
+        """
+        self.seq_len = source.seq_len
+        self.split_name = source.split_name
+        self.has_annotations = source.has_annotations
+        self.filled = source.filled
+        self._source = source
+        self._count = count
+        self._number = number
+
+    def __len__(self) -> int:
+        """Return the number of this site's samples in an epoch of all sites."""
+        return math.ceil(len(self._source) / self._count)
+
+    def annotated_sample(self, index: int) -> Sample:
+        """Return sample `index` of this site."""
+        return self._source.annotated_sample(self._index(index))
+
+    def drop_files(self, names: Iterable[str]) -> None:
+        """Drop files of the source."""
+        self._source.drop_files(names)
+
+    def is_dropped(self, index: int) -> bool:
+        """Return whether sample `index` of this site has a token of a dropped file."""
+        return self._source.is_dropped(self._index(index))
+
+    @property
+    def num_dropped(self) -> int:
+        """Estimated number of this site's dropped samples in an epoch; all of them if the source has no others."""
+        if self._source.is_all_dropped:
+            return len(self)
+        return min(len(self) - 1, math.ceil(self._source.num_dropped / self._count))
+
+    def origin(self, index: int) -> str:
+        """Return the origin of the sample in the source."""
+        return self._source.origin(self._index(index))
+
+    def state(self, index: int) -> Any:
+        """Return the state of the source at this site's next sample."""
+        return self._source.state(self._index(index))
+
+    def restore(self, state: Any) -> None:
+        """Restore a state of the source."""
+        self._source.restore(state)
+
+    def _index(self, index: int) -> int:
+        """Return the index in the source of sample `index` of this site."""
+        if index < 0:
+            raise IndexError(f"sample index {index} must not be negative")
+        return index * self._count + self._number

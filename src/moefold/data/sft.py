@@ -163,11 +163,8 @@ class PackedMembers(SampleSource):
         """Pack members by best fit.
 
         Args:
-            conversations: all conversations.
             members: numbers of the members.
             lengths: tokens of each, at most seq_len + 1, [members].
-            seq_len: S.
-            pad_id: id of the padding.
         """
         self.seq_len = seq_len
         self._conversations = conversations
@@ -191,10 +188,7 @@ class PackedConversations(PackedMembers):
     """Samples of whole conversations, which are truncated to S + 1 tokens.
 
     Args:
-        conversations: all conversations.
         members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
-        seq_len: S.
-        pad_id: id of the padding.
         scales: factor of the loss of each conversation, [conversations]; None: 1.
     """
 
@@ -240,12 +234,8 @@ def open_conversations(
     """Open the conversations that data.path names, except skipped files; tokenises them on the first call.
 
     Args:
-        data: the recipe's section.
-        tokenizer: the tokenizer.
         skipped: files to leave out.
         reader: how rows become conversations; None: each row is one.
-        cache_dir: folder of tokenised text; None: the default one.
-        shows_progress: show progress on stderr.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has
@@ -305,10 +295,6 @@ def pack_conversations(
 
     Args:
         data: the recipe's section: validation_fraction, overlong.
-        conversations: all conversations.
-        seq_len: S.
-        pad_id: id of the padding.
-        reports: log how many were skipped and truncated.
         select: chooses among the conversations that have a target, and scales their losses; None: all, unscaled.
 
     Returns:
@@ -492,7 +478,6 @@ def filled_share(lengths: Sequence[int], seq_len: int) -> float:
 
     Args:
         lengths: tokens of each sample, at most seq_len + 1; the last one of a full sample is no input.
-        seq_len: inputs of a sample.
     """
     return sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len) if lengths else 1.0
 
@@ -504,7 +489,6 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     Args:
         lengths: length of each item, 1 .. capacity.
-        capacity: capacity of each bin.
 
     Returns:
         The item numbers in each bin, ascending; bins in the order of their first number.

@@ -86,11 +86,7 @@ class ShardReader:
     _handle = -1
 
     def __init__(self, ids: TokenArraySpec) -> None:
-        """Open the file.
-
-        Raises:
-            BrokenShardError: it cannot be opened, or is shorter than before.
-        """
+        """Open the file; raise BrokenShardError if it cannot be opened, or is shorter than before."""
         self._ids = ids
         try:
             self._handle = os.open(ids.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -155,7 +151,6 @@ def open_ends_file(index: Path, *, shard: str) -> ShardReader:
 
     Args:
         index: the file, of int64.
-        shard: see `TokenArraySpec`.
 
     Raises:
         ValueError: no index has its size.
@@ -176,10 +171,6 @@ class DocumentEnds:
 
     def __init__(self, index: "EndsReader", num_tokens: int) -> None:
         """Check that an index is of a file with `num_tokens` tokens.
-
-        Args:
-            index: reader of the ends.
-            num_tokens: number of tokens in the token file.
 
         Raises:
             ValueError: the index is invalid; the text has the reason.

@@ -28,8 +28,6 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
     """Return the files of data.path that are corrupt and left out; none if data.corrupt is "fatal".
 
     Args:
-        data: the recipe's section.
-        cache_dir: see `cached_tokens`.
         reports: log each file with the reason.
 
     Raises:
@@ -105,7 +103,7 @@ def _unreadable_reason(data: DataConfig, file: Path) -> str:
         ColumnError: it is readable, and lacks the column of the recipe.
     """
     from moefold.data.file_formats import ColumnError, jsonl_records
-    from moefold.data.table_folder import check_rows_readable
+    from moefold.data.table_rows import check_rows_readable
     from moefold.data.text_source import TextFile, check_decodable
 
     try:

@@ -43,9 +43,7 @@ class StreamingSampler(Sampler):
         """Start at the first document.
 
         Args:
-            texts: the documents.
             tokenizer: converts text to ids; its separator follows each document.
-            seq_len: S.
             order_key: key of the shuffled order within blocks; None keeps the order of the data.
             document_end: id that ends a document, to number documents by; -1: no document ids.
         """

@@ -126,11 +126,7 @@ class Problems:
         self._is_validation = is_validation
 
     def problem(self, number: int) -> TaskProblem:
-        """Return a problem.
-
-        Raises:
-            ConfigError: the task has too few problems to hold some out.
-        """
+        """Return a problem; raise ConfigError if the task has too few problems to hold some out."""
         for attempt in range(_MAX_ATTEMPTS):
             problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)), self._size)
             if (_prompt_hash(problem.prompt) < self._limit) == self._is_validation:
@@ -162,9 +158,7 @@ class TaskSampler(Sampler):
         """Pack problems.
 
         Args:
-            problems: the problems.
             tokenizer: a tokenizer with an end-of-text token, which ends every answer.
-            seq_len: S.
             num_samples: length of an epoch.
         """
         self.seq_len = seq_len
@@ -223,11 +217,7 @@ def open_task(
 
 
 def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has an end-of-text token, which ends answers.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Check that a tokenizer has an end-of-text token, which ends answers; raise ConfigError if it has none."""
     if tokenizer.separator_id is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer!r} has no end-of-text token, so no answer would ever end; name a "

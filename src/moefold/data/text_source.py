@@ -113,11 +113,7 @@ def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -
 
 
 def check_decodable(file: TextFile) -> None:
-    """Decode a text file from start to end.
-
-    Raises:
-        ConfigError: it is not readable or not UTF-8 text.
-    """
+    """Decode a text file from start to end; raise ConfigError if it is not readable or not UTF-8 text."""
     for _ in Corpus("text", (file,)).chunks():
         pass
 

@@ -12,7 +12,6 @@ def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: s
     """Compare the tokenizer of token files with the tokenizer of a run, by what makes the ids of a text.
 
     Args:
-        files: the token files.
         tokenizer: the tokenizer of the run; bare numbers are compared with none.
         name: data.tokenizer, for messages.
 

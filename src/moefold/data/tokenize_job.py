@@ -81,9 +81,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
     """Return the named files, folders recursively, each with its format; excludes the output folder.
 
     Args:
-        names: files and folders.
         input_format: an `InputFormat`, or "auto": by the file's suffix, text if it is unknown.
-        out: the output folder.
 
     Raises:
         ConfigError: a name does not exist, is given twice or is part of the output, or all files are empty.
@@ -149,7 +147,6 @@ def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRow
 
     Args:
         input_slice: the part of a file.
-        column: the column of the text.
         skipped: gets the errors of lines and rows that hold no text.
 
     Raises:
@@ -445,7 +442,6 @@ def tokenize_files(
     processes. A call with the same arguments resumes an interrupted one: finished shards stay.
 
     Args:
-        inputs: files and folders.
         writer: the folder, the tokenizer and the column.
         input_format: of the files: "text", "jsonl", "parquet", or "auto".
         shard_bytes: input bytes of one shard.

@@ -105,11 +105,7 @@ class NumberTokenizer(Tokenizer):
         self.identity = f"numbers below {vocab_size}"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the numbers of a text, [numbers].
-
-        Raises:
-            ValueError: a word is not a number in [0, vocab_size).
-        """
+        """Return the numbers of a text, [numbers]; raise ValueError if a word is not a number in [0, vocab_size)."""
         ids = np.array([int(word) for word in text.split()], dtype=np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise ValueError(f"ids must be in [0, {self.vocab_size})")
@@ -167,9 +163,7 @@ def reject_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
     A NUL of a chat template is not part of a text of data: it may end a turn.
 
     Args:
-        tokenizer: the tokenizer.
         value: a text, or JSON values with texts.
-        subject: name of the text, for the message.
 
     Raises:
         ConfigError: it has one.

@@ -49,7 +49,6 @@ class TokenizerProcess:
         Args:
             read: returns the content of a tokenizer.json, or of a vocab.json and a merges.txt; called again for
                 each start of the process.
-            limits: its limits.
 
         Raises:
             TokenizerError: it is no tokenizer.
@@ -94,7 +93,6 @@ class TokenizerProcess:
         """Yield the ids of each text, [tokens], and the character range of each id, [tokens, 2] or [0].
 
         Args:
-            texts: the texts.
             offsets: return the ranges.
             start: add the special tokens of the post-processor, as at the start of a document.
 

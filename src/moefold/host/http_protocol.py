@@ -11,7 +11,7 @@ from h11 import SEND_BODY
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moefold.host.connections import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
+from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
 from moefold.terminal import print_escaped
 
 BODY_TIMEOUT_S = 60.0
@@ -76,9 +76,6 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
             guard: of the listener.
             keywords: arguments of uvicorn.
             header_s: longest time in which the header of a request may come.
-            body_s: see `BODY_TIMEOUT_S`.
-            unread_s: see `UNREAD_ANSWER_TIMEOUT_S`.
-            linger_s: see `LINGER_S`.
         """
         super().__init__(**keywords)
         self._guard = guard

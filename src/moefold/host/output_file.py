@@ -8,21 +8,13 @@ from moefold.errors import ConfigError
 
 
 def reject_existing(option: str, path: Path, *, force: bool) -> None:
-    """Reject a file that exists, unless it may be replaced.
-
-    Raises:
-        ConfigError: it exists, and `force` is False.
-    """
+    """Reject a file that exists, unless it may be replaced; raise ConfigError if it exists, and `force` is False."""
     if path.is_file() and not force:
         raise ConfigError(f"{option} {path} exists already; add --force to replace it, or name another file")
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that a file can be written.
-
-    Raises:
-        ConfigError: the folder does not exist or is not writable.
-    """
+    """Check that a file can be written; raise ConfigError if the folder does not exist or is not writable."""
     fault = _write_errno(path)
     if fault:
         raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
@@ -37,7 +29,6 @@ def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> Non
 
     Args:
         option: the option that names the file.
-        path: the file.
         suffixes: allowed suffixes, in lower case.
 
     Raises:

@@ -24,7 +24,6 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
     Without it, Ctrl-C during a child's imports prints a traceback.
 
     Args:
-        signals: signals to block.
         starts_python: whether the child is a new interpreter, not a fork of this one.
     """
     if starts_python:
@@ -60,7 +59,6 @@ def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None
     """Ask the kernel to send this process a signal when its parent dies (Linux only).
 
     Args:
-        number: the signal.
         parent_pid: the parent's process id; if the parent has died already, the signal is raised at once.
     """
     if sys.platform.startswith("linux"):

@@ -120,7 +120,6 @@ def check_world_size(rank_env: RankEnv, world_size: int, sampling_ranks: int = 0
     """Check that the launcher started as many processes as the recipe has ranks.
 
     Args:
-        rank_env: environment of this process.
         world_size: parallel.world_size.
         sampling_ranks: rollout.ranks.
 

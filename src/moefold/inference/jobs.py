@@ -20,7 +20,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.passes import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
@@ -165,9 +165,6 @@ def prepare_evaluation(
     """Check an evaluation before any rank starts.
 
     Args:
-        request: the evaluation.
-        rank_env: environment of this process, if a launcher started it.
-        report: receives notes on the model, such as damaged checkpoints that were skipped.
         notify: receives the sequence length, if none was given.
 
     Raises:
@@ -214,11 +211,6 @@ def prepare_generation(
     request: GenerationRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None]
 ) -> GenerateJob:
     """Check a generation before any rank starts.
-
-    Args:
-        request: the generation.
-        rank_env: environment of this process, if a launcher started it.
-        report: receives notes on the model, such as damaged checkpoints that were skipped.
 
     Raises:
         ConfigError: the model, a prompt, an option or the mapping cannot work, or the memory is too small.
@@ -299,8 +291,6 @@ def choose_inference_device(
 
     Args:
         cfg: of the command.
-        source: the model.
-        rank_env: environment of this process, if a launcher started it.
         extra_bytes: bytes of a rank besides its weights, by their name in the message.
         suggestion: the way out if the memory is too small.
 

@@ -12,8 +12,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.convert.adapted_weights import load_merged_weights
-from moefold.convert.weights import load_hf_weights
+from moefold.convert.weights import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv
@@ -64,7 +63,6 @@ def load_model(
     Args:
         source: result of `find_source`.
         cfg: result of `inference_config`.
-        device: device of this rank.
         tokenizer: result of `open_tokenizer`, if text is read or written.
 
     Raises:

@@ -90,11 +90,6 @@ def prepare_rollouts(
 ) -> RolloutJob:
     """Check a job before any rank starts.
 
-    Args:
-        request: the arguments.
-        rank_env: environment of this process, if a launcher started it.
-        report: receives notes on the model, such as damaged checkpoints that were skipped.
-
     Raises:
         ConfigError: the model, a prompt, the reward, an option or the mapping cannot work, or the memory is too small.
     """

@@ -71,7 +71,6 @@ class RolloutCollector:
         engine: samples the completions.
         reward: scores them, on the first rank of tp and pp.
         tokenizer: makes text of them.
-        groups: the process groups of the mapping.
         stop: what ends a rollout.
         max_tokens: maximum number of new tokens.
     """
@@ -109,7 +108,6 @@ class RolloutCollector:
             indices: numbers of the prompts, which are the keys of the random numbers.
             open_prompt: returns a prompt by its number.
             group_size: completions of each prompt.
-            sampling: sampling parameters.
             adjust: computes rewards from scores.
 
         Raises:
@@ -194,8 +192,6 @@ def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> S
 
     Args:
         data: the kind of prompts, their files, the tokenizer and the chat template.
-        reward: the reward.
-        tokenizer: the tokenizer.
     """
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(data, reward)):

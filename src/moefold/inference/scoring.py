@@ -61,7 +61,6 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     """Score sequences in one batch on each data-parallel rank, without cp. Collective; all ranks get the result.
 
     Args:
-        loaded: the model.
         request: sequences of at least two tokens, of which all but the first can be scored.
     """
     model = loaded.model

@@ -167,12 +167,6 @@ def launched_config(
 ) -> Config:
     """Build the config of an inference command for the ranks that a launcher started, if one did.
 
-    Args:
-        source: the model.
-        request: the settings.
-        purpose: of the command.
-        rank_env: environment of this process, if a launcher started it.
-
     Raises:
         ConfigError: as `inference_config`, or the mapping has another number of ranks.
     """

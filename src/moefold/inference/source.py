@@ -70,7 +70,6 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
     Args:
         name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, of which the newest complete
             checkpoint is used, or RUN/best, the one with the lowest held-out loss; or a Hugging Face folder.
-        ignored_keys: keys of the JSON files of a Hugging Face folder that may have any value.
 
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.

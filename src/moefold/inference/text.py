@@ -29,7 +29,6 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
     """Open the tokenizer of a model.
 
     Args:
-        source: the model.
         override: "bytes" or the path of a tokenizer.json to use instead; "" uses the source's tokenizer.
         reports: log what was guessed about it.
 
@@ -54,11 +53,6 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
 
 def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
     """Compare the tokenizer of a file of ids of `moefold tokenize` with a model's tokenizer, if both are known.
-
-    Args:
-        file: the file.
-        source: the model.
-        override: as for `open_tokenizer`.
 
     Raises:
         ConfigError: the ids were made with another tokenizer, or the model's cannot be read.
@@ -110,11 +104,7 @@ def stop_token_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Read a UTF-8 text file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8.
-    """
+    """Read a UTF-8 text file; raise ConfigError if the file cannot be read, or is not UTF-8."""
     try:
         return read_bounded(path, MAX_TEXT_BYTES)
     except UnicodeDecodeError as error:
@@ -170,7 +160,6 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
     Its prompts ask for the reward of `source.want`.
 
     Args:
-        source: the model.
         tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "" uses the model's.
         template_override: a template file to use instead of the model's; "" uses the model's.
 
@@ -192,8 +181,6 @@ def encode_messages(
     No special tokens are added beyond the template's.
 
     Args:
-        template: the chat template.
-        tokenizer: the tokenizer.
         messages: what the user says in each conversation.
         system: system message before each of them; "" for none.
 

@@ -31,8 +31,6 @@ class VllmEngine:
     All methods are collective over all ranks.
 
     Args:
-        groups: the process groups of training.
-        model: the model in training.
         records_routing: whether completions have the experts that were chosen for their tokens.
 
     Raises:
@@ -135,11 +133,7 @@ class VllmEngine:
         return found
 
     def _check_experts(self, experts: NDArray[np.integer]) -> None:
-        """Check that experts fit the model in training.
-
-        Raises:
-            VllmError: they do not.
-        """
+        """Check that experts fit the model in training; raise VllmError if they do not."""
         num_layers, top_k = experts.shape[1:]
         highest = int(experts.max(initial=0))
         part = self._model.experts

@@ -148,11 +148,7 @@ class VllmServer:
         self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
 
     def _check_dtype(self, found: object) -> None:
-        """Check that the server computes in the dtype of training.
-
-        Raises:
-            VllmError: it does not.
-        """
+        """Check that the server computes in the dtype of training; raise VllmError if it does not."""
         served = str(found).removeprefix("torch.")
         if served == self.dtype:
             return
@@ -196,7 +192,6 @@ class VllmServer:
         """Sample the continuation of a prompt.
 
         Args:
-            request: the prompt.
             sampling: sampling parameters, without top-k and top-p.
             version: the weights that must sample; None: any.
             deadline_s: latest end, on the clock of time.monotonic.
@@ -329,11 +324,7 @@ def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str,
 
 
 def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Completion:
-    """Return the completion of a choice.
-
-    Raises:
-        ValueError: its parts contradict each other.
-    """
+    """Return the completion of a choice; raise ValueError if its parts contradict each other."""
     tokens = tuple(int(token) for token in choice["token_ids"])
     content: Sequence[Mapping[str, Any]] = choice["logprobs"]["content"]
     log_probs = tuple(min(0.0, float(entry["logprob"])) for entry in content if entry["logprob"] < MAX_ROUNDING)

@@ -96,7 +96,6 @@ def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as
     Args:
         job: the prompts.
         rank_env: place of this rank.
-        device_type: "cpu" or "cuda".
         as_json: print one JSON object per prompt.
         echoes: print each prompt before its continuation.
     """
@@ -147,8 +146,6 @@ class _StreamedOutput:
     """The one continuation that is printed while it comes, after its prompt if that is echoed.
 
     Args:
-        job: with one prompt.
-        tokenizer: of the model.
         echoes: print the prompt before its continuation.
         exits_on_broken_pipe: whether the program ends once the reader has gone (`| head`); if not, the remaining
             text is discarded, as the other ranks wait for this one.

@@ -16,9 +16,6 @@ def device_without_torch(
     """Return "cpu" if the ranks certainly run on the CPU, else "": then `choose_device` must query torch.
 
     Args:
-        requested_device: run.device.
-        world_size: ranks of the job.
-        rank_env: environment of this process, if a launcher started it.
         root: folder that contains dev/.
 
     Raises:

@@ -13,9 +13,8 @@ from moefold.comm.collectives import is_collective_error
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.processes import handle_stop_signals
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import hard_exit, oom_message
+from moefold.launch.exit import SingleReporter, hard_exit, oom_message
 from moefold.launch.hang_diagnosis import describe_activity
-from moefold.launch.single_reporter import SingleReporter
 from moefold.launch.watchdog import Watchdog
 
 NONZERO_RANK_DELAY_S = 0.7
@@ -39,7 +38,6 @@ class RankErrorHandler:
     signals are left to the program.
 
     Args:
-        rank_env: environment of this rank.
         is_stop_requested: returns whether a signal was received and not handled yet.
         watchdog: diagnoses which rank was lost.
     """

@@ -29,9 +29,6 @@ def choose_checked_device(
     On a machine that certainly has no GPU the check runs before torch is imported.
 
     Args:
-        requested_device: run.device.
-        world_size: ranks of the job.
-        rank_env: environment of this process, if a launcher started it.
         check: called with the device type; raises if the job must not start.
 
     Raises:
@@ -51,7 +48,6 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
 
     Args:
         cfg: a recipe that `check_config` passed.
-        device_type: "cpu" or "cuda".
         rank_env: environment of this process, if a launcher started it; only local rank 0 checks.
 
     Raises:
@@ -76,8 +72,6 @@ def check_inference(
 
     Args:
         cfg: a config that `check_config` passed.
-        device_type: "cpu" or "cuda".
-        rank_env: see `check_training`.
         extra_bytes: bytes of each rank in addition to the weights, by name.
         suggestion: last part of the error message: smaller settings to try.
 
@@ -97,9 +91,6 @@ def local_host_capacity(
     """Return the memory of this machine and the pipeline ranks of its ranks that have a mapping.
 
     Args:
-        parallel: the mapping.
-        device_type: "cpu" or "cuda".
-        rank_env: see `check_training`.
         first_rank: rank in the job of the first rank of the mapping.
     """
     layout = fold_mapping(parallel)

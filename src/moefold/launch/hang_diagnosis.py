@@ -50,7 +50,6 @@ def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:
 
     Args:
         reports: last report of every rank that ever reported.
-        world_size: ranks of the job.
     """
     present = {rank: report for rank, report in reports.items() if report.exit_status is None}
     rules: tuple[tuple[str, list[int]], ...] = (
@@ -83,7 +82,6 @@ def format_diagnosis(reports: Mapping[int, RankReport], world_size: int, reason:
 
     Args:
         reports: last report of every rank that ever reported.
-        world_size: ranks of the job.
         reason: trigger of the diagnosis, such as "no progress for 600 s (faults.timeout_s)".
     """
     diagnosis = diagnose(reports, world_size)

@@ -52,10 +52,6 @@ def _device_capability(name: str) -> tuple[float, float]:
 def detect_machine(requested_device: str, rank_env: RankEnv | None) -> DetectedMachine:
     """Detect the machine of this process without initialising a GPU.
 
-    Args:
-        requested_device: run.device.
-        rank_env: environment of this process, if a launcher started it.
-
     Raises:
         ConfigError: the planner has no description of the GPU.
     """

@@ -59,9 +59,6 @@ def run_processes(
     ends the others. If this process is killed, the ranks get SIGINT.
 
     Args:
-        main: what each rank runs.
-        rank_envs: environment of each rank.
-        device_type: "cpu" or "cuda".
         on_loss: called with the number and the exit code of a rank that a signal has ended, while others run: these go
             on. None: such a rank has failed.
 

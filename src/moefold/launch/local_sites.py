@@ -42,8 +42,6 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
     if they are too few for a round; their statuses do not count.
 
     Args:
-        main: main function of a site.
-        count: number of sites.
         min_members: fewest sites of a round.
         environments: environment variables of each site.
     """
@@ -58,12 +56,6 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
 
 def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv | None) -> list[dict[str, str]]:
     """Return the environment variables by which the sites share the cores or GPUs of this machine.
-
-    Args:
-        count: number of sites.
-        num_ranks: ranks of a site.
-        device: run.device.
-        rank_env: environment of this process, if a launcher started it.
 
     Raises:
         ConfigError: a launcher started this process, or there are too few GPUs.
@@ -109,7 +101,6 @@ def _fork(
     """Start the next site in a child process.
 
     Args:
-        main: main function of a site.
         before: the sites that were started already.
         port: port of the meeting point.
         listener: socket of the meeting point.

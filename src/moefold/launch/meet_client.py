@@ -25,7 +25,6 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
 
     Args:
         text: the address.
-        key: name of the setting, for messages.
 
     Raises:
         ConfigError: it has another form.
@@ -41,9 +40,6 @@ class MeetConnection:
     """One connection to the meeting point; it is opened by the first request, and again after it was lost.
 
     Args:
-        host: host of the meeting point.
-        port: its port.
-        secret: the shared secret.
         timeout_s: longest wait for an answer.
     """
 
@@ -146,21 +142,13 @@ class MeetStore:
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value.
-
-        Raises:
-            MeetError: the meeting point cannot be reached, or does not take the value.
-        """
+        """Write a value; raise MeetError if the meeting point cannot be reached, or does not take the value."""
         answer = self._connection.ask({"do": "set", "key": key, "value": b64encode(value).decode()})
         if "refused" in answer:
             raise MeetError(f"the meeting point refused a value: {answer['refused']}")
 
     def get(self, key: str) -> bytes:
-        """Wait for a value.
-
-        Raises:
-            MeetError: it was not written in time.
-        """
+        """Wait for a value; raise MeetError if it was not written in time."""
         answer = self._connection.ask({"do": "get", "key": key, "timeout_s": self._timeout_s})
         if "over" in answer:
             raise MeetError("another site has left")
@@ -175,12 +163,7 @@ class MeetStore:
 
 
 class Heartbeat:
-    """Thread that tells the meeting point that the site is alive, on a connection of its own.
-
-    Args:
-        connection: the connection.
-        number: the site.
-    """
+    """Thread that tells the meeting point that the site is alive, on a connection of its own."""
 
     def __init__(self, connection: MeetConnection, number: int) -> None:
         self._connection = connection

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from moefold.host.connections import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
+from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
 from moefold.launch.meeting import BadRequestError, Meeting
 from moefold.launch.signed_lines import (
     MAX_LINE_BYTES,
@@ -31,8 +31,6 @@ class MeetServer:
 
     Args:
         listener: socket that is bound to the address.
-        secret: the shared secret.
-        log: called with each line of the log.
         most: most connections; None for what the descriptors allow.
     """
 
@@ -66,7 +64,6 @@ class MeetServer:
         """Tell the sites that wait for this one that its process has ended.
 
         Args:
-            number: of the site.
             reason: why it does not come.
         """
         self._meeting.end_site(number, reason)

@@ -57,7 +57,6 @@ class Meeting:
     """State machine of the meeting point; a request is entered once, and asks for its answer after every change.
 
     Args:
-        log: called with each line of the log.
         clock: monotonic time in seconds.
     """
 
@@ -88,7 +87,6 @@ class Meeting:
         """Enter a request.
 
         Args:
-            message: the request.
             connection: number of its connection.
             address: address of the other side.
 
@@ -121,7 +119,6 @@ class Meeting:
         """Return the answer to a request that was entered; None: not yet.
 
         Args:
-            message: the request.
             connection: number of its connection.
             waited_s: time since it was entered.
         """
@@ -154,7 +151,6 @@ class Meeting:
         """Count a site as one that does not come, if its process has ended before the first round.
 
         Args:
-            number: of the site.
             reason: why it does not come, for the sites that wait for it.
         """
         if not self._has_started and number not in self._sites:

@@ -37,10 +37,6 @@ def collect_from_ranks(
 
     Args:
         function: what each rank runs; with several GPU ranks it must be picklable, as these are spawned.
-        world_size: ranks of the job.
-        device_type: "cpu" or "cuda".
-        rank_env: environment of this process, if a launcher started it.
-        regroups: see `spawn_ranks`.
 
     Returns:
         The function's result on this rank, or on the first of the ranks that were started and not lost.
@@ -88,7 +84,6 @@ def compute_on_rank0(
     Collective over the whole job; communicates through the job's store.
 
     Args:
-        rank_env: environment of this rank.
         timeout_s: limit for each of the two waits: for the ranks to join, and for the result.
         own_facts: facts that this rank contributes.
         compute: called on rank 0 only, with the facts in rank order.

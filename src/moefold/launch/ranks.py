@@ -20,13 +20,12 @@ from moefold.host.listen import is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import missing_gpu_message
-from moefold.launch.exit import hard_exit
+from moefold.launch.exit import hard_exit, has_report
 from moefold.launch.hang_diagnosis import describe_activity
 from moefold.launch.local_job import JobResult, RankMain, SignalForwarder, record_files, run_processes
 from moefold.launch.regroup import LostRankError, report_lost
 from moefold.launch.rendezvous import HOST, join_rendezvous, loopback_store, restrict_to_loopback
 from moefold.launch.runtime_env import choose_threads, expand_segments, keep_freed_blocks
-from moefold.launch.single_reporter import has_report
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0
@@ -42,8 +41,6 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
     For "cuda" it also configures the allocator of this process and of those that it starts, see `expand_segments`.
 
     Args:
-        requested_device: run.device.
-        world_size: ranks of the job.
         rank_env: environment of this process, if a launcher started it; else all ranks run on this machine.
 
     Raises:
@@ -64,13 +61,6 @@ def run_ranks(
 ) -> int:
     """Run `main` as the rank that a launcher started and exit, or spawn all ranks on this machine and wait for them.
 
-    Args:
-        main: what each rank runs.
-        world_size: ranks of the job.
-        device_type: "cpu" or "cuda".
-        rank_env: environment of this process, if a launcher started it.
-        regroups: see `spawn_ranks`.
-
     Raises:
         KeyboardInterrupt: see `spawn_ranks`.
     """
@@ -87,9 +77,6 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: 
     All sockets are bound to the loopback interface.
 
     Args:
-        main: what each rank runs.
-        world_size: number of ranks.
-        device_type: "cpu" or "cuda".
         regroups: a rank that a signal has ended is recorded in the store, and the others go on, see `launch.regroup`.
 
     Raises:
@@ -121,8 +108,6 @@ def init_distributed(
     """Initialise the default process group and yield the device of this rank; destroy the group at the end.
 
     Args:
-        rank_env: environment of this rank.
-        device_type: "cpu" or "cuda".
         timeout_s: limit of the wait for the other ranks.
         on_rendezvous: called with the session name after the rendezvous and before the backends connect. A rank lost
             while connecting would block the others beyond `timeout_s`: `Watchdog.start` detects it.
@@ -149,11 +134,7 @@ def init_split_job(
     Yields the device and the connection of all ranks, None if all of them train.
 
     Args:
-        rank_env: environment of this rank.
         split: the ranks that train and those that sample.
-        device_type: "cpu" or "cuda".
-        timeout_s: see `init_distributed`.
-        on_rendezvous: see `init_distributed`.
         open_group_store: called after it; returns the store on which the process groups connect, by default the store
             of the rendezvous.
 
@@ -247,9 +228,6 @@ def _init_process_groups(
 
     Args:
         store: store that the ranks of the job share.
-        rank_env: environment of this rank.
-        split: the ranks that train and those that sample.
-        device: device of this rank.
         timeout: torch's own timeout of the group.
     """
     ranks = split.ranks_like(rank_env.rank)
@@ -264,8 +242,6 @@ def init_process_group(store: dist.Store, rank: int, size: int, device: torch.de
     Args:
         store: store that the ranks share.
         rank: number of this rank in the group.
-        size: number of ranks.
-        device: device of this rank.
         timeout: torch's own timeout of the group.
     """
     if device.type == "cuda":

@@ -91,7 +91,6 @@ def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
 
     Args:
         store: the store, without a prefix.
-        rank: its job rank.
         how: how the process ended, if that is known.
     """
     if how:
@@ -114,7 +113,6 @@ class Regroup:
 
     Args:
         rank_env: environment of this rank; the launcher or rank 0 hosts the store.
-        device_type: "cpu" or "cuda".
         timeout_s: a rank that does not arrive within this time counts as lost.
         find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
         find_silent: returns the job ranks that report nothing any more, after a wait of some periods of reports.

@@ -57,7 +57,6 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
         cores: cores that this rank may run on; for a GPU rank possibly only the cores of its NUMA node.
         all_cores: cores of the machine.
         local_ranks: ranks of the machine.
-        device_type: "cpu" or "cuda".
     """
     return max(1, min(cores, (all_cores if device_type == "cuda" else cores) // local_ranks))
 

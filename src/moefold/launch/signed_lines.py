@@ -36,7 +36,6 @@ class SignedLines:
     """Signatures of one connection, seen from one of its sides.
 
     Args:
-        secret: the shared secret.
         server_nonce: random number of the meeting point, in hexadecimal.
         client_nonce: random number of the site, in hexadecimal.
         is_server: whether this side is the meeting point.
@@ -50,11 +49,7 @@ class SignedLines:
         self._num_in = 0
 
     def seal(self, message: Mapping[str, Any]) -> bytes:
-        """Return the next line to send.
-
-        Raises:
-            BadLineError: the line would be too long.
-        """
+        """Return the next line to send; raise BadLineError if the line would be too long."""
         content = json.dumps(message, allow_nan=False).encode()
         self._num_out += 1
         line = b"%s %s\n" % (self._signature(self._out, self._num_out, content), content)
@@ -84,11 +79,7 @@ def _sign(key: bytes, content: bytes) -> bytes:
 
 
 def parse_object(content: bytes) -> Message:
-    """Parse one JSON object.
-
-    Raises:
-        BadLineError: it is something else.
-    """
+    """Parse one JSON object; raise BadLineError if it is something else."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
@@ -114,7 +105,6 @@ def read_secret(file: str, key: str, environment: Mapping[str, str] = os.environ
     Args:
         file: the file; empty: none.
         key: name of the setting that names the file, for messages.
-        environment: environment variables.
 
     Raises:
         ConfigError: the file cannot be read, or the secret is too short.

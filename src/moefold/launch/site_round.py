@@ -75,8 +75,6 @@ def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[in
     The permutation depends on the arguments alone, so that a run can be repeated.
 
     Args:
-        seed: run.seed.
-        index: number of the round.
         members: the sites of the round.
     """
     text = f"{seed} {index} {sorted(members)}"

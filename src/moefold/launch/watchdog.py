@@ -34,11 +34,10 @@ from moefold.comm.torch_compat import abort_process_groups
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
-from moefold.launch.exit import hard_exit
+from moefold.launch.exit import SingleReporter, hard_exit
 from moefold.launch.hang_diagnosis import RankReport, describe_activity, format_diagnosis
 from moefold.launch.regroup import lost_ranks, report_lost
 from moefold.launch.rendezvous import STORE_ERRORS
-from moefold.launch.single_reporter import SingleReporter
 
 REPORT_PERIOD_S = 1.0
 """Longest interval between two reports of a rank."""
@@ -76,9 +75,7 @@ class Watchdog:
     `start` must be called after the rendezvous and before the backends connect, where ranks could block without limit.
 
     Args:
-        rank_env: environment of this rank.
         timeout_s: the job ends when a rank makes no progress for this long.
-        device_type: "cpu" or "cuda".
         regroups: a lost rank does not end the job; it is recorded for `launch.regroup`.
     """
 

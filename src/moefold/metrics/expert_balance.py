@@ -50,7 +50,6 @@ class ExpertCountsWriter:
     one with other layers or experts, is replaced.
 
     Args:
-        run_dir: folder of the run.
         layers: indices of the MoE layers.
         num_experts: E.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run.

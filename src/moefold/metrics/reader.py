@@ -63,11 +63,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's training steps.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the lines of a run's training steps; raise ConfigError if the file cannot be read."""
     return [record for record in read_records(run_dir) if record["step"] > 0]
 
 

@@ -5,10 +5,11 @@
 
 import resource
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,3 +213,78 @@ def peak_memory_gib(device_type: str) -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak_bytes = peak if sys.platform == "darwin" else peak * 1024
     return peak_bytes / GIB
+
+
+WINDOW_STEPS = 16
+REPORT_SLOW_STEPS = 12
+RECOVERED_SLOW_STEPS = 4
+"""A rank is reported as slow once it was slow in REPORT_SLOW_STEPS of the last WINDOW_STEPS steps, and counts as
+recovered once it was slow in at most RECOVERED_SLOW_STEPS of them."""
+MIN_IMPACT = 0.05
+"""Least excess time of a slow rank, as a fraction of the step."""
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Stragglers:
+    """Detects ranks whose own time exceeds `factor` times the median of their stage in most steps of a window.
+
+    Times of single steps scatter widely on a shared machine, so slow steps are counted: one long pause counts once. For
+    an even number of ranks the lower median is used, so that one of two ranks can be detected. A rank is reported once,
+    and again only after it has recovered.
+
+    Args:
+        factor: threshold, above 1.
+        stages: ranks of each pipeline stage.
+        hosts: host name of each rank.
+    """
+
+    def __init__(self, factor: float, stages: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
+        self._factor = factor
+        self._stages = [list(stage) for stage in stages]
+        self._hosts = list(hosts)
+        self._slow: deque[Flags] = deque(maxlen=WINDOW_STEPS)
+        self._window_times: deque[Array] = deque(maxlen=WINDOW_STEPS)
+        self._reported: set[int] = set()
+
+    def update(self, times: Array) -> list[dict[str, Any]]:
+        """Add the times of one step, [ranks, (own, data, wait)]; return a record of each newly detected rank."""
+        if not times.any():
+            return []
+        own = times[:, COMPUTE]
+        data = times[:, DATA]
+        median = np.zeros(len(own))
+        for stage in self._stages:
+            median[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
+        has_impact = own - median > MIN_IMPACT * (own + times[:, COMM])
+        self._slow.append((own > self._factor * median) & has_impact)
+        self._window_times.append(np.stack([own, data, median], axis=1))
+        counts = np.sum(self._slow, axis=0)
+        self._reported -= set(np.flatnonzero(counts <= RECOVERED_SLOW_STEPS).tolist())
+        new = [rank for rank in np.flatnonzero(counts >= REPORT_SLOW_STEPS).tolist() if rank not in self._reported]
+        self._reported |= set(new)
+        return [self._record(rank, int(counts[rank])) for rank in new]
+
+    def _record(self, rank: int, slow_steps: int) -> dict[str, Any]:
+        own_s, data_s, median_s = np.median([step[rank] for step in self._window_times], axis=0).tolist()
+        return {
+            "kind": "straggler",
+            "action": "log",
+            "rank": rank,
+            "host": self._hosts[rank],
+            "own_s": own_s,
+            "data_s": data_s,
+            "median_s": median_s,
+            "ranks": next(len(stage) for stage in self._stages if rank in stage),
+            "slow_steps": slow_steps,
+            "steps": len(self._window_times),
+        }
+
+
+def describe_straggler(record: dict[str, Any]) -> str:
+    """Return a straggler record as a log line."""
+    return (
+        f"rank {record['rank']} ({record['host']}) is slow in {record['slow_steps']} of {record['steps']} steps: "
+        f"{record['own_s']:.3g} s of its own work a step, {record['own_s'] / record['median_s']:.2f} times the median "
+        f"of the {record['ranks']} ranks of its stage; {record['data_s']:.2g} s of it for data"
+    )

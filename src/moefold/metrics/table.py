@@ -709,7 +709,6 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
     """Reduce the values of all ranks by the rules of their definitions; None does not count, NaN makes the result NaN.
 
     Args:
-        metrics: the definitions.
         ranks: values of each rank by name.
     """
     values: dict[str, float | None] = {}

@@ -12,8 +12,7 @@ import numpy as np
 
 from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.metrics.table import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
 
 GIB = 2**30

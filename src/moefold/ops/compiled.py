@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.extras import install_command
+from moefold.errors import install_command
 from moefold.ops.rope import rotate_pairs
 from moefold.ops.swiglu import swiglu
 

@@ -167,7 +167,7 @@ class DataLoader:
         sites = cfg.sites
         self.train_sampler = data.train
         if sites.count > 1:
-            from moefold.data.strided import StridedSampler
+            from moefold.data.sampler import StridedSampler
 
             self.train_sampler = StridedSampler(data.train, sites.count, sites.number)
         self.validation_sampler = data.validation

@@ -62,7 +62,7 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
     """Return the number of samples in an epoch of this job, of all its data-parallel ranks together."""
     # Lazy import: a wrong key is refused without numpy and the tokenizer.
     from moefold.data.dataset import open_dataset, prepare
-    from moefold.data.strided import StridedSampler
+    from moefold.data.sampler import StridedSampler
     from moefold.data.validate_source import check_data
 
     if program_data is not None:

@@ -52,9 +52,7 @@ from moefold.train.reference import ReferenceModel
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_source import LocalRollouts, RolloutModel, RolloutSource
 from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
-from moefold.validate.exactness import inexact_settings
-from moefold.validate.mismatch import mismatch_limit
-from moefold.validate.replay import replays_routing
+from moefold.validate.exactness import inexact_settings, mismatch_limit, replays_routing
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ from moefold.config.part_table import toml_value
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import LAYERS, flat_settings, upgraded
-from moefold.data.fingerprint import fingerprint
-from moefold.data.moved_files import LOCATION_KEYS
+from moefold.data.fingerprint import LOCATION_KEYS, fingerprint
 from moefold.errors import format_list
 from moefold.host.folder_lock import LOCK_FILE, is_in_use
 from moefold.metrics.reader import METRICS_FILE, read_records

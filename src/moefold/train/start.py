@@ -467,7 +467,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     """
     from moefold.convert.preflight import init_from_unsupported_reason
     from moefold.inference.vllm_server import VllmError, vllm_server
-    from moefold.validate.replay import replays_routing
+    from moefold.validate.exactness import replays_routing
 
     rollout = cfg.rollout
     # The ranks of other machines need the server, and not the folder.
@@ -491,7 +491,7 @@ def check_rollout_cache(cfg: Config) -> None:
         ConfigError: it does not.
     """
     from moefold.cost.kv_cache import cache_sizes
-    from moefold.inference.engine.capacity import cache_pages, check_requests
+    from moefold.inference.engine.passes import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request
 
     rollout = cfg.rollout

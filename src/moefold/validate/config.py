@@ -12,8 +12,10 @@ from typing import Any
 
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen_parts, read_key
+from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
+from moefold.config.problem import Problem
 from moefold.config.rule import ask, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import part_keys, slot_fault, wrong_kind
@@ -23,17 +25,43 @@ from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
-from moefold.validate.model import MODEL_RULES, layer_problems, validate_layer_words, validate_layers
 from moefold.validate.moe import ROUTING_RULES, TRAINING_ONLY_RULES
 from moefold.validate.parallel import OVERLAP_RULES, PARALLEL_RULES, validate_collective_order, validate_rows
 from moefold.validate.regroup import REGROUP_RULES
-from moefold.validate.rl import RL_RULES
+from moefold.validate.rl import RL_RULES, validate_vllm
 from moefold.validate.rollout_experts import validate_rollout_experts
-from moefold.validate.rollout_vllm import validate_vllm
 from moefold.validate.shortcut import SHORTCUT_RULES
 from moefold.validate.sites import SITES_RULES
-from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_TRAINING_RULES
+from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_ATTENTION_RULES, SPARSE_TRAINING_RULES
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
+
+
+def validate_layer_words(model: ModelConfig) -> Iterator[str]:
+    """Check the names and the number of the layers."""
+    try:
+        parse_layers(model.layers)
+    except ValueError as error:
+        yield f"model.layers={model.layers!r} {error}"
+
+
+def layer_problems(cfg: Config) -> Iterator[Problem]:
+    """Yield the broken rules of the parts of the layers."""
+    parts = dict.fromkeys(part for layer in dict.fromkeys(cfg.model.all_layers) for part in layer.parts())
+    for part in parts:
+        if isinstance(part, Part):
+            yield from part_problems(part, cfg)
+
+
+def validate_layers(cfg: Config) -> Iterator[str]:
+    """Check the parts of the layers."""
+    yield from dict.fromkeys(map(str, layer_problems(cfg)))
+
+
+MODEL_RULES = (
+    validate_layers,
+    *SPARSE_ATTENTION_RULES,
+)
+
 
 RULES = (
     *MODEL_RULES,
@@ -61,7 +89,6 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     """Check every setting and combination, and return the rank layout.
 
     Args:
-        cfg: the settings.
         is_training: whether the model is trained; inference also allows settings without a gradient.
 
     Raises:

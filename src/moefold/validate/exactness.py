@@ -12,7 +12,7 @@ from moefold.config.groups.router import ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
-from moefold.config.model import ModelConfig
+from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
@@ -21,7 +21,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import PAGE_POSITIONS
-from moefold.topology.rollout_mapping import rollout_degrees
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_degrees
 
 MAX_EXACT_SEQ_LEN = 16384
 """Longest sample that training attends to with the C kernel, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
@@ -37,7 +37,6 @@ def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = Tru
 
     Args:
         cfg: a checked recipe, without "auto" values of the mapping.
-        device_type: "cpu" or "cuda".
         has_c_kernels: whether the ranks compute with the C kernels; False only where they were selected and this
             machine has no compiler, or its libraries are faster, see `uses_c_kernels` in parallel/select_ops.py.
     """
@@ -147,3 +146,107 @@ def _routing(run: RunConfig, model: ModelConfig, moe: MoEConfig) -> Iterator[str
         yield f"moe.replay={moe.replay!r}: training takes the experts of another run; leave it out"
     if moe.router_dtype == "float64" and run.dtype != "float64":
         yield "moe.router_dtype='float64': computed by torch, whose sums depend on the number of tokens; set 'float32'"
+
+
+def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool) -> tuple[bool, str]:
+    """Return whether training replays the choices of sampling, and a log message if `rl.replay` is "auto".
+
+    Args:
+        model, moe, rl: sections of a recipe of reinforcement learning.
+        is_exact: whether sampling has the bits of training, see `inexact_settings`.
+    """
+    if not has_moe_layers(model) or rl.replay == "off":
+        return False, ""
+    if rl.replay == "on":
+        return True, ""
+    if is_exact and rl.updates == 1:
+        return False, ""
+    if rl.staleness:
+        return False, f"rl.replay='auto': off, as rollouts with rl.staleness={rl.staleness} keep no expert choices"
+    if counts_replayed_choices(model, moe, rl):
+        return False, (
+            f"rl.replay='auto': off, as moe.bias_update_rate={moe.bias_update_rate:g} would count choices of the "
+            f"weights before rl.updates={rl.updates} updates"
+        )
+    cause = f"rl.updates={rl.updates}" if is_exact else "sampling differs by rounding"
+    return True, f"rl.replay='auto': training sends each token to the experts that sampling chose, as {cause}"
+
+
+def counts_replayed_choices(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> bool:
+    """Return whether the expert bias would be updated by counts of choices of older weights."""
+    has_bias = model.routed is not None and model.routed.router.expert_bias
+    return rl.updates > 1 and has_bias and moe.bias_update_rate > 0
+
+
+EXACT_LIMIT = 1e-6
+"""Limit in nats where sampling has the bits of training, in any dtype."""
+STALE_LIMIT = 1.0
+"""Limit in nats on rollouts of older weights: some updates move them by hundredths, broken weights by more than it."""
+ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
+"""Limit in nats by run.dtype where sampling differs by rounding: some tokens go to other experts then."""
+
+
+def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool, is_stale: bool = False) -> float:
+    """Return the largest mean mismatch of sampler and training, in nats, of the first step on a round of rollouts.
+
+    Args:
+        run, moe, rl: sections of a recipe of reinforcement learning.
+        is_exact: whether sampling has the bits of training, see `inexact_settings`.
+        is_stale: whether the weights have been trained since they sampled the round (`rl.staleness`).
+    """
+    if is_stale:
+        return max(rl.mismatch_limit, STALE_LIMIT)
+    if rl.mismatch_limit:
+        return rl.mismatch_limit
+    if is_exact:
+        return EXACT_LIMIT
+    if chosen_in(moe, WirePart).rounds:
+        # The input of the experts is rounded more coarsely than any dtype does.
+        return ROUNDING_LIMITS["bfloat16"]
+    return ROUNDING_LIMITS[run.dtype]
+
+
+def mismatch_advice(
+    run: RunConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    rl: RLConfig,
+    rollout: RolloutConfig,
+) -> str:
+    """Return the likely causes of a larger mismatch, and the ways out."""
+    if rollout.uses_server:
+        causes = (
+            f"the server computes in another dtype than run.dtype={run.dtype!r}; its reload left stale weights or "
+            f"broke the weights of the experts (vLLM 0.32 on a CPU does); rollout.folder={rollout.folder!r} has "
+            "another RoPE, length, vocabulary or tokenizer than this run"
+        )
+        way_out = (
+            "start the server again, on a GPU or with another version of vLLM, from a folder that moefold "
+            "export wrote of this model, or set rollout.engine='own'"
+        )
+    else:
+        causes, way_out = _own_engine(run, model, parallel, rl, rollout)
+    if rl.staleness:
+        causes = f"training moved the weights that far since they sampled (train.lr={train.lr:g}); {causes}"
+        way_out = f"lower train.lr or rl.staleness={rl.staleness}, or {way_out}"
+    return f"likely causes: {causes}; {way_out}; if it does no harm, raise rl.mismatch_limit"
+
+
+def _own_engine(
+    run: RunConfig, model: ModelConfig, parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig
+) -> tuple[str, str]:
+    """Return causes and ways out for sampling by the own engine, without what the recipe has already."""
+    causes = ["kernels that compute wrongly on this machine"]
+    ways_out = [] if run.kernels == "plain" else ["set run.kernels='plain'"]
+    if run.dtype == "bfloat16":
+        causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
+        ways_out.append("set run.dtype='float32'")
+    # Rollouts of older weights keep no choices to replay.
+    if rl.replay != "on" and not rl.staleness and has_moe_layers(model):
+        causes.append("training chooses other experts than sampling")
+        ways_out.append("set rl.replay='on'")
+    if has_rollout_mapping(parallel, rl, rollout):
+        causes.append("stale weights in the copy that samples")
+        ways_out.append("leave rollout.ranks, tp, pp, ep and etp out")
+    return "; ".join(causes), ", or ".join(ways_out) or "report it with mismatch.jsonl"

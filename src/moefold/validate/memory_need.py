@@ -78,7 +78,6 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
 
     Args:
         cfg: a recipe that `check_config` passed.
-        device_type: "cpu" or "cuda".
     """
     steps = _step_memory(cfg, device_type)
     if device_type == "cpu":
@@ -216,7 +215,6 @@ def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> Memo
 
     Args:
         required: minimum memory of a rank of each pipeline stage.
-        host: the machine.
     """
     largest = max((required[rank] for rank in host.pp_ranks), key=BytesByPart.total)
     count = len(host.pp_ranks)
@@ -254,7 +252,6 @@ def check_sampling_fits(cfg: Config, host: HostCapacity, training_pp_ranks: tupl
     """Check that the ranks of rollout.ranks on a machine fit into its memory, on a CPU with its training ranks.
 
     Args:
-        cfg: a recipe with rollout.ranks.
         host: the machine, with the pipeline ranks of its sampling ranks.
         training_pp_ranks: pipeline ranks of its training ranks.
 

@@ -18,7 +18,31 @@ from moefold.config.run import RunConfig
 from moefold.config.suggestions import join_with_or, nearest_numbers
 from moefold.config.train import TrainConfig
 from moefold.topology.layout import divisors
-from moefold.validate.replay import counts_replayed_choices
+from moefold.topology.rollout_mapping import has_rollout_mapping
+from moefold.validate.exactness import counts_replayed_choices
+
+
+def validate_vllm(
+    parallel: ParallelConfig, faults: FaultsConfig, rl: RLConfig, rollout: RolloutConfig
+) -> Iterator[str]:
+    """Check that the recipe names the server's folder, and leaves the mapping of sampling to the server."""
+    if not rl.is_on or not rollout.uses_server:
+        return
+    if not rollout.folder:
+        yield (
+            "rollout.folder='' must name the Hugging Face folder that the vLLM server was started with; write one by "
+            "moefold export CHECKPOINT FOLDER"
+        )
+    if has_rollout_mapping(parallel, rl, rollout):
+        yield (
+            "rollout.engine='vllm' samples under the mapping of the server (vllm serve --tensor-parallel-size), so "
+            "rollout.ranks, tp, pp, ep, etp and experts have no effect; leave them out, or choose rollout.engine='own'"
+        )
+    if rollout.timeout_s >= faults.timeout_s:
+        yield (
+            f"rollout.timeout_s={rollout.timeout_s:g} must be less than faults.timeout_s={faults.timeout_s:g}, "
+            "after which the other ranks end the run; lower it, or raise faults.timeout_s"
+        )
 
 
 def validate_rl_data(data: DataConfig, rl: RLConfig, reward: RewardConfig) -> Iterator[str]:

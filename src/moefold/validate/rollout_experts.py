@@ -52,7 +52,6 @@ def check_fetching_ranks(
     Args:
         parallel: the mapping of the model that samples.
         rollout: how it reaches its experts.
-        device_type: "cpu" or "cuda".
         ranks_per_machine: consecutive ranks of a machine, counted from rank 0 of the job.
         first_rank: rank of the job that is rank 0 of the config.
 

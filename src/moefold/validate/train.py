@@ -22,8 +22,7 @@ from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
@@ -342,11 +341,7 @@ def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
 
 
 def check_kernel_device(run: RunConfig, device_type: str) -> None:
-    """Check that the recipe's kernels run on the ranks' devices.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the recipe's kernels run on the ranks' devices; raise ConfigError if they do not."""
     if run.kernels == "triton" and (reason := triton_unsupported_reason(run, device_type)):
         raise ConfigError(f"run.kernels='triton' cannot run: {reason}; set run.kernels to 'auto' or 'plain'")
     if run.kernels == "c" and device_type != "cpu":

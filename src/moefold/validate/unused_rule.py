@@ -32,7 +32,6 @@ def why_unread(cfg: Config, name: str) -> tuple[str, str] | None:
     """Return reason and remedy for a key that nothing reads with the values of other keys; None: it is read.
 
     Args:
-        cfg: the recipe.
         name: the key, as "section.key".
     """
     for mark in read_conditions().get(name, ()):

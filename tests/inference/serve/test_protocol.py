@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.fields import ApiError
 from moefold.inference.serve.protocol import parse_request
 from moefold.inference.text import StopStringFilter
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.fields import ApiError
 from moefold.inference.serve.protocol import ToolUse
 from moefold.inference.serve.tool_calls import Call, CallReader, find_format, forced_schema
 

@@ -244,9 +244,6 @@ class AttentionPart(Part):
         """Yield the parameters of the module, by their names in it and in its order.
 
         A matrix costs one multiply-add for each of its elements and each token.
-
-        Args:
-            hidden: width of the residual stream.
         """
         raise NotImplementedError
 
@@ -255,11 +252,7 @@ class AttentionPart(Part):
         raise NotImplementedError
 
     def with_heads(self, hidden: int) -> Self:
-        """Return the part with a resolved width of its heads.
-
-        Args:
-            hidden: width of the residual stream.
-        """
+        """Return the part with a resolved width of its heads."""
         return self
 
     def with_shared_selection(self) -> Self:
@@ -285,11 +278,7 @@ class AttentionPart(Part):
         return frozenset()
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the recipe key whose value tensor parallelism divides, and that value.
-
-        Args:
-            hidden: width of the residual stream.
-        """
+        """Return the recipe key whose value tensor parallelism divides, and that value."""
         core = self.core(hidden)
         return ("heads of model.attention", core.heads) if core.heads else ("model.hidden_size", hidden)
 

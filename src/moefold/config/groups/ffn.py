@@ -67,11 +67,7 @@ class FeedForwardPart(Part):
         return None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the parameters of the module, by their names in it and in its order.
-
-        Args:
-            hidden: width of the residual stream.
-        """
+        """Yield the parameters of the module, by their names in it and in its order."""
         raise NotImplementedError
 
     def build(self, frame: FeedForwardFrame, number: int) -> Any:
@@ -198,11 +194,7 @@ class RoutedPart(FeedForwardPart):
         return "model.ffn.moe.shared.intermediate_size", self.shared_width
 
     def token_size(self, hidden: int) -> int:
-        """Return the width of the tokens that are dispatched, the input and output of an expert.
-
-        Args:
-            hidden: width of the residual stream.
-        """
+        """Return the width of the tokens that are dispatched, the input and output of an expert."""
         return self.latent_size or hidden
 
 

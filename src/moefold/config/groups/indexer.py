@@ -54,7 +54,6 @@ class IndexerPart(Part):
 
         Args:
             source: width of the input of its queries.
-            hidden: width of the residual stream.
         """
         yield from ()
 

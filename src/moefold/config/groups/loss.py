@@ -55,7 +55,6 @@ class LossPart(Part):
 
         Args:
             output: `model.head.ModelOutput`: cross-entropy, log-normalizer and logits on demand.
-            columns: the columns of the batch.
         """
         raise NotImplementedError
 

@@ -76,7 +76,6 @@ class RouterScorePart(Part):
 
         Args:
             logits_TE: the logits, without a gradient.
-            top_k: K.
             noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: none.
         """
         return None

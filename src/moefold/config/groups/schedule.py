@@ -44,7 +44,6 @@ class SchedulePart(Part):
         """Return the slots of a pipeline rank. Passes that share a slot run one after the other without overlap.
 
         Args:
-            rank: pipeline rank.
             pp: pipeline ranks, 2 or more.
             num_stages: stages per rank, legal by `virtual_stage_bounds`.
             count: micro-batches of a step, legal by the facts above.
@@ -76,7 +75,6 @@ class SchedulePart(Part):
         """Return the pipeline rank of each stage, in model order.
 
         Args:
-            pp: pipeline ranks.
             num_stages: stages per rank.
 
         Raises:

@@ -73,7 +73,6 @@ class SiteMethodPart(Part):
             parameters: the trained parameters of this rank, by name, `nn.Parameter`.
             experts: names of the parameters of routed experts.
             count: sites of the run.
-            number: the site.
 
         Returns:
             An object with `parameters`, in which the site's own experts replace all, and the methods `take_gradients`

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moefold.convert.decoder_families import DECODER_FAMILIES
+from moefold.convert.families import DECODER_FAMILIES
 from moefold.convert.family import MultimodalFolder, merge_rules
 from moefold.convert.family_files.qwen3_vl_moe import MROPE
 from moefold.convert.layer_fields import ExpertLayerRange, MlpLayerTypes

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.convert.config_fields import allowed
-from moefold.convert.decoder_families import DECODER_FAMILIES
+from moefold.convert.families import DECODER_FAMILIES
 from moefold.convert.family import MultimodalFolder
 from moefold.convert.family_files.qwen3_vl_moe import MROPE
 

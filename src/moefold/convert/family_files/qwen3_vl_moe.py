@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moefold.convert.config_fields import Constants, allowed
-from moefold.convert.decoder_families import DECODER_FAMILIES
+from moefold.convert.families import DECODER_FAMILIES
 from moefold.convert.family import EXPERTS, MultimodalFolder, layouts, untransposed_experts
 
 _QWEN3_MOE = DECODER_FAMILIES["qwen3_moe"]

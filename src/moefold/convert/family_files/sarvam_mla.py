@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moefold.convert.decoder_families import DECODER_FAMILIES
+from moefold.convert.families import DECODER_FAMILIES
 
 FAMILY = replace(
     DECODER_FAMILIES["deepseek_v3"],

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import allowed
-from moefold.convert.decoder_families import DECODER_FAMILIES
+from moefold.convert.families import DECODER_FAMILIES
 from moefold.convert.family import grouped, layer_rules, layouts
 from moefold.convert.tensor_mapping import TensorBlock
 

@@ -23,7 +23,6 @@ class UniformStream:
 
     Args:
         seed: of the sampling parameters.
-        request: the sample.
     """
 
     def __init__(self, seed: int, request: Request) -> None:
@@ -59,7 +58,6 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel |
 
     Args:
         logits_NV: logits over the whole vocabulary.
-        draws: of each row.
         kernel: draws where it supports the logits and the whole distribution is sampled; None: torch operations.
 
     Returns:
@@ -80,11 +78,7 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel |
 
 
 def check_drawn(tokens: Sequence[float]) -> None:
-    """Check that every row had a distribution.
-
-    Raises:
-        RunError: there is a `NO_TOKEN` among the tokens.
-    """
+    """Check that every row had a distribution; raise RunError if there is a `NO_TOKEN` among the tokens."""
     if NO_TOKEN in tokens:
         raise RunError(
             "the model's logits are NaN or infinite, so no token can be sampled: its weights have diverged; use an "

@@ -14,9 +14,17 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes
-from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
-from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
+from moefold.inference.engine.passes import (
+    Pass,
+    PassLimits,
+    PassScheduler,
+    PassSegment,
+    cache_pages,
+    check_longest,
+    most_positions,
+    pages_needed,
+)
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -472,7 +480,6 @@ def change_logits(
     Args:
         logits_V: over the whole vocabulary.
         request: the sample.
-        rules: of the request.
         tokens: its new tokens so far.
         constraint: state of the grammar, if there is one.
     """

@@ -132,11 +132,7 @@ class EngineSettings:
         )
 
     def check(self) -> None:
-        """Check the ranges of the settings.
-
-        Raises:
-            ConfigError: a setting is out of its range.
-        """
+        """Check the ranges of the settings; raise ConfigError if a setting is out of its range."""
         if self.slots < 1:
             raise ConfigError(f"slots={self.slots} must be at least 1")
         if self.pass_tokens < self.slots:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
@@ -19,18 +21,22 @@ from starlette.types import Receive, Scope, Send
 
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError
-from moefold.host.listen import LOOPBACK_HOSTS, LOOPBACK_NAMES
+from moefold.host.http_protocol import make_server
+from moefold.host.listen import LOOPBACK_HOSTS, LOOPBACK_NAMES, listen, url_of
+from moefold.host.rank_env import RankEnv
+from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import NewToken, Request
-from moefold.inference.serve.access import KeyCheck, Observer
-from moefold.inference.serve.api_error import ApiError
+from moefold.inference.load import joined_job, load_model, report_decoding
+from moefold.inference.sampling import SamplingParams
+from moefold.inference.serve.access import CONTENT_TYPE, AccessLog, KeyCheck, Observer, ServerMetrics
 from moefold.inference.serve.codec import EncodedRequest, PromptEncoder, SampleText
 from moefold.inference.serve.engine_loop import EngineLoop
-from moefold.inference.serve.fields import ApiKind
+from moefold.inference.serve.fields import ApiError, ApiKind
 from moefold.inference.serve.grammar import JsonGrammars
-from moefold.inference.serve.job import ServeJob
-from moefold.inference.serve.metrics import CONTENT_TYPE, ServerMetrics
-from moefold.inference.serve.protocol import ApiRequest, parse_request
-from moefold.inference.serve.responses import ChoiceText, ResponseBuilder, usage_of
+from moefold.inference.serve.job import OOM_HINT, ServeJob
+from moefold.inference.serve.protocol import ApiRequest, ChoiceText, ResponseBuilder, parse_request, usage_of
+from moefold.inference.text import open_tokenizer
+from moefold.terminal import print_escaped
 
 PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health", "GET /metrics")
 DISCONNECT_POLL_S = 0.5
@@ -42,7 +48,6 @@ class CompletionServer:
 
     Args:
         job: the server.
-        tokenizer: of the model.
         loop: runs on another thread.
         grammars: of JSON formats.
         log: receives a line for each request; None: there is no access log.
@@ -300,11 +305,7 @@ class _Run:
     """A request that the engine answers.
 
     Args:
-        http: the request.
         request: the same, checked.
-        samples: for the engine.
-        texts: of the samples.
-        metrics: of the server.
         start: when it began to be read, by `time.perf_counter`.
     """
 
@@ -391,3 +392,38 @@ def _client_gone() -> ApiError:
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+
+
+def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
+    """Join the job, and serve until the process is interrupted; return the exit status."""
+    with joined_job(rank_env, device_type, OOM_HINT) as device:
+        # A port in use is reported before the weights are read.
+        listener = listen(job.options.host, job.options.port) if rank_env.rank == 0 else None
+        log_name = job.options.access_log if rank_env.rank == 0 else ""
+        log = AccessLog(log_name).write if log_name else None
+        tokenizer = open_tokenizer(job.source, job.options.tokenizer)
+        loaded = load_model(job.source, job.cfg, device, tokenizer)
+        report_decoding(loaded, job.cfg.run)
+        engine = RolloutEngine(loaded.model, job.settings, SamplingParams())
+        grammars = JsonGrammars(tokenizer, job.source.model.vocab_size)
+        with engine.open(job.num_pages, grammars.start) as generation:
+            loop = EngineLoop(generation, loaded.groups)
+            if listener is not None:
+                url = url_of(listener)
+                _start_http(CompletionServer(job, tokenizer, loop, grammars, log), loop, listener)
+                print_escaped(f"moefold: {job.name} at {url}/v1", flush=True)
+            loop.run()
+    return 0
+
+
+def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:
+    """Serve HTTP on a thread; when it ends, for whatever reason, so does the engine loop."""
+    http, sockets = make_server(server.app(), listener)
+
+    def run() -> None:
+        try:
+            http.run(sockets=sockets)
+        finally:
+            loop.stop()
+
+    threading.Thread(target=run, name="http", daemon=True).start()

@@ -13,12 +13,11 @@ from moefold.data.tokenizer import NumberTokenizer, Tokenizer, reject_nul
 from moefold.data.tokenizer_process import TokenTable
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
-from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.fields import ApiError
 from moefold.inference.serve.grammar import GrammarError, JsonGrammars
 from moefold.inference.serve.job import ServeJob
-from moefold.inference.serve.protocol import ApiRequest
+from moefold.inference.serve.protocol import ApiRequest, ChoiceText, TokenLogProb
 from moefold.inference.serve.reasoning import BEGIN, MARKS, ReasoningReader
-from moefold.inference.serve.responses import ChoiceText, TokenLogProb
 from moefold.inference.serve.tool_calls import (
     CallReader,
     ToolFormat,
@@ -64,7 +63,6 @@ class PromptEncoder:
 
     Args:
         job: the server.
-        tokenizer: of the model.
         grammars: of JSON formats.
     """
 
@@ -212,7 +210,6 @@ class SampleText:
     """Text and calls of one sample as its tokens come.
 
     Args:
-        tokenizer: of the model.
         table: what its ids write.
         encoded: the request.
     """

@@ -51,7 +51,6 @@ class EngineLoop:
 
     Args:
         generation: an open generation of the engine.
-        groups: the process groups of the model.
     """
 
     def __init__(self, generation: OpenGeneration, groups: ParallelGroups) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError
-from moefold.extras import install_command
+from moefold.errors import ConfigError, install_command
 from moefold.inference.engine.requests import Request
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ class JsonGrammars:
     """Grammars over the tokens of a model. The package's tokenizer reads the bytes of ids, and no file of a stranger.
 
     Args:
-        tokenizer: of the model.
         vocab_size: of the model, whose further ids are never allowed.
     """
 

@@ -10,7 +10,7 @@ from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages
+from moefold.inference.engine.passes import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.serve.reasoning import check_reasons
@@ -79,8 +79,6 @@ def prepare_server(
         model: a checkpoint, a run folder or a Hugging Face folder.
         overrides: the mapping.
         options: further settings.
-        rank_env: environment of this process, if a launcher started it.
-        report: receives notes on the model, such as damaged checkpoints that were skipped.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.

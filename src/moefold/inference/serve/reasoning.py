@@ -11,7 +11,6 @@ def check_reasons(source: str, location: str) -> None:
     """Check that a chat template has the marks of reasoning.
 
     Args:
-        source: of the template.
         location: of the template, for the message.
 
     Raises:

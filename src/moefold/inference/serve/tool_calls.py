@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moefold.inference.serve.api_error import ApiError
+from moefold.inference.serve.fields import ApiError
 from moefold.inference.serve.protocol import ToolUse
 from moefold.inference.text import StopStringFilter
 
@@ -186,11 +186,7 @@ def _take_array(begin: str, end: str = "") -> Take:
 
 
 def _wait(is_end: bool) -> Taken | None:
-    """Return None, which asks for more text.
-
-    Raises:
-        NoCallError: there is none.
-    """
+    """Return None, which asks for more text; raise NoCallError if there is none."""
     if is_end:
         raise NoCallError
     return None
@@ -262,7 +258,6 @@ def find_format(template: str, location: str) -> ToolFormat:
 
     Args:
         template: source of the template.
-        location: origin of the template, for messages.
 
     Raises:
         ApiError: it takes no tools, or writes calls in a format without a reader.
@@ -282,11 +277,7 @@ def find_format(template: str, location: str) -> ToolFormat:
 
 
 def check_takes_tools(template: str, location: str) -> None:
-    """Check that a chat template writes descriptions of tools.
-
-    Raises:
-        ApiError: it does not.
-    """
+    """Check that a chat template writes descriptions of tools; raise ApiError if it does not."""
     if not re.search(r"\btools\b", template):
         raise ApiError(f"the chat template of {location} takes no tools; leave them out", param="tools")
 
@@ -322,7 +313,6 @@ class CallReader:
         """Start an answer.
 
         Args:
-            use: the tools.
             tool_format: of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
         """
         self._use = use

@@ -27,6 +27,7 @@ from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
     DEGREE_RULES,
     auto_layout_errors,
+    validate_attention_pool,
     validate_batch_size,
     validate_degrees,
     validate_dispatch_kernels,
@@ -36,7 +37,6 @@ from moefold.validate.parallel import (
     validate_schedule,
     validate_sequence_length,
 )
-from moefold.validate.placement import validate_attention_pool
 from moefold.validate.rollout_experts import validate_rollout_experts
 from moefold.validate.shortcut import shortcut_stage_errors, validate_shortcut
 from moefold.validate.sites import validate_site_shards

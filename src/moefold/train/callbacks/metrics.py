@@ -16,7 +16,7 @@ from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
 if TYPE_CHECKING:
-    from moefold.metrics.rank_times import Stragglers
+    from moefold.metrics.step_metrics import Stragglers
 
 
 class MetricsLogging(Callback):
@@ -132,7 +132,7 @@ class StragglerDetection(Callback):
         """Gather the host names of all ranks; collective."""
         layout = run.groups.layout
         if self._factor and layout.world_size > 1:
-            from moefold.metrics.rank_times import Stragglers
+            from moefold.metrics.step_metrics import Stragglers
 
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)

@@ -149,7 +149,7 @@ class RunLog:
 
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
-        from moefold.metrics.rank_times import describe_straggler
+        from moefold.metrics.step_metrics import describe_straggler
 
         for record in records:
             self.log_fault({"step": step} | record)
