@@ -119,10 +119,12 @@ class WorkerPool:
             for process, _ in ranks:
                 process.join()
 
-    def _fork(self, task: int, rank: int, world_size: int, timeout_s: float) -> tuple[BaseProcess, Connection]:
+    def _fork(
+        self, task: int, rank: int, world_size: int, timeout_s: float, target: Callable[..., None] | None = None
+    ) -> tuple[BaseProcess, Connection]:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
-            target=_worker_main,
+            target=target or _worker_main,
             args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._init_group),
             daemon=True,
         )
@@ -223,24 +225,32 @@ def _worker_main(
         if rank == 0:
             connection.send_bytes(pickle.dumps((None, text)))
 
-    result: tuple[bool, Any]
-    try:
+    def call() -> Any:
         function, args, reports_progress = connection.recv()
         threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
         init_group(store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout)
-        result = (True, function(*args, report_progress) if reports_progress else function(*args))
+        found = function(*args, report_progress) if reports_progress else function(*args)
         dist.barrier()
-    except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
-        from moefold.config.part_faults import failure_of_part
+        return found
 
-        named = failure_of_part(error) or error
-        result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
+    result = outcome_of(call)
     # Plain pickle: torch's reducers would share memory with this process, which ends here.
     with suppress(BrokenPipeError):
         # The parent may have been interrupted.
         connection.send_bytes(pickle.dumps(result))
+
+
+def outcome_of(call: Callable[[], Any]) -> tuple[bool, Any]:
+    """Return (True, its result) of a call, or (False, (its traceback, its error if that is a message to the user))."""
+    try:
+        return True, call()
+    except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
+        from moefold.config.part_faults import failure_of_part
+
+        named = failure_of_part(error) or error
+        return False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None)
 
 
 def _exit_with_caller(connection: Connection) -> None:
