@@ -4,10 +4,6 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.lasting_ranks import pool
-
-__all__ = ["pool"]
-
 
 @pytest.fixture
 def group_of_one():

@@ -1,5 +1,5 @@
 """Fixtures of the tests of benchmarks."""
 
-from tests.bench.conftest import group_of_one, pool
+from tests.bench.conftest import group_of_one
 
-__all__ = ["group_of_one", "pool"]
+__all__ = ["group_of_one"]
