@@ -19,6 +19,8 @@ from moefold.remote_path import RemotePath
 
 MAX_WAITING_BYTES = 1 << 24
 """Bytes that wait for the thread; a larger block waits alone."""
+MIN_BLOCK_BYTES = 1 << 15
+"""Hashing fewer bytes takes less time than handing them to the thread."""
 
 
 class HashingThread:
@@ -44,8 +46,11 @@ class HashingThread:
             digest: not to be read before `drain`.
             block: contiguous bytes.
         """
-        while self._waiting and self._waiting_bytes + len(block) > MAX_WAITING_BYTES:
+        while self._waiting and (self._waiting_bytes + len(block) > MAX_WAITING_BYTES or self._waiting[0][0].done()):
             self._wait_for_first()
+        if not self._waiting and len(block) < MIN_BLOCK_BYTES:
+            digest.update(block)
+            return
         self._waiting.append((self._thread.submit(digest.update, block), len(block)))
         self._waiting_bytes += len(block)
 
