@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.progress import ignore_progress
-from moefold.verify.ranks.pool import WorkerPool, _collect, _worker_main, outcome_of
+from moefold.verify.ranks.pool import WorkerPool, _collect, _worker_main
 
 MOST_RANKS = 4
 """Tasks of more ranks take long: each has its own."""
@@ -99,22 +99,24 @@ class LastingRanks(WorkerPool):
         ranks = Ranks([], [], [])
         for rank in range(world_size):
             ours, calls = self._context.Pipe()
-            process, life = self._fork(task, rank, world_size, TIMEOUT_S, partial(_lasting_main, calls))
+            self._main = partial(_lasting_main, calls)
+            process, life = self._fork(task, rank, world_size, TIMEOUT_S)
             calls.close()
             ranks.processes.append(process)
             ranks.lives.append(life)
             ranks.calls.append(ours)
+        self._main = _worker_main
         return ranks
 
 
 class _FirstCall:
-    """End of a pipe whose first message is a call of `_serve`."""
+    """End of a pipe whose first message is a call of `_serve`; the failure that ends it goes where results go."""
 
     def __init__(self, connection: Connection, calls: Connection) -> None:
         self._connection = connection
         self._calls = calls
         self.recv_bytes = connection.recv_bytes
-        self.send_bytes = connection.send_bytes
+        self.send_bytes = calls.send_bytes
 
     def recv(self) -> tuple[Callable[..., None], tuple[Connection], bool]:
         return _serve, (self._calls,), False
@@ -128,8 +130,7 @@ def _serve(calls: Connection) -> None:
     """Make calls until one fails or the caller is gone."""
     environment = dict(os.environ)
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    is_success = True
-    while is_success:
+    while True:
         function, args, timeout_s = calls.recv()
         faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
         os.environ.clear()
@@ -137,15 +138,9 @@ def _serve(calls: Connection) -> None:
         torch.set_rng_state(numbers[0])
         random.setstate(numbers[1])
         np.random.set_state(numbers[2])
-        outcome = outcome_of(partial(_call, function, args))
-        is_success = outcome[0]
-        calls.send_bytes(pickle.dumps(outcome))
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    result = function(*args)
-    dist.barrier()
-    return result
+        result = function(*args)
+        dist.barrier()
+        calls.send_bytes(pickle.dumps((True, result)))
 
 
 @pytest.fixture(scope="module")

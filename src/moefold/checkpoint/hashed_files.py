@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed.checkpoint as dcp
@@ -88,9 +87,7 @@ class OrderedHashes:
         self._thread.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._thread.__exit__(kind, error, trace)
 
     def add(self, name: str, total_bytes: int, offset: int, data: memoryview) -> None:

@@ -70,6 +70,7 @@ class WorkerPool:
         """
         _check_temp_dir()
         self._init_group = init_group
+        self._main: Callable[..., None] = _worker_main
         self._context: ForkServerContext | SpawnContext
         if forks:
             self._context = mp.get_context("forkserver")
@@ -119,12 +120,10 @@ class WorkerPool:
             for process, _ in ranks:
                 process.join()
 
-    def _fork(
-        self, task: int, rank: int, world_size: int, timeout_s: float, target: Callable[..., None] | None = None
-    ) -> tuple[BaseProcess, Connection]:
+    def _fork(self, task: int, rank: int, world_size: int, timeout_s: float) -> tuple[BaseProcess, Connection]:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
-            target=target or _worker_main,
+            target=self._main,
             args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._init_group),
             daemon=True,
         )
@@ -225,32 +224,24 @@ def _worker_main(
         if rank == 0:
             connection.send_bytes(pickle.dumps((None, text)))
 
-    def call() -> Any:
+    result: tuple[bool, Any]
+    try:
         function, args, reports_progress = connection.recv()
         threading.Thread(target=_exit_with_caller, args=(connection,), daemon=True).start()
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=timeout)
         init_group(store=dist.PrefixStore(task, store), rank=rank, world_size=world_size, timeout=timeout)
-        found = function(*args, report_progress) if reports_progress else function(*args)
+        result = (True, function(*args, report_progress) if reports_progress else function(*args))
         dist.barrier()
-        return found
-
-    result = outcome_of(call)
-    # Plain pickle: torch's reducers would share memory with this process, which ends here.
-    with suppress(BrokenPipeError):
-        # The parent may have been interrupted.
-        connection.send_bytes(pickle.dumps(result))
-
-
-def outcome_of(call: Callable[[], Any]) -> tuple[bool, Any]:
-    """Return (True, its result) of a call, or (False, (its traceback, its error if that is a message to the user))."""
-    try:
-        return True, call()
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
         from moefold.config.part_faults import failure_of_part
 
         named = failure_of_part(error) or error
-        return False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None)
+        result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
+    # Plain pickle: torch's reducers would share memory with this process, which ends here.
+    with suppress(BrokenPipeError):
+        # The parent may have been interrupted.
+        connection.send_bytes(pickle.dumps(result))
 
 
 def _exit_with_caller(connection: Connection) -> None:
