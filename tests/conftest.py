@@ -58,11 +58,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pool() -> object:
-    """Forks gloo ranks from a process that imported torch once, for all parity tests of the session."""
+def fresh_pool() -> object:
+    """Forks gloo ranks from a process that imported torch once; each call has new ranks."""
     from moefold.verify.ranks.pool import WorkerPool
 
     return WorkerPool(preload=["tests.preload"])
+
+
+@pytest.fixture(scope="session")
+def pool(fresh_pool: object) -> object:
+    """Ranks of parity tests; in some folders the ranks of a file last, see `lasting_ranks.py`."""
+    return fresh_pool
 
 
 @pytest.fixture
@@ -84,7 +90,11 @@ def forks_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """Each test draws the same numbers, whatever ran before it."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # Without a device `manual_seed` notes the stack of each call for the day when there is one: a millisecond.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

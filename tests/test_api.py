@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import moefold
 from moefold import api
 from tests.cli.example_command import code_blocks
+from tests.e2e.forked import run_program
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 SETTINGS = (
@@ -49,14 +51,13 @@ class Recorder(moefold.Callback):
 
 
 def run_programs(programs: list[str], folder: Path) -> str:
-    """Run programs one after the other in one process, which imports torch once, and return what they print."""
+    """Run programs one after the other in one process, and return what they print."""
     files = [folder / f"program_{number}.py" for number in range(len(programs))]
     for file, program in zip(files, programs, strict=True):
         file.write_text(program)
     runner = f"import runpy\nfor file in {list(map(str, files))!r}:\n    runpy.run_path(file, run_name='__main__')\n"
-    done = subprocess.run(
-        [sys.executable, "-c", runner], cwd=folder, capture_output=True, text=True, check=False, timeout=300
-    )
+    with chdir(folder):
+        done = run_program(runner, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -252,7 +252,7 @@ def exportable(recipe: Recipe, small: Any) -> Any:
     """
     from moefold.convert.hf_config import families_for, parse_model_config
 
-    for family in families_for(recipe.cfg.model)[:1]:
+    if family := next(families_for(recipe.cfg.model), None):
         restored = parse_model_config(family.write(small), Path(family.name))
         return replace(restored, init_std=small.init_std)
     return small

@@ -159,10 +159,10 @@ def hugging_face_model(cfg: Config, device: torch.device, dtype: torch.dtype) ->
     """Create a randomly initialised transformers model with the recipe's sizes and its router loss."""
     import transformers
 
-    families = families_for(cfg.model)
-    if not families:
+    family = next(families_for(cfg.model), None)
+    if family is None:
         raise ConfigError("transformers has no model that computes this shape")
-    keys = families[0].write(cfg.model)
+    keys = family.write(cfg.model)
     keys |= {
         "max_position_embeddings": cfg.train.seq_len,
         "output_router_logits": True,

@@ -28,9 +28,16 @@ LATENT = [
 ]
 
 
-@pytest.mark.parametrize("part", ["layer", "stack"])
-@pytest.mark.parametrize("routing", ["natural", "balanced"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("part", "routing", "dtype"),
+    [
+        # In `make test` each two of them together.
+        pytest.param(part, routing, dtype, marks=pytest.mark.slow if (i + j + k) % 2 else ())
+        for i, part in enumerate(("layer", "stack"))
+        for j, routing in enumerate(("natural", "balanced"))
+        for k, dtype in enumerate(("float32", "bfloat16"))
+    ],
+)
 def test_layers_of_mixtral(group_of_one, part, routing, dtype):
     cfg = load_config(None, [*SIZES, f"run.dtype={dtype}"])
     found = race_steps(cfg, part, routing, torch.device("cpu"), 1)

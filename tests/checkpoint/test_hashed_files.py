@@ -10,7 +10,8 @@ from moefold.checkpoint.streaming_io import ReusedMemory, TensorChunk, write_chu
 
 
 def test_a_thread_hashes_blocks_in_order_however_many_wait():
-    blocks = [bytes([i % 251]) * (MAX_WAITING_BYTES // 3) for i in range(7)] + [b"", b"x" * (MAX_WAITING_BYTES + 1)]
+    sizes = [MAX_WAITING_BYTES // 3 if i % 3 else 10 for i in range(12)]
+    blocks = [bytes([i]) * size for i, size in enumerate(sizes)] + [b"", b"x" * (MAX_WAITING_BYTES + 1)]
     digests = [hashlib.sha256(), hashlib.sha256()]
     with HashingThread() as thread:
         for i, block in enumerate(blocks):

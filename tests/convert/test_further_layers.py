@@ -150,7 +150,8 @@ def test_the_further_loss_equals_transformers(tmp_path, name):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("world_size", [2, *slow([(3,)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_work(pool, tmp_path, world_size):
     folder = published(tmp_path / "hf", shard=True).folder
     pool.run(world_size, _convert, folder, tmp_path / "ckpt", tmp_path / "again")

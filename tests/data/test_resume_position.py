@@ -10,6 +10,7 @@ import pytest
 from moefold.config.data import DataConfig
 from moefold.data.dataset import open_dataset
 from moefold.data.sampler import Sampler
+from tests.slow import slow
 
 from .test_skip_corrupt import BROKEN, KINDS, make, recipe
 
@@ -80,7 +81,11 @@ def _life(data: DataConfig, cache: Path, first: int, state: object, steps: int, 
     return taken, json.loads(json.dumps(rows[0].state(first + steps * BATCH)))
 
 
-@pytest.mark.parametrize("kind", DATA)
+SLOW_DATA = ("mixed conversations", "conversations with a corrupt file")
+"""`sft`, `mixed streams` and `stream with a corrupt file` are fast."""
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in DATA if kind not in SLOW_DATA), *slow((k,) for k in SLOW_DATA)])
 def test_interrupted_runs_take_the_samples_of_an_uninterrupted_one(tmp_path, kind):
     data = DATA[kind](tmp_path)
     cache = tmp_path / "cache"

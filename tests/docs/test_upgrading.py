@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from moefold.config.upgrade import MOVED
 from tests.docs.markdown_page import ROOT
 from tests.docs.tutorial_run import lines_not_printed, run_tutorial
@@ -11,6 +13,7 @@ from tests.docs.tutorial_run import lines_not_printed, run_tutorial
 PAGE = ROOT / "docs/upgrading.md"
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_it_is_written(tmp_path):
     printed = run_tutorial(PAGE, tmp_path, Path(sys.executable).parent)
     assert lines_not_printed(PAGE, printed) == []

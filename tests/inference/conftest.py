@@ -6,21 +6,24 @@ from pathlib import Path
 import pytest
 
 from tests.inference.example import recipe, write_checkpoint
+from tests.lasting_ranks import pool
+
+__all__ = ["pool"]
 
 
 @pytest.fixture(scope="session")
-def mixtral(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixtral(fresh_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small Mixtral in float32."""
     run_dir = tmp_path_factory.mktemp("mixtral") / "run"
-    pool.run(1, write_checkpoint, recipe("mixtral", run_dir))
+    fresh_pool.run(1, write_checkpoint, recipe("mixtral", run_dir))
     return run_dir
 
 
 @pytest.fixture(scope="session")
-def qwen3(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen3(fresh_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a small Qwen3-MoE, of which the first layer is dense, in float32."""
     run_dir = tmp_path_factory.mktemp("qwen3") / "run"
-    pool.run(1, write_checkpoint, recipe("qwen3-moe", run_dir))
+    fresh_pool.run(1, write_checkpoint, recipe("qwen3-moe", run_dir))
     return run_dir
 
 

@@ -15,6 +15,7 @@ from moefold.inference.scoring import evaluate
 from moefold.inference.source import find_source
 from moefold.inference.text import TokenDataset
 from tests.inference.example import opened, row_of_ids
+from tests.slow import slow
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 from tests.convert.hf_models import make_model, save_model
@@ -36,12 +37,12 @@ CASES = [
     ("mixtral-tied", {}),
     ("mixtral-tied", {"tp": 2, "ep": 2, "world_size": 2}),
     ("mixtral-tied", {"pp": 2, "world_size": 2}),
-    ("qwen2-moe", {"tp": 2, "etp": 2, "world_size": 2}),
     ("llama", {}),
     ("gpt-oss", {"tp": 2, "etp": 2, "world_size": 2}),
     ("olmoe", {"tp": 2, "world_size": 2}),
     ("deepseek-v2", {"pp": 2, "world_size": 2}),
     ("deepseek-v3", {"tp": 2, "ep": 2, "world_size": 2}),
+    *slow([("qwen2-moe", {"tp": 2, "etp": 2, "world_size": 2})]),
 ]
 
 

@@ -97,9 +97,15 @@ def test_a_missing_compiler_is_named(monkeypatch):
     assert inductor_unsupported_reason("cpu") == "there is no C++ compiler 'no-such-compiler' (set CXX)"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inductor_normalises_and_rotates(dtype):
+    """Its graph is the one of `test_layers_share_one_compilation`."""
+    _assert_rotates_like_the_modules(CompiledQKNormRope(), _rope(4, True, False, dtype), dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_inductor_computes_the_same(dtype):
-    _assert_rotates_like_the_modules(CompiledQKNormRope(), _rope(4, True, False, dtype), dtype)
     inputs = tuple(_leaf(3, 6, dtype=dtype) for _ in range(2))
     grad = torch.randn(3, 6, dtype=dtype)
     kernel = CompiledSwiGLU()

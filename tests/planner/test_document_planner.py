@@ -89,16 +89,16 @@ def test_each_fold_gets_its_fastest_strategy():
 
 
 def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
-    asked = request(8, pp=1)
+    asked = request(8, pp=1, etp=1)
     every = Planner(asked)
     ranking = every.search.plans_below(float("inf"))
-    joint = Planner(request(8, pp=1))
+    joint = Planner(request(8, pp=1, etp=1))
     assert joint.top_plans(3) == ranking[:3]
     times = sorted({plan.time.total_s for plan in ranking})
     # Between two times: a fold is priced alone or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
     assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
-    few = request(8, pp=1)
+    few = request(8, pp=1, etp=1)
     assert Planner(few).top_plans(1) == ranking[:1]
     assert 0 < few.workload.attention.num_planned < asked.workload.attention.num_planned / 2
 

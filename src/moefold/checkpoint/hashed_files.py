@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed.checkpoint as dcp
@@ -19,6 +18,8 @@ from moefold.remote_path import RemotePath
 
 MAX_WAITING_BYTES = 1 << 24
 """Bytes that wait for the thread; a larger block waits alone."""
+MIN_BLOCK_BYTES = 1 << 15
+"""Hashing fewer bytes takes less time than handing them to the thread."""
 
 
 class HashingThread:
@@ -44,8 +45,11 @@ class HashingThread:
             digest: not to be read before `drain`.
             block: contiguous bytes.
         """
-        while self._waiting and self._waiting_bytes + len(block) > MAX_WAITING_BYTES:
+        while self._waiting and (self._waiting_bytes + len(block) > MAX_WAITING_BYTES or self._waiting[0][0].done()):
             self._wait_for_first()
+        if not self._waiting and len(block) < MIN_BLOCK_BYTES:
+            digest.update(block)
+            return
         self._waiting.append((self._thread.submit(digest.update, block), len(block)))
         self._waiting_bytes += len(block)
 
@@ -83,9 +87,7 @@ class OrderedHashes:
         self._thread.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._thread.__exit__(kind, error, trace)
 
     def add(self, name: str, total_bytes: int, offset: int, data: memoryview) -> None:

@@ -353,13 +353,11 @@ def _choose_family(model: ModelConfig, options: ExportOptions, origin: WeightsOr
         return FAMILIES[options.family]
     if reason := foreign_parts_reason(model):
         raise ConfigError(reason)
-    supported = families_for(model)
     original_family = MODEL_TYPES.get(origin.read_config().get("model_type", ""))
     name = "" if original_family is None else original_family.exported_as or original_family.name
-    supported.sort(key=lambda family: family.name != name)
-    if supported:
-        return supported[0]
-    if model.mtp_layers and families_for(plain):
+    if supported := next(families_for(model, name), None):
+        return supported
+    if model.mtp_layers and next(families_for(plain), None):
         raise ConfigError(
             f"no family of Hugging Face models has layers of multi-token prediction (model.mtp_layers="
             f"{model.mtp_layers}) after the layers of this model; --without-mtp leaves them out"

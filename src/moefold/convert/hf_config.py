@@ -1,6 +1,6 @@
 """Reading of config.json: the family of a Hugging Face folder and its model config. Torch-free."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -235,9 +235,10 @@ def _sort_config(
     return report
 
 
-def families_for(model: ModelConfig) -> list[Family]:
-    """Return the families whose config.json can express a model exactly."""
-    return [family for family in FAMILIES.values() if not family_unsupported_reason(family, model)]
+def families_for(model: ModelConfig, first: str = "") -> Iterator[Family]:
+    """Yield the families whose config.json can express a model exactly, the one of a given name before the others."""
+    ordered = sorted(FAMILIES.values(), key=lambda family: family.name != first)
+    return (family for family in ordered if not family_unsupported_reason(family, model))
 
 
 def family_unsupported_reason(family: Family, model: ModelConfig) -> str:

@@ -20,7 +20,6 @@ from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
 from moefold.convert.export_folder import EXPORT_DTYPES
-from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.hf_shards import copy_sidecar_files
@@ -128,17 +127,12 @@ def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta
 
 def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
     """Return the family of the folder that the weights came from, else the first one that computes the model."""
-    supported = families_for(model)
     sidecar_dir = find_sidecar_dir(checkpoint)
-    if sidecar_dir is not None and (sidecar_dir / "config.json").is_file():
-        found = find_family(read_hf_config(sidecar_dir), sidecar_dir)
-        if found.name in {family.name for family in supported}:
-            return found
-    if not supported:
-        raise ConfigError(
-            "no family of Hugging Face models computes what this model does, so its modules have no names"
-        )
-    return FAMILIES[supported[0].name]
+    has_config = sidecar_dir is not None and (sidecar_dir / "config.json").is_file()
+    original = find_family(read_hf_config(sidecar_dir), sidecar_dir).name if sidecar_dir and has_config else ""
+    if supported := next(families_for(model, original), None):
+        return supported
+    raise ConfigError("no family of Hugging Face models computes what this model does, so its modules have no names")
 
 
 def _parameters_to_stack(

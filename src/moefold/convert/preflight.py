@@ -130,13 +130,13 @@ def export_message(model: ModelConfig) -> str:
     MTP layers do not count, because an export can leave them out.
     """
     plain = replace(model, mtp_layers=0)
-    if families_for(plain):
+    if next(families_for(plain), None):
         return ""
     lacks = "no family of Hugging Face models computes what this model does, so moefold export cannot write it"
     for change in _candidate_changes(plain):
-        if supported := families_for(edit_model(plain, change)):
+        if supported := next(families_for(edit_model(plain, change)), None):
             settings = " ".join(f"model.{key}={shown_value(value)}" for key, value in change.items()).replace("'", "")
-            return f"{lacks}; with {settings} it is {supported[0].name}"
+            return f"{lacks}; with {settings} it is {supported.name}"
     reasons = {family.name: family_unsupported_reason(family, plain) for family in FAMILIES.values()}
     nearest = min(reasons, key=lambda name: len(reasons[name]))
     return f"{lacks}; the nearest is {nearest}: {reasons[nearest]}"

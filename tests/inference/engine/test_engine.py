@@ -198,11 +198,18 @@ def sample_in_training(run_dir: Path, mapping: dict[str, Any]) -> tuple[dict[int
     return found[0], found[1]
 
 
+@pytest.fixture(scope="module")
+def completions_of_a_checkpoint(pool, tmp_path_factory) -> list[Completion]:
+    """The completions of the model that `training_config` begins with, from its checkpoint on one rank."""
+    path = tmp_path_factory.mktemp("begun")
+    pool.run(1, write_checkpoint, training_config({}, path))
+    return pool.run(1, run_engine, path, {}, REQUESTS, EngineSettings(slots=4, pass_tokens=32))[0]
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("mapping", marked(TRAINING_MAPPINGS, FAST_TRAINING_MAPPINGS))
-def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, mapping):
-    pool.run(1, write_checkpoint, training_config({}, tmp_path))
-    (expected,) = pool.run(1, run_engine, tmp_path, {}, REQUESTS, EngineSettings(slots=4, pass_tokens=32))
+def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completions_of_a_checkpoint, mapping):
+    expected = completions_of_a_checkpoint
     for ranks in zip(*pool.run(mapping.get("world_size", 1), sample_in_training, tmp_path, mapping), strict=True):
         assert_equal_completions(ranks, expected)
 

@@ -342,7 +342,7 @@ def test_an_answer_cut_inside_its_grammar_ends_by_its_length(template, wanted):
     if "tools" not in wanted:
         whole = '{"a": "b"}'
     # The arguments of a free call are complete before its end tag.
-    for length in range(1, len(whole.removesuffix("}</tool_call>")), 3):
+    for length in range(1, len(whole.removesuffix("}</tool_call>")), 7):
         server, _ = scripted(whole, template=template)
         ask = ASK | wanted | {"max_tokens": length}
         (choice,) = answered(server, CHAT, ask)["choices"]

@@ -1,5 +1,6 @@
 """Causal attention in C equals its plain twin with vectors of every width; torch's stands in where there is none."""
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -186,16 +187,22 @@ def test_large_scores_do_not_overflow(kernel):
         assert (a.double() - e).abs().max() < 2e-3 * e.abs().max()
 
 
+@cache
+def _given_and_right(value: float, where: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Heads with a value in one place, and what is right for every kernel."""
+    given = dict(zip(("q", "k", "v", "grad"), _heads(150, 1, 2, 1, 24, dtype=dtype), strict=True))
+    given[where] = given[where].clone()
+    given[where][100, 0, 0, 5] = value
+    return list(given.values()), _passes_token_by_token(*given.values())
+
+
 @in_each_type
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["q", "k", "v", "grad"])
 def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
     """Wherever the definition has none, and in no query of an earlier panel."""
-    given = dict(zip(("q", "k", "v", "grad"), _heads(150, 1, 2, 1, 24, dtype=dtype), strict=True))
-    given[where] = given[where].clone()
-    given[where][100, 0, 0, 5] = value
-    found = _passes(kernel, *given.values())
-    right = _passes_token_by_token(*given.values())
+    given, right = _given_and_right(value, where, dtype)
+    found = _passes(kernel, *given)
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), found, right, strict=True):
         assert not a[~e.isfinite()].isfinite().any(), name
     assert any((~e.isfinite()).any() for e in right)
@@ -299,7 +306,7 @@ def test_without_a_compiler_it_is_torchs(no_compiler):
 CASES = [
     pytest.param({"train": {"recompute": ("core_attention",)}}, id="one-rank-recompute", marks=pytest.mark.slow),
     pytest.param({"model": LATENT}, id="latent"),
-    pytest.param({"world_size": 2, "tp": 2}, id="tp"),
+    pytest.param({"world_size": 2, "tp": 2}, id="tp", marks=pytest.mark.slow),
     pytest.param({"world_size": 2, "cp": 2}, id="cp-has-its-own", marks=pytest.mark.slow),
 ]
 

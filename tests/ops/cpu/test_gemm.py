@@ -17,7 +17,7 @@ from tests.slow import slow
 
 pytestmark = needs_compiler
 
-PROCESSORS = VECTORS | {"avx512": ("-mno-avx512bf16",)}
+PROCESSORS = VECTORS | {"avx512": ("-mno-avx512bf16", "-O2")}
 """What the compiler is told beside the rest: also AVX-512 without products of pairs."""
 SIZES = ((1, 1, 1), (14, 32, 16), (13, 31, 3), (1, 70, 129), (45, 1, 2), (129, 65, 1), (60, 33, 515), (30, 40, 1030))
 """Rows, columns and depth: fewer and more than panels have, odd depths, and beyond the steps of one sum."""

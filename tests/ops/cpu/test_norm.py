@@ -220,7 +220,7 @@ def test_without_a_compiler_it_is_plain(no_compiler):
 
 CASES = [
     pytest.param({"train": {"recompute": ("norms",)}}, id="one-rank-recompute"),
-    pytest.param({"world_size": 2, "tp": 2, "model": {"attention.qk_norm": {}}}, id="tp-heads"),
+    pytest.param({"world_size": 2, "tp": 2, "model": {"attention.qk_norm": {}}}, id="tp-heads", marks=pytest.mark.slow),
     pytest.param({"world_size": 2, "zero": 3}, id="zero3", marks=pytest.mark.slow),
 ]
 

@@ -41,10 +41,17 @@ def _journey(x, probs, scale, permutation, grad, ops):
     return out, *torch.autograd.grad(out, inputs, grad)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 8, 70])
-@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "width", "dtype", "tolerance", "is_weighted"),
+    [
+        # In `make test` each kind with each width, and with each type, weighted and not.
+        pytest.param(kind, width, *limit, is_weighted, marks=pytest.mark.slow if (i + j + k + is_weighted) % 3 else ())
+        for i, kind in enumerate(KINDS)
+        for j, width in enumerate((1, 8, 70))
+        for k, limit in enumerate(((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)))
+        for is_weighted in (True, False)
+    ],
+)
 def test_kernels_equal_torch_in_float64(dtype, tolerance, kind, width, is_weighted):
     permutation = _permutation(kind)
     generator = torch.Generator().manual_seed(width)

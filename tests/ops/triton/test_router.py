@@ -89,8 +89,14 @@ def test_routing(sizes, num_tokens):
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", MODELS, ids=str)
-@pytest.mark.parametrize("used", range(4), ids=["probabilities", "scores", "sums", "z"])
+@pytest.mark.parametrize(
+    ("sizes", "used"),
+    [
+        pytest.param(sizes, used, marks=pytest.mark.slow if (i - used) % 3 else (), id=f"{sizes}-{name}")
+        for i, sizes in enumerate(MODELS)
+        for used, name in enumerate(("probabilities", "scores", "sums", "z"))
+    ],
+)
 def test_gradient_of_one_output_alone(sizes, used):
     """Gradients of the others are not made, and count as zero."""
     logits = torch.randn(13, _model(sizes).ffn.moe.num_experts, device=DEVICE, requires_grad=True)

@@ -74,9 +74,16 @@ def _permutation(kind):
 
 
 @pytest.mark.parametrize(("kernels", "dtype", "tolerance"), ENGINES)
-@pytest.mark.parametrize("kind", ["all", "dropped", "trailing", "slots"])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("postpones", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "has_bias", "postpones"),
+    [
+        # In `make test` each two of them together.
+        pytest.param(kind, has_bias, postpones, marks=pytest.mark.slow if (i + has_bias + postpones) % 2 else ())
+        for i, kind in enumerate(("all", "dropped", "trailing", "slots"))
+        for has_bias in (False, True)
+        for postpones in (False, True)
+    ],
+)
 def test_sorting_experts_equal_the_loop(kernels, dtype, tolerance, kind, has_bias, postpones):
     permutation, (x, probs, *tensors) = _permutation(kind), _leaves(dtype, has_bias)
     gate = ClampedSwiGLUActivation(1.702, 0.7) if has_bias else SwiGLUActivation()

@@ -28,7 +28,10 @@ from tests.slow import slow
 MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
 CASES = {**RECIPES, "Muon": MUON}
 NAMES = ("plain", "latent attention, padded to a capacity", "another order of the ranks", "dense", "Muon")
-FEW_MAPPINGS = [(NAMES[0], {"moments": "none", "pp": 1}), (NAMES[1], {"moments": "host", "pp": 2})]
+FEW_MAPPINGS = [
+    (NAMES[0], {"moments": "none", "pp": 1, "zero": 1}),
+    (NAMES[1], {"moments": "host", "pp": 2, "zero": 3}),
+]
 ALL_MAPPINGS = [(name, {}) for name in NAMES[:3]]
 
 
@@ -177,8 +180,14 @@ def test_where_nothing_fits_the_smallest_mapping_is_known(fixed):
     assert plan.memory.total == pytest.approx(search.memory.smallest[0], rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["plain", "latent attention, padded to a capacity"])
-@pytest.mark.parametrize("fixed", [{"pp": 1, "moments": "none"}, {"recompute": ("norms",), "pp": 2, "vpp": 1}])
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [
+        (NAMES[0], {"pp": 1, "moments": "none", "zero": 1}),
+        *((name, {"recompute": ("norms",), "pp": 2, "vpp": 1}) for name in NAMES[:2]),
+        *slow((name, {"pp": 1, "moments": "none"}) for name in NAMES[:2]),
+    ],
+)
 def test_whether_any_mapping_fits_is_known_without_prices(name, fixed):
     least = least_bytes(searched(name, 2, 1.0, fixed), fixed) / 2**30 - OVERHEAD_GIB
     for share, fits in ((0.5, False), (1 - 1e-4, False), (1 + 1e-4, True)):
@@ -225,7 +234,7 @@ def test_the_heaviest_moments_are_below_what_is_needed():
             assert 0.2 * needed < least <= needed * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("room_mib", [0.5, 100.0])
+@pytest.mark.parametrize("room_mib", [0.5, *slow([(100.0,)])])
 def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
     everything = searched("plain", 4, room_mib / 1024).top_plans(1000)
     search = searched("plain", 4, room_mib / 1024)

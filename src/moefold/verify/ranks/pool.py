@@ -70,6 +70,7 @@ class WorkerPool:
         """
         _check_temp_dir()
         self._init_group = init_group
+        self._main: Callable[..., None] = _worker_main
         self._context: ForkServerContext | SpawnContext
         if forks:
             self._context = mp.get_context("forkserver")
@@ -122,7 +123,7 @@ class WorkerPool:
     def _fork(self, task: int, rank: int, world_size: int, timeout_s: float) -> tuple[BaseProcess, Connection]:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
-            target=_worker_main,
+            target=self._main,
             args=(child_end, f"task{task}", self._store.port, rank, world_size, timeout_s, self._init_group),
             daemon=True,
         )

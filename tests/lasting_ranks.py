@@ -1,0 +1,151 @@
+"""Ranks that serve all tests of a file: the start of ranks and the first step cost more than further calls.
+
+A folder whose conftest.py imports `pool` from here has such ranks. Tests of what a rank finds at its start, or leaves
+behind, ask for `fresh_pool`.
+"""
+
+import faulthandler
+import os
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefold.progress import ignore_progress
+from moefold.verify.ranks.pool import WorkerPool, _collect, _worker_main
+
+MOST_RANKS = 4
+"""Tasks of more ranks take long: each has its own."""
+MOST_CALLS = 16
+"""Of the same ranks: each call leaves its process groups."""
+TIMEOUT_S = 280.0
+"""Of the process groups; less than pytest's limit for a test."""
+
+
+@dataclass
+class Ranks:
+    """Running ranks of one process group."""
+
+    processes: list[BaseProcess]
+    lives: list[Connection]
+    """A rank ends when its caller closes this one."""
+    calls: list[Connection]
+    num_calls: int = 0
+
+    def end(self) -> None:
+        """End the ranks."""
+        for connection in (*self.lives, *self.calls):
+            connection.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+class LastingRanks(WorkerPool):
+    """Pool whose calls of equally many ranks are made by the same ranks, until one fails or sixteen were made.
+
+    A called function leaves nothing behind that the next call would see; random numbers and the environment are as at
+    the start of the rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(preload=["tests.preload"])
+        self._ranks: dict[int, Ranks] = {}
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 120.0,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> list[Any]:
+        """As of any pool."""
+        if on_progress is not None or world_size > MOST_RANKS:
+            return super().run(world_size, function, *args, timeout_s=timeout_s, on_progress=on_progress)
+        ranks = self._ranks.pop(world_size, None) or self._start(world_size)
+        ranks.num_calls += 1
+        is_done = False
+        try:
+            for connection in ranks.calls:
+                connection.send((function, args, timeout_s))
+            results = _collect(ranks.calls, timeout_s, ignore_progress)
+            is_done = True
+        finally:
+            if is_done and ranks.num_calls < MOST_CALLS:
+                self._ranks[world_size] = ranks
+            else:
+                ranks.end()
+        return results
+
+    def end(self) -> None:
+        """End all ranks."""
+        while self._ranks:
+            self._ranks.popitem()[1].end()
+
+    def _start(self, world_size: int) -> Ranks:
+        task = next(self._task_ids)
+        ranks = Ranks([], [], [])
+        for rank in range(world_size):
+            ours, calls = self._context.Pipe()
+            self._main = partial(_lasting_main, calls)
+            process, life = self._fork(task, rank, world_size, TIMEOUT_S)
+            calls.close()
+            ranks.processes.append(process)
+            ranks.lives.append(life)
+            ranks.calls.append(ours)
+        self._main = _worker_main
+        return ranks
+
+
+class _FirstCall:
+    """End of a pipe whose first message is a call of `_serve`; the failure that ends it goes where results go."""
+
+    def __init__(self, connection: Connection, calls: Connection) -> None:
+        self._connection = connection
+        self._calls = calls
+        self.recv_bytes = connection.recv_bytes
+        self.send_bytes = calls.send_bytes
+
+    def recv(self) -> tuple[Callable[..., None], tuple[Connection], bool]:
+        return _serve, (self._calls,), False
+
+
+def _lasting_main(calls: Connection, connection: Connection, *args: Any) -> None:
+    _worker_main(_FirstCall(connection, calls), *args)  # type: ignore[arg-type]
+
+
+def _serve(calls: Connection) -> None:
+    """Make calls until one fails or the caller is gone."""
+    environment = dict(os.environ)
+    numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    while True:
+        function, args, timeout_s = calls.recv()
+        faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_rng_state(numbers[0])
+        random.setstate(numbers[1])
+        np.random.set_state(numbers[2])
+        result = function(*args)
+        dist.barrier()
+        calls.send_bytes(pickle.dumps((True, result)))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LastingRanks]:
+    """Ranks of all tests of a file."""
+    ranks = LastingRanks()
+    yield ranks
+    ranks.end()

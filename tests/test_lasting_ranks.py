@@ -1,0 +1,42 @@
+"""Ranks that last find at each call what new ranks find, and end with a call that fails."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefold.verify.ranks.pool import WorkerError
+from tests.lasting_ranks import pool
+
+__all__ = ["pool"]
+
+
+def _draw(word: str) -> tuple[int, float, str | None]:
+    """Return the process, a random number and the environment's word, of which the next call must not know."""
+    found = os.getpid(), float(torch.rand(1)), os.environ.get("WORD")
+    os.environ["WORD"] = word
+    return found
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("as asked")
+    dist.barrier()
+
+
+def test_calls_share_ranks_and_nothing_else(pool):
+    first, second = (pool.run(2, _draw, word) for word in ("a", "b"))
+    assert first == second
+    assert all(word is None for _, _, word in first)
+    (one,) = pool.run(1, _draw, "c")
+    assert one[0] not in {process for process, _, _ in first}
+
+
+def test_a_call_that_fails_is_told_and_ends_its_ranks(pool):
+    before = pool.run(2, _draw, "a")
+    with pytest.raises(WorkerError, match=r"rank 1: (?s:.*)ValueError: as asked"):
+        pool.run(2, _fail_on, 1)
+    after = pool.run(2, _draw, "a")
+    assert {process for process, _, _ in before}.isdisjoint(process for process, _, _ in after)
+    assert [drawn for _, drawn, _ in before] == [drawn for _, drawn, _ in after]
