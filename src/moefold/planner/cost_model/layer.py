@@ -43,15 +43,9 @@ FULL_SPEED_HEAD_SIZE = 128
 """Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
 6)."""
 
-MIN_ATTENTION_LENGTH = 256.0
-"""Shorter sequences are as fast for each FLOP as sequences of this length."""
-
 RING_KERNELS = 20.0
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections. Fitted (16 to 22, prior
 16) on Qwen3-235B at 64K and 128K on H100 and GB300 and the rows of arXiv:2504.14960 with cp."""
-
-HIDDEN_RING_FRACTION = 0.7
-"""Part of the attention core under which ring sends between nodes are hidden: a prior, which no row decides."""
 
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
@@ -446,9 +440,6 @@ class _MixerCost(_BlockCost):
         # The keys of sparse attention are gathered before any is selected.
         is_exposed = core.selected or not self.workload.overlaps_dp_comm
         overlap = 0.0 if is_exposed else (cp - 1) / cp
-        if link is not self.device.links[0]:
-            # Sends between nodes share the cards with the sends of other ranks, and kernels with the copies.
-            overlap *= HIDDEN_RING_FRACTION
         forward_s, backward_s = (
             max(step_s, passes * (cp - 1) * step_s - overlap * hidden_s) + passes * (launches_s + merge_s)
             for passes, hidden_s in ((1, core_s), (2, core_back_s))
@@ -481,7 +472,6 @@ def attention_core_s(device: Device, dtype: str, flops: float, length: float, he
         length: tokens of a sequence, or of the part of it that one kernel computes.
         head_size: mean of the head sizes of keys and values.
     """
-    length = max(length, MIN_ATTENTION_LENGTH)
     speed = min(1.0, head_size / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(dtype)
     forward_flops_per_s = speed * device.attention_forward_flops * length / (length + device.attention_forward_half)
     backward_flops_per_s = speed * device.attention_backward_flops * length / (length + device.attention_backward_half)
