@@ -353,15 +353,16 @@ def test_the_busiest_of_more_ranks_is_busier_and_one_rank_has_its_mean():
     assert replace(WORK, imbalance=1.5).imbalance_at(8, 128) == 1.5
 
 
-def test_zero_3_exposes_a_part_of_its_collectives_or_what_compute_cannot_hide():
+def test_zero_3_exposes_a_part_of_its_gathers_and_the_first_of_a_pass():
     cost_model = pricer()
     mapping = ParallelMapping(dp=128, ep=8, edp=16, zero=3)
     comm = cost_model.data_parallel.cost(mapping)
     hidden = cost_model.data_parallel.exposed_s(mapping, comm, 1e3, 1e3, 2)
     bare = cost_model.data_parallel.exposed_s(mapping, comm, 0.0, 0.0, 2)
     moved = 2 * (2 * comm.all_gathers_s + comm.gradients_s)
-    assert hidden == pytest.approx(EXPOSED_ZERO3_FRACTION * moved)
-    assert bare == pytest.approx(moved)
+    copies = 2 * (2 * comm.gather_copies_s + comm.reduce_copies_s)
+    assert EXPOSED_ZERO3_FRACTION * moved < hidden - copies < 0.2 * moved
+    assert bare - copies >= moved
 
 
 def test_a_measured_exposure_of_the_device_takes_the_place_of_the_constant():

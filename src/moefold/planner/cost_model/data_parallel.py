@@ -144,6 +144,10 @@ EXPOSED_ZERO3_FRACTION = 0.1141
 enough of it: they share multiprocessors, memory and NVLink or network cards with the kernels and the expert all-to-all,
 and a prefetch of one layer does not hide a layer whose gather is longer than the one before."""
 
+COPY_BYTES = (4, 8)
+"""Memory traffic of FSDP2 for each gathered parameter (copied out of the flat buffer) and each reduced gradient (cast
+and copied into one); Megatron's buffers need no copies."""
+
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32, or in float64 where that is the compute type."""
 
@@ -159,6 +163,10 @@ class DataParallelCost(NamedTuple):
     gradients_s: float
     """Reduction of all gradients."""
     optimizer_s: float
+    gather_copies_s: float = 0.0
+    """Copies around an all-gather of all parameters, which no other kernel hides."""
+    reduce_copies_s: float = 0.0
+    """Copies around a reduction of all gradients."""
 
 
 class DataParallelCostModel:
@@ -223,7 +231,11 @@ class DataParallelCostModel:
         if OFFLOADED_OPTIMIZER in mapping.offload and not self.workload.is_megatron:
             # In each direction, concurrently (docs/memory.md). Megatron-Core updates on the host.
             optimizer = max(optimizer, owned * self._moment_bytes / device.host_bytes_per_s)
-        return DataParallelCost(all_gathers, gradients, optimizer)
+        copies = [0.0, 0.0]
+        if mapping.zero == 3 and not self.workload.is_megatron:
+            moved = dense * (dense_group.size > 1) + experts * (expert_group.size > 1)
+            copies = [self.gemm.memory_bound_s(moved * size) for size in COPY_BYTES]
+        return DataParallelCost(all_gathers, gradients, optimizer, *copies)
 
     def _update_s(self, mapping: ParallelMapping, num_owned: float, dtype_factor: float) -> float:
         """Return the seconds of the optimizer update on the fullest rank, with its states on the device."""
@@ -272,8 +284,11 @@ class DataParallelCostModel:
             forwards = all_gathers
             backwards = (all_gathers if mapping.zero == 3 else 0.0) + gradients
         elif mapping.zero == 3:
-            forwards = self._exposed_zero3_s(all_gathers, forward_s)
-            backwards = self._exposed_zero3_s(gradients + all_gathers, backward_s)
+            # The first all-gather of a pass and the last reduction have nothing to run under.
+            layers = max(1.0, len(self.model_spec.layers) / mapping.pp)
+            forwards = all_gathers / layers + self._exposed_zero3_s(all_gathers, forward_s) + comm.gather_copies_s
+            backwards = gradients / layers + self._exposed_zero3_s(gradients + all_gathers, backward_s)
+            backwards = backwards + comm.gather_copies_s + comm.reduce_copies_s
         else:
             forwards = _exposed_comm_s(all_gathers, forward_s)
             backwards = _exposed_comm_s(gradients, backward_s)

@@ -421,7 +421,7 @@ class CostModel:
         recomputed launches, and waits, once more.
         """
         device = self.device
-        again = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
+        again: tuple[Any, Any] = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
         launched = self.workload.launched
         waits = []
         for way, seconds in enumerate(busy):
