@@ -43,6 +43,9 @@ FULL_SPEED_HEAD_SIZE = 128
 """Smaller heads are slower in proportion to their size: they need as many exponentials (arXiv:2407.08608 fig. 5 and
 6)."""
 
+MIN_ATTENTION_LENGTH = 256.0
+"""Shorter sequences are as fast for each FLOP as sequences of this length."""
+
 RING_KERNELS = 20.0
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections. Fitted (16 to 22, prior
 16) on Qwen3-235B at 64K and 128K on H100 and GB300 and the rows of arXiv:2504.14960 with cp."""
@@ -472,6 +475,7 @@ def attention_core_s(device: Device, dtype: str, flops: float, length: float, he
         length: tokens of a sequence, or of the part of it that one kernel computes.
         head_size: mean of the head sizes of keys and values.
     """
+    length = max(length, MIN_ATTENTION_LENGTH)
     speed = min(1.0, head_size / FULL_SPEED_HEAD_SIZE) / device.dtype_slowdown(dtype)
     forward_flops_per_s = speed * device.attention_forward_flops * length / (length + device.attention_forward_half)
     backward_flops_per_s = speed * device.attention_backward_flops * length / (length + device.attention_backward_half)
@@ -660,12 +664,12 @@ class _MoECost(_BlockCost):
 
     def _transfer(self, transfer: Transfer) -> CostItem:
         """Return the time of a collective; ranks of ep wait for the busiest of them."""
-        group = RankGroup(self.etp, 1)
-        imbalance = 1.0
-        if transfer.axis == "ep":
-            # If coupled, the ranks of tp and cp lie between neighbours of ep.
-            group = RankGroup(self.ep, self.tp * self.mapping.cp if self.workload.is_coupled else self.etp)
-            imbalance = self.imbalance
+        # If coupled, the ranks of tp and cp lie between neighbours of ep.
+        stride = self.tp * self.mapping.cp if self.workload.is_coupled else self.etp
+        group, imbalance = {
+            "ep": (RankGroup(self.ep, stride), self.imbalance),
+            "etp": (RankGroup(self.etp, 1), 1.0),
+        }[transfer.axis]
         if transfer.gathers:
             seconds = all_gather_s(self.device, group, transfer.num_bytes)
         else:
