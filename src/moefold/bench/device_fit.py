@@ -179,9 +179,7 @@ def device_toml(device: Device, comments: Sequence[str]) -> str:
             tables += _toml_table(f"[{key}]", value)
         elif isinstance(value, tuple):
             for link in value:
-                tables += _toml_table(
-                    f"[[{key}]]", {name: item for name, item in link.items() if name != "oversubscription" or item}
-                )
+                tables += _toml_table(f"[[{key}]]", link)
         elif value is not None:
             lines.append(f"{key} = {_toml_value(value)}")
     return "\n".join([*lines, *tables]) + "\n"

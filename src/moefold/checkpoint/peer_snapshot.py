@@ -18,8 +18,8 @@ from moefold.checkpoint.checkpoint_dir import TrainState
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfers
 from moefold.comm.sharded_tensor import local_slice
-from moefold.cost.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfers
 from moefold.cost.shard_boxes import Box
 from moefold.errors import RunError
 from moefold.model.local_param import local_tensor

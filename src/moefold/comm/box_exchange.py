@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import Group
-from moefold.cost.reshard_plan import BoxTransfer
+from moefold.comm.reshard_plan import BoxTransfer
 
 MAX_SCRATCH_BYTES = 1 << 26
 """Memory of the buffers of one round by default: sent and received bytes together."""

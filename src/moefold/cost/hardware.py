@@ -4,7 +4,7 @@ The numbers are physical properties of the device, the same for every model and 
 source of every fitted number.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict
 
 from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
-from moefold.config.field import Bound, at_least
+from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError
@@ -70,27 +70,11 @@ class NetworkLink:
     """Latency of one message."""
     fraction: Share
     """Fraction of `bytes_per_s` that large messages reach."""
-    oversubscription: Annotated[float, within(at_least(1, "the cards of a pod over its uplinks"))] = 0.0
-    """Oversubscription of a spine's uplinks, whose traffic also passes the cards of the previous level; 0: cards of its
-    own."""
 
     @property
-    def is_uplink(self) -> bool:
-        """Return whether this level joins pods, within which the previous level connects all ranks."""
-        return self.oversubscription > 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spine:
-    """Network between pods, within which the last link runs at its full bandwidth."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    pod_gpus: Count
-    """GPUs of a pod."""
-    oversubscription: Annotated[float, within(at_least(1, "the cards of a pod over its uplinks"))]
-    """Bandwidth of the network cards of a pod over the bandwidth of its uplinks."""
-    latency_s: Positive
-    """Latency of a message between pods."""
+    def reached_bytes_per_s(self) -> float:
+        """Bandwidth that large messages reach."""
+        return self.bytes_per_s * self.fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +142,6 @@ class Device:
     """What measured the constants of `DECIDING_CONSTANTS` on this device, by key; those without are unmeasured."""
     site_link: SiteLink | None = None
     """Connection to other sites; None: not given. No device file has one."""
-    spine: Spine | None = None
-    """Network of a device file, which becomes the last of `links`. No device file has one, as networks differ."""
 
     @property
     def memory_bytes(self) -> float:
@@ -253,7 +235,7 @@ def _parse_device(text: str, where: str) -> Device:
     tree = _read_device_table(text, where)
     device = from_table(Device, tree, where, ", or start from a device with base = 'h100'")
     _check_sources(where, device)
-    return device if device.spine is None else _with_spine(where, device, device.spine)
+    return device
 
 
 def _check_sources(where: str, device: Device) -> None:
@@ -279,21 +261,3 @@ def _read_device_table(text: str, where: str) -> dict[str, Any]:
         key: value | tree[key] if isinstance(value, dict) and isinstance(tree.get(key), dict) else tree.get(key, value)
         for key, value in (base_tree | {key: tree[key] for key in tree if key not in base_tree}).items()
     }
-
-
-def _with_spine(where: str, device: Device, spine: Spine) -> Device:
-    """Split the last link level into pods and add the spine that joins them."""
-    *others, cards = device.links
-    inner = others[-1].gpus if others else 1
-    if spine.pod_gpus <= inner or spine.pod_gpus % inner:
-        raise ConfigError(
-            f"{where}: spine.pod_gpus={spine.pod_gpus} must be a multiple of {inner}, at least twice that"
-        )
-    uplinks = replace(
-        cards,
-        level="spine",
-        bytes_per_s=cards.bytes_per_s / spine.oversubscription,
-        latency_s=spine.latency_s,
-        oversubscription=spine.oversubscription,
-    )
-    return replace(device, links=(*others, replace(cards, gpus=spine.pod_gpus), uplinks), spine=None)

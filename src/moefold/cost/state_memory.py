@@ -46,19 +46,7 @@ class StateMemory(UnitMemory):
     @cached_property
     def max_by_pp_rank(self) -> tuple[StateBytes, ...]:
         """State bytes of the first rank of every pipeline stage, the maximum of its stage."""
-        return self.by_pp_rank((0, 0))
-
-    def by_pp_rank(self, dp_ranks: tuple[int, int]) -> tuple[StateBytes, ...]:
-        """Return the state bytes of each pipeline rank, for given data-parallel ranks.
-
-        Data-parallel rank 0, such as the first rank of each stage, holds most: later ranks get the remaining rows.
-
-        Args:
-            dp_ranks: rank within the dp x cp group over which dense weights are sharded, and within the edp group over
-                which experts are sharded.
-        """
-        dp_ranks = dp_ranks if self.cfg.parallel.zero > 0 and not self._mapping.is_single else (0, 0)
-        table = self.table(self._mapping, exchange_bytes=dispatch_buffer_bytes(self.cfg), dp_ranks=dp_ranks)
+        table = self.table(self._mapping, exchange_bytes=dispatch_buffer_bytes(self.cfg))
         return tuple(StateBytes(*(table @ counts).astype(int).tolist()) for counts in self._counts)
 
     @cached_property

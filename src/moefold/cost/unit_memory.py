@@ -85,8 +85,11 @@ class ShardSpec:
     expert_owners: int = 1
     """Number of sites among which the experts are divided: moments and residual are of the own ones."""
 
-    def state_bytes(self, weights: Iterable[ParamSpec], dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
-        """Return the state bytes of weights that are already sharded by tensor and expert parallelism."""
+    def state_bytes(self, weights: Iterable[ParamSpec]) -> StateBytes:
+        """Return the state bytes of weights that are already sharded by tensor and expert parallelism.
+
+        Of the first data-parallel rank, which holds most: later ranks get the remaining rows.
+        """
         weight_bytes = gradients = sums = moments = 0
         for weight in weights:
             shards = weight.dp_shards(self.degrees[weight.is_expert])
@@ -97,7 +100,7 @@ class ShardSpec:
             weight_bytes += shards.padded_numel * self.master_bytes
             gradients += shards.padded_numel * self.gradient_bytes
             sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            numel = shards.numel(dp_ranks[weight.is_expert])
+            numel = shards.numel(0)
             own_numel = numel // self.owners(weight)
             for state in self.optimizer.states(weight):
                 moments += self.state_item_bytes(state) * (1 if state.is_count else own_numel)

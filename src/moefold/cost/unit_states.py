@@ -103,17 +103,11 @@ class UnitMemory:
         resting = states.weights + states.buffers + gathered + (states.optimizer if with_optimizer else 0)
         return resting + max(states.gradients, states.gradient_sums)
 
-    def unit_states(self, column: int, mapping: StateMapping, dp_ranks: tuple[int, int] = (0, 0)) -> StateBytes:
-        """Return the state bytes of a unit, with all of its weights gathered.
-
-        Args:
-            column: state column of the unit.
-            mapping: the mapping.
-            dp_ranks: ranks within the groups over which dense weights and experts are sharded.
-        """
+    def unit_states(self, column: int, mapping: StateMapping) -> StateBytes:
+        """Return the state bytes of a unit, by its state column, with all of its weights gathered."""
         cfg = self.cfg
         name = self.units[column]
-        dense, experts = (self._weight_states(column, mapping, kind, dp_ranks[kind]) for kind in (False, True))
+        dense, experts = (self._weight_states(column, mapping, is_expert) for is_expert in (False, True))
         copies = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, [name]) if mapping.is_single else 0
         if self._kernels.caches_quantized_weights and caches_quantized_weights(
             cfg.train, 1 + mapping.has_several_micro_batches, mapping.zero
@@ -129,38 +123,30 @@ class UnitMemory:
         )
 
     @memoised(
-        lambda self, column, m, is_expert, dp_rank: (
-            (column, is_expert, dp_rank, m.degrees[is_expert], m.accumulates_gradients, m.is_single),
+        lambda self, column, m, is_expert: (
+            (column, is_expert, m.degrees[is_expert], m.accumulates_gradients, m.is_single),
             (m.ep, m.etp) if is_expert else m.tp,
         )
     )
-    def _weight_states(self, column: int, mapping: StateMapping, is_expert: bool, dp_rank: int) -> StateBytes:
+    def _weight_states(self, column: int, mapping: StateMapping, is_expert: bool) -> StateBytes:
         """Return the state bytes of the experts of a unit, or of its other weights, without buffers."""
         spec = self.shard_spec(mapping)
         weights = [weight for weight in self.shards(column, mapping) if weight.is_expert == is_expert]
         gathered = 0 if mapping.is_single else spec.gathered_bytes(weights)
-        return replace(spec.state_bytes(weights, (dp_rank, dp_rank)), gathered=gathered)
+        return replace(spec.state_bytes(weights), gathered=gathered)
 
-    def table(
-        self,
-        mapping: StateMapping,
-        *,
-        exchange_bytes: int,
-        offloads_moments: bool = False,
-        dp_ranks: tuple[int, int] = (0, 0),
-    ) -> ByteTable:
+    def table(self, mapping: StateMapping, *, exchange_bytes: int, offloads_moments: bool = False) -> ByteTable:
         """Return the bytes of each state column, [`STATE_FIELDS`, columns].
 
         Args:
             mapping: the mapping.
             exchange_bytes: bytes of a rank's symmetric memory.
             offloads_moments: whether moments are in the host's memory between updates.
-            dp_ranks: see `unit_states`.
         """
         columns = self.columns
         table = np.zeros((len(STATE_FIELDS), columns.state_size))
         for column in self.units:
-            states = self.unit_states(column, mapping, dp_ranks)
+            states = self.unit_states(column, mapping)
             table[:, column] = [getattr(states, name) for name in STATE_FIELDS]
             if offloads_moments:
                 table[STATE_FIELDS.index("optimizer"), column] -= sum(self.offloaded_unit(column, mapping))

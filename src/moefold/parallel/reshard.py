@@ -15,9 +15,9 @@ from torch import Tensor
 
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.groups import World
+from moefold.comm.reshard_plan import BoxTransfer, plan_reshard
 from moefold.comm.sharded_tensor import local_slice
 from moefold.cost.adapter_spec import is_adapter
-from moefold.cost.reshard_plan import BoxTransfer, plan_reshard
 from moefold.cost.shard_boxes import Box, WeightSharding
 from moefold.model.local_param import local_tensor, parameter_over
 from moefold.parallel.fsdp import reshard_parameters

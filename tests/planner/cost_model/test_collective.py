@@ -1,5 +1,7 @@
 """Collectives over link levels, by hand, and the published times of dispatch."""
 
+from dataclasses import asdict, replace
+
 import pytest
 
 from moefold.cost.hardware import load_device
@@ -88,53 +90,35 @@ def test_a_send_takes_the_link_between_the_ranks():
     assert p2p_s(H100, 8, 1e9) == pytest.approx(1e9 / (RAIL.bytes_per_s * RAIL.fraction), rel=0.01)
 
 
-def with_spine(tmp_path, times, latency_s=RAIL.latency_s, base="h100"):
-    path = tmp_path / f"spine-{times}-{latency_s}-{base}.toml"
-    spine = f"pod_gpus = 576\noversubscription = {times}\nlatency_s = {latency_s}\n"
-    path.write_text(f'base = "{base}"\nname = "pods"\n[spine]\n{spine}')
+def with_pods(tmp_path, base, gpus, divisor):
+    """The device, whose last level joins pods of some GPUs and has a part of the bandwidth of its rails."""
+    path = tmp_path / f"pods-{base}-{divisor}.toml"
+    *inner, rail = load_device(base).links
+    links = (*inner, replace(rail, gpus=gpus), replace(rail, level="spine", bytes_per_s=rail.bytes_per_s / divisor))
+    tables = [
+        "\n".join(["[[links]]", *(f"{key} = {value!r}" for key, value in asdict(link).items())]) for link in links
+    ]
+    path.write_text("\n".join([f'base = "{base}"\nname = "pods"', *tables]))
     return load_device(str(path))
 
 
-GROUPS = [
-    RankGroup(2, 1),
-    RankGroup(16, 1),
-    RankGroup(8, 72),
-    RankGroup(2304, 1),
-    RankGroup(288, 8),
-    RankGroup(4, 576),
-    RankGroup(24, 96),
-]
-
-
 @pytest.mark.parametrize("base", ["h100", "gb200"])
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_a_spine_as_wide_as_its_rails_changes_nothing(tmp_path, base, group):
-    plain, pods = load_device(base), with_spine(tmp_path, 1, base=base)
+def test_pods_with_fewer_uplinks_slow_down_what_leaves_them(tmp_path, base):
+    plain, pods = load_device(base), with_pods(tmp_path, base, 576, 4)
     assert [link.level for link in pods.links] == ["nvlink", "rail", "spine"]
-    for size in (1e3, 1e9):
-        assert all_gather_s(pods, group, size) == pytest.approx(all_gather_s(plain, group, size), rel=1e-12)
-        for routing in (None, DEEPSEEK):
-            expected = all_to_all_s(plain, group, size, routing=routing)
-            assert all_to_all_s(pods, group, size, routing=routing) == pytest.approx(expected, rel=1e-12)
-    for stride in (1, 8, 96, 576, 1152):
-        assert p2p_s(pods, stride, 1e9) == pytest.approx(p2p_s(plain, stride, 1e9), rel=1e-12)
-
-
-def test_uplinks_that_are_fewer_slow_down_what_leaves_a_pod(tmp_path):
-    plain, pods = load_device("h100"), with_spine(tmp_path, 4)
-    uplinks = RAIL.bytes_per_s * RAIL.fraction / 4
+    uplinks = pods.links[-1].reached_bytes_per_s
     # Four pods: three quarters of all copies leave theirs.
     exchanged = all_to_all_s(pods, RankGroup(2304, 1), 1e10)
     assert exchanged == pytest.approx(0.75 * 1e10 / uplinks, rel=0.01)
     # One replica a pod; and replicas of which a pod has many, whose rings leave it but once.
     assert all_gather_s(pods, RankGroup(4, 576), 1e10) == pytest.approx(0.75 * 1e10 / uplinks, rel=0.01)
-    assert all_gather_s(pods, RankGroup(2304, 1), 1e10) == pytest.approx(
-        all_gather_s(plain, RankGroup(2304, 1), 1e10), rel=1e-12
-    )
+    wide = all_gather_s(plain, RankGroup(2304, 1), 1e10)
+    assert all_gather_s(pods, RankGroup(2304, 1), 1e10) == pytest.approx(wide, rel=0.01)
     # Stages: the first rank of the next one is a pod away, or not.
     assert p2p_s(pods, 576, 1e9) == pytest.approx(1e9 / uplinks, rel=0.01)
-    for price, group in ((all_gather_s, RankGroup(576, 1)), (all_to_all_s, RankGroup(64, 8))):
+    for price, group in (
+        (all_gather_s, RankGroup(576, 1)),
+        (all_to_all_s, RankGroup(64, 8)),
+        (all_to_all_s, RankGroup(2, 1)),
+    ):
         assert price(pods, group, 1e9) == price(plain, group, 1e9)
-    slow = with_spine(tmp_path, 1, latency_s=1e-3)
-    assert all_to_all_s(slow, RankGroup(4, 576), 1.0) == pytest.approx(3e-3, rel=1e-3)
-    assert all_to_all_s(slow, RankGroup(64, 8), 1.0) == all_to_all_s(plain, RankGroup(64, 8), 1.0)

@@ -2,8 +2,7 @@
 
 Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
 spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank, of which a
-unit has as many as ranks of the group. Over a spine (`Device.spine`) it passes the same NICs as within a pod, and fewer
-uplinks.
+unit has as many as ranks of the group.
 """
 
 from dataclasses import dataclass
@@ -40,16 +39,13 @@ def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
     slowest = 0.0
     latency = 0.0
     below = 1
-    on_cards = 0.0
     for link in device.links:
         inside = ranks_per_unit(group, link)
         if inside > below:
             units = inside // below
             # All bytes pass every link of a ring; each rank of a unit adds its own NIC to the ring of this level.
-            share = full_bytes * (units - 1) / units / below
-            latency += link.latency_s * (log2(units) + (not (link.is_uplink and on_cards)))
-            on_cards = share + (on_cards if link.is_uplink else 0.0)
-            slowest = max(slowest, _transfer_s(link, share, on_cards))
+            slowest = max(slowest, full_bytes * (units - 1) / units / below / link.reached_bytes_per_s)
+            latency += link.latency_s * (log2(units) + 1)
             below = inside
         if inside == group.size:
             break
@@ -78,22 +74,14 @@ def all_to_all_s(
     slowest = 0.0
     latency = 0.0
     below = 1
-    on_cards = 0.0
-    cards = 1
     for link in device.links:
         inside = ranks_per_unit(group, link)
         if inside > below:
             units = inside // below
             all_units = group.size // below
-            if not (link.is_uplink and on_cards):
-                # A token for several units of a pod is sent to each of them, over the spine too.
-                on_cards = 0.0
-                cards = below
-                sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
-            remote_bytes = sent * (units - 1) / all_units
-            on_cards += remote_bytes
-            slowest = max(slowest, _transfer_s(link, remote_bytes, on_cards))
-            latency = max(latency, link.latency_s * (1 + log2(inside // cards)))
+            sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
+            slowest = max(slowest, sent * (units - 1) / all_units / link.reached_bytes_per_s)
+            latency = max(latency, link.latency_s * (1 + log2(units)))
             below = inside
         if inside == group.size:
             break
@@ -112,23 +100,15 @@ def exchange_s(device: Device, group: RankGroup, sent_bytes: float, remote_bytes
     if group.size == 1:
         return 0.0
     first, *outer = device.links
-    seconds = sent_bytes / (first.bytes_per_s * first.fraction)
+    seconds = sent_bytes / first.reached_bytes_per_s
     latency = first.latency_s
     if ranks_per_unit(group, first) < group.size:
         for link in outer:
-            seconds = max(seconds, _transfer_s(link, remote_bytes, remote_bytes))
+            seconds = max(seconds, remote_bytes / link.reached_bytes_per_s)
             latency = max(latency, link.latency_s)
             if ranks_per_unit(group, link) == group.size:
                 break
     return seconds + latency
-
-
-def _transfer_s(link: NetworkLink, link_bytes: float, nic_bytes: float) -> float:
-    """Return the seconds of a level's bytes for each rank, or of all bytes through the rank's NIC if slower."""
-    seconds = link_bytes / (link.bytes_per_s * link.fraction)
-    if not link.is_uplink:
-        return seconds
-    return max(seconds, nic_bytes / (link.bytes_per_s * link.oversubscription * link.fraction))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +133,7 @@ class GroupLimitedRouting:
 def p2p_s(device: Device, stride: int, sent_bytes: float) -> float:
     """Return the seconds of a send to the rank that is `stride` away."""
     link = link_between(device, stride)
-    return link.latency_s + sent_bytes / (link.bytes_per_s * link.fraction)
+    return link.latency_s + sent_bytes / link.reached_bytes_per_s
 
 
 def link_between(device: Device, stride: int) -> NetworkLink:

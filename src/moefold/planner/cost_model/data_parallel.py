@@ -151,9 +151,6 @@ and copied into one); Megatron's buffers need no copies."""
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32, or in float64 where that is the compute type."""
 
-MEGATRON_OFFLOAD_BYTES_PER_PARAM = 6
-"""Host-link traffic for each parameter whose optimizer state is on the host: gradient down, weight up."""
-
 RankContent = tuple[tuple[int, ...], bool, bool]
 """Layers of each kind on a pipeline rank, and whether the rank has the embedding and the loss."""
 
@@ -231,10 +228,8 @@ class DataParallelCostModel:
             gradients = all_reduce_s(device, dense_group, dense * dtype_factor * GRADIENT_BYTES)
             gradients += all_reduce_s(device, expert_group, experts * dtype_factor * GRADIENT_BYTES)
         optimizer = self._update_s(mapping, owned, dtype_factor)
-        if OFFLOADED_OPTIMIZER in mapping.offload and self.workload.is_megatron:
-            optimizer += owned * MEGATRON_OFFLOAD_BYTES_PER_PARAM / device.host_bytes_per_s
-        elif OFFLOADED_OPTIMIZER in mapping.offload:
-            # In each direction, concurrently (docs/memory.md).
+        if OFFLOADED_OPTIMIZER in mapping.offload and not self.workload.is_megatron:
+            # In each direction, concurrently (docs/memory.md). Megatron-Core updates on the host.
             optimizer = max(optimizer, owned * self._moment_bytes / device.host_bytes_per_s)
         copies = [0.0, 0.0]
         if mapping.zero == 3 and not self.workload.is_megatron:

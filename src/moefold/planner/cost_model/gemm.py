@@ -17,6 +17,16 @@ WGRAD_ACCUMULATION_BYTES = 8
 """Memory traffic of a weight gradient that is added to a float32 sum: read and written, 4 bytes each."""
 
 
+LinearTimes = tuple[float, float, float]
+"""Seconds of a linear layer: forward, gradient of its input, and gradient of its weight."""
+
+
+def sum_times(*times: LinearTimes) -> LinearTimes:
+    """Return the sums of the seconds of several layers."""
+    forward_s, backward_s, weights_s = map(sum, zip(*times, strict=True))
+    return forward_s, backward_s, weights_s
+
+
 class GemmCost:
     """Cost model of GEMMs on one device in one precision.
 
@@ -47,10 +57,17 @@ class GemmCost:
         moved = self.element_bytes * (rows * depth + groups * depth * columns) + self.value_bytes * rows * columns
         return self._tiled_s((rows / groups, columns, depth), groups, moved, fused=fused)
 
-    def wgrad_s(self, rows: float, columns: int, depth: int, *, groups: int = 1, fused: bool = False) -> float:
-        """Return the seconds of a weight-gradient GEMM of [depth, columns] over `rows`, added to a float32 sum."""
-        moved = self.element_bytes * rows * (depth + columns) + self.wgrad_bytes * groups * depth * columns
-        return self._tiled_s((depth, columns, rows / groups), groups, moved, fused=fused)
+    def linear_s(self, rows: float, inputs: int, outputs: int, *, groups: int = 1, fused: bool = False) -> LinearTimes:
+        """Return the seconds of the three GEMMs of a linear layer, or of `groups` with a part of the rows each.
+
+        The weight gradient is added to a float32 sum.
+        """
+        moved = self.element_bytes * rows * (inputs + outputs) + self.wgrad_bytes * groups * inputs * outputs
+        return (
+            self.matmul_s(rows, outputs, inputs, groups=groups, fused=fused),
+            self.matmul_s(rows, inputs, outputs, groups=groups, fused=fused),
+            self._tiled_s((inputs, outputs, rows / groups), groups, moved, fused=fused),
+        )
 
     def _tiled_s(self, sizes: tuple[float, float, float], groups: int, moved_bytes: float, *, fused: bool) -> float:
         """Return the seconds of GEMMs [rows, inner] x [inner, columns]: tiles in waves, or memory traffic if slower."""
@@ -65,9 +82,9 @@ class GemmCost:
         waves = 1.0 + 0.5 * device.multiprocessors * (1 if fused else groups) / tiles
         return max(work * waves / rate, moved_bytes / self.bytes_per_s)
 
-    def quantize_s(self, elements: float, *, fused: bool = False) -> float:
-        """Return the seconds of casting operands below 16 bits; 0 if the GEMMs do it themselves."""
-        return 0.0 if fused else elements * self.quantize_bytes / self.bytes_per_s
+    def quantize_s(self, elements: float) -> float:
+        """Return the seconds of casting operands below 16 bits."""
+        return elements * self.quantize_bytes / self.bytes_per_s
 
     def memory_bound_s(self, moved_bytes: float) -> float:
         """Return the seconds of a kernel that only moves bytes."""

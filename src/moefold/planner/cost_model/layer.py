@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from moefold.config.groups.attention import AttentionCore
 from moefold.config.groups.dispatcher import SentTokens, Transfer
 from moefold.config.groups.ffn import RoutedPart
 from moefold.config.layers import Layer
@@ -24,7 +23,7 @@ from moefold.planner.cost_model.collective import (
     exchange_s,
     ranks_per_unit,
 )
-from moefold.planner.cost_model.gemm import GemmCost
+from moefold.planner.cost_model.gemm import GemmCost, LinearTimes, sum_times
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
@@ -51,9 +50,6 @@ RING_KERNELS = 20.0
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections. Fitted (16 to 22, prior
 16) on Qwen3-235B at 64K and 128K on H100 and GB300 and the rows of arXiv:2504.14960 with cp."""
 
-HIDDEN_RING_FRACTION = 0.7
-"""Part of the attention core under which ring sends between nodes are hidden: a prior, which no row decides."""
-
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
 STATE_BYTES = 4
@@ -74,6 +70,10 @@ EXPERT_KERNELS = (2, 4)
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
+EXPERT_LAUNCH_SHARE = 0.2268
+"""Host time of the launch of one expert's GEMM over the time of another kernel: a C++ loop over several streams
+launches them, and their gaps overlap."""
+
 RECURRENCE_BYTES = 122.8
 """Forward memory traffic of a recurrence for each token and row of the output projection: convolution, chunk states,
 scan and gate, each a memory-bound kernel."""
@@ -86,6 +86,9 @@ CONVOLUTION_BYTES = 16.0
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
+
+BACKWARD_PASSES = 1.6
+"""Memory traffic of norms and residuals in the backward pass over their traffic in the forward pass."""
 
 CLAMPED_SWIGLU_PASSES = 11.28
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
@@ -184,16 +187,13 @@ class BlockTime:
     backward: tuple[CostItem, ...] = ()
     wgrad_s: float = 0.0
     """Part of the backward pass: weight gradients, on which no other rank waits."""
-    forward_kernels: float = 0.0
-    backward_kernels: float = 0.0
-    expert_kernels: tuple[float, float] = (0.0, 0.0)
-    """Launches of single experts' kernels, forward and backward."""
+    kernels: tuple[float, float] = (0.0, 0.0)
+    """Launches, forward and backward."""
     host_syncs: float = 0.0
     """Number of forward device-to-host syncs; the host launches nothing ahead during one."""
     recompute: tuple[tuple[str, float], ...] = ()
     """Seconds that recomputing a part adds to the backward pass. Additive over parts that do not contain each other;
-    `moe`
-    contains expert_activation and shared_experts, `layer` everything."""
+    `moe` contains expert_activation and shared_experts, `layer` everything."""
 
     @cached_property
     def forward_cost(self) -> DirectionCost:
@@ -254,11 +254,7 @@ class LayerCostModel:
         part = self.model_spec.kinds[kind].ffn
         if part.routed:
             return _MoECost(self, part.routed, mapping).block_time()
-        return _dense_block(self, part.tp_unit[1], mapping) if part.tp_unit[1] else BlockTime()
-
-    def kernel_counts(self, block: str) -> tuple[float, float]:
-        """Return the launches of a block, forward and backward: of a Megatron-like layer, or traced in moefold's."""
-        return (KERNEL_COUNTS if self.workload.is_megatron else TRACED_KERNEL_COUNTS)[block]
+        return _DenseCost(self, mapping).block_time(part.tp_unit[1]) if part.tp_unit[1] else BlockTime()
 
     def tokens(self, mapping: ParallelMapping) -> float:
         """Return the tokens of a micro-batch on the ranks of one tp group."""
@@ -270,205 +266,202 @@ class LayerCostModel:
         return CostItem("tp_comm", all_gather_s(self.device, RankGroup(mapping.tp, 1), num_bytes))
 
 
-class _MixerCost:
+class _BlockCost:
+    """Sizes and times that all blocks of a layer have."""
+
+    def __init__(self, costs: LayerCostModel, mapping: ParallelMapping) -> None:
+        self.gemm = costs.gemm
+        self.device = costs.device
+        self.workload = costs.workload
+        self.mapping = mapping
+        self.tp = mapping.tp
+        self.hidden = costs.model_spec.hidden_size
+        self.tokens = costs.tokens(mapping)
+        self.local_tokens = self.tokens / self.tp
+        self.gather = costs.tp_gather(mapping)
+        stream_s = self.gemm.memory_bound_s(self.local_tokens * self.hidden * self.gemm.value_bytes)
+        self.passes_s = 5 * stream_s
+        """Norm and residual move 5 hidden widths."""
+        self.norm_again = ("norms", 2 * stream_s)
+
+    def kernel_counts(self, block: str) -> tuple[float, float]:
+        """Return the launches of a block, forward and backward: of a Megatron-like layer, or traced in moefold's."""
+        return (KERNEL_COUNTS if self.workload.is_megatron else TRACED_KERNEL_COUNTS)[block]
+
+
+class _MixerCost(_BlockCost):
     """Cost of the attention block: norm, all-gather, projections, core, projection, reduce-scatter, residual."""
 
     def __init__(
-        self, layer_costs: LayerCostModel, layer: Layer, mapping: ParallelMapping, load: AttentionLoad | None
+        self, costs: LayerCostModel, layer: Layer, mapping: ParallelMapping, load: AttentionLoad | None
     ) -> None:
-        self.layer_costs = layer_costs
+        super().__init__(costs, mapping)
         self.layer = layer
+        self.core = layer.core
         self.mixer = projections_of(layer)
         self.load = load
-        self.tp = mapping.tp
         self.cp = mapping.cp
-        self.mbs = mapping.mbs
-        self.tokens = layer_costs.tokens(mapping)
-        self.hidden = layer_costs.model_spec.hidden_size
-        self.gather = layer_costs.tp_gather(mapping)
+        # moefold's linear attention recomputes its core in the backward pass in any case.
+        is_own = costs.model_spec.is_trainable and not self.workload.is_megatron
+        self.recomputes_core = is_own and layer.attention.is_recurrent
 
     def block_time(self) -> BlockTime:
-        costs = self.layer_costs
+        gemm = self.gemm
         mixer = self.mixer
-        hidden = self.hidden
-        tokens = self.tokens
-        tp = self.tp
-        gemm = costs.gemm
-        gather = self.gather
-        project, project_back, weights = self._projections_s()
-        heads = tokens * (mixer.sharded_width + mixer.output_width) / tp * gemm.value_bytes
-        stream_bytes = tokens / tp * hidden * gemm.value_bytes
-        # Norm and residual move 5 hidden widths; RoPE and head norms read and write all heads.
-        passes = gemm.memory_bound_s(5 * stream_bytes + 2 * heads)
-        core, core_back = self._core_s()
-        if self.layer.attention.is_recurrent:
-            ring, ring_back = self._state_exchange_s(self.layer.core)
-        elif self.load is not None and self.load.is_planned:
-            ring, ring_back = self._exchange_s(self.layer.core, self.load)
-        else:
-            ring, ring_back = self._exposed_ring_s(self.layer.core, core, core_back)
-        part = "attention"
+        project_s, project_back_s, weights_s = self._projections_s()
+        # RoPE and head norms read and write all heads.
+        heads_s = gemm.memory_bound_s(
+            self.tokens * (mixer.sharded_width + mixer.output_width) / self.tp * gemm.value_bytes
+        )
+        passes_s = self.passes_s + 2 * heads_s
+        core_s, core_back_s = self._core_s()
+        comm_s, comm_back_s = self._cp_comm_s(core_s, core_back_s)
         forward = (
-            CostItem(part, passes),
-            gather,
-            CostItem(part, project + core),
-            CostItem("cp_comm", ring),
-            gather,
+            CostItem("attention", passes_s),
+            self.gather,
+            CostItem("attention", project_s + core_s),
+            CostItem("cp_comm", comm_s),
+            self.gather,
         )
         backward = (
-            gather,
-            CostItem(part, project_back + weights + core_back + 1.6 * passes),
-            CostItem("cp_comm", ring_back),
-            gather,
+            self.gather,
+            CostItem("attention", project_back_s + weights_s + core_back_s + BACKWARD_PASSES * passes_s),
+            CostItem("cp_comm", comm_back_s),
+            self.gather,
         )
-        forward_kernels, backward_kernels = costs.kernel_counts("mixer")
-        core_again = 0.0 if self._recomputes_core else core
-        recompute = [("norms", gemm.memory_bound_s(2 * stream_bytes)), ("core_attention", core_again)]
+        recompute = [self.norm_again, ("core_attention", 0.0 if self.recomputes_core else core_s)]
         if mixer.latent_rank:
-            up = gemm.matmul_s(tokens, mixer.sharded_width // tp, mixer.latent_rank)
-            own = self.layer.attention.own_recompute_parts
-            recompute += [(part, up + gemm.memory_bound_s(heads)) for part in own]
-        return BlockTime(forward, backward, weights, forward_kernels, backward_kernels, recompute=tuple(recompute))
+            up_s = gemm.matmul_s(self.tokens, mixer.sharded_width // self.tp, mixer.latent_rank)
+            recompute += [(part, up_s + heads_s) for part in self.layer.attention.own_recompute_parts]
+        return BlockTime(forward, backward, weights_s, self.kernel_counts("mixer"), recompute=tuple(recompute))
 
-    @property
-    def _recomputes_core(self) -> bool:
-        """Return whether the backward pass recomputes the core in any case: moefold's linear attention does."""
-        is_own = self.layer_costs.model_spec.is_trainable and not self.layer_costs.workload.is_megatron
-        return is_own and self.layer.attention.is_recurrent
-
-    def _projections_s(self) -> tuple[float, float, float]:
-        """Return the seconds of the projections: forward, input gradients and weight gradients."""
-        gemm = self.layer_costs.gemm
+    def _projections_s(self) -> LinearTimes:
+        """Return the seconds of the projections."""
+        gemm = self.gemm
         mixer = self.mixer
-        tokens = self.tokens
-        tp = self.tp
-        hidden = self.hidden
-        width = mixer.sharded_width // tp
-        out = mixer.output_width // tp
-        depth = mixer.latent_rank or hidden
-        forward_s = gemm.matmul_s(tokens, width, depth) + gemm.matmul_s(tokens, hidden, out)
-        backward_s = gemm.matmul_s(tokens, depth, width) + gemm.matmul_s(tokens, out, hidden)
-        weights = gemm.wgrad_s(tokens, width, depth) + gemm.wgrad_s(tokens, hidden, out)
+        width = mixer.sharded_width // self.tp
+        out = mixer.output_width // self.tp
+        depth = mixer.latent_rank or self.hidden
+        times = [gemm.linear_s(self.tokens, depth, width), gemm.linear_s(self.tokens, out, self.hidden)]
         if mixer.latent_width:
-            local = tokens / tp
-            forward_s += gemm.matmul_s(local, mixer.latent_width, hidden)
-            backward_s += gemm.matmul_s(local, hidden, mixer.latent_width)
-            weights += gemm.wgrad_s(local, mixer.latent_width, hidden)
+            times.append(gemm.linear_s(self.local_tokens, self.hidden, mixer.latent_width))
         if mixer.index_params:
-            rows = mixer.index_params // hidden
-            forward_s += gemm.matmul_s(tokens / tp, rows, hidden)
-            weights += gemm.wgrad_s(tokens / tp, rows, hidden)
-        forward_s += gemm.quantize_s(tokens * (depth + out))
-        backward_s += gemm.quantize_s(tokens * (width + hidden / tp))
-        return forward_s, backward_s, weights
+            # The indexer has no gradient of its input.
+            forward_s, _, weights_s = gemm.linear_s(self.local_tokens, self.hidden, mixer.index_params // self.hidden)
+            times.append((forward_s, 0.0, weights_s))
+        casts = self.tokens * (depth + out), self.tokens * (width + self.hidden / self.tp)
+        return sum_times(*times, (gemm.quantize_s(casts[0]), gemm.quantize_s(casts[1]), 0.0))
 
     def _core_s(self) -> tuple[float, float]:
         """Return the seconds of the attention core, forward and backward."""
-        layer = self.layer
-        core = layer.core
-        device = self.layer_costs.device
-        seq_len = self.layer_costs.workload.seq_len
-        if layer.attention.is_recurrent:
+        core = self.core
+        if self.layer.attention.is_recurrent:
             core_bytes = RECURRENCE_BYTES if core.state_flops else CONVOLUTION_BYTES
-            seconds = self.layer_costs.gemm.memory_bound_s(core_bytes * self.mixer.output_width * self.tokens / self.tp)
+            seconds = self.gemm.memory_bound_s(core_bytes * self.mixer.output_width * self.local_tokens)
             if self.cp > 1 and core.state_size:
                 # A scan over [D, D + Dv] of each head, with D more columns than its Dv.
                 seconds *= 1.0 + SCAN_SHARE * (1 + core.transition_size / core.state_size)
-            return seconds, (3 if self._recomputes_core else 2) * seconds
+            return seconds, (3 if self.recomputes_core else 2) * seconds
         if self.load is None:
-            keys = mean_keys = keys_per_token(layer.window, seq_len, causal=True, chunk_size=layer.chunk)
+            seq_len = self.workload.seq_len
+            keys = mean_keys = keys_per_token(self.layer.window, seq_len, causal=True, chunk_size=self.layer.chunk)
             # A step of ring attention has the queries of a rank and half of the keys of another, or half and all
             # (arXiv:2310.03294). No mask hides any: at least as many keys for each query as in a sequence of S / cp.
-            chunk = seq_len / self.cp
+            rows = seq_len / self.cp
         else:
             keys = self.load.keys
             mean_keys = self.load.mean_keys
-            chunk = self.load.kernel_rows
+            rows = self.load.kernel_rows
         if core.selected:
-            return self._sparse_core_s(core, keys)
-        flops = 2.0 * keys * (core.key_width + core.value_width) * core.heads / self.tp * self.tokens
-        head = (core.key_width + core.value_width) / 2
-        return attention_core_s(device, self.layer_costs.workload.dtype, flops, min(2 * mean_keys, chunk), head)
+            return self._sparse_core_s(keys)
+        return self._attention_s(keys, min(2 * mean_keys, rows))
 
-    def _exchange_s(self, core: AttentionCore, load: AttentionLoad) -> tuple[float, float]:
+    def _attention_s(self, keys: float, length: float) -> tuple[float, float]:
+        """Return the seconds of softmax attention to some keys a token, forward and backward."""
+        width = self.core.key_width + self.core.value_width
+        flops = 2.0 * keys * width * self.core.heads * self.local_tokens
+        return attention_core_s(self.device, self.workload.dtype, flops, length, width / 2)
+
+    def _sparse_core_s(self, keys: float) -> tuple[float, float]:
+        """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
+        core = self.core
+        selected = min(keys, core.selected)
+        forward_s, backward_s = self._attention_s(selected, selected)
+        scores = core.index_flops * keys * self.local_tokens
+        head = (core.key_width + core.value_width) / 2
+        scores_s = attention_core_s(self.device, self.workload.dtype, scores, keys, head)[0]
+        heads = max(1.0, core.kv_heads / self.tp)
+        # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
+        copies_s = self.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
+        return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
+
+    def _cp_comm_s(self, core_s: float, core_back_s: float) -> tuple[float, float]:
+        """Return the exposed seconds of context parallelism, forward and backward."""
+        if self.load is not None and self.load.is_planned:
+            return self._exchange_s(self.load)
+        if self.cp == 1:
+            return 0.0, 0.0
+        return self._state_exchange_s() if self.layer.attention.is_recurrent else self._ring_s(core_s, core_back_s)
+
+    @property
+    def _kv_heads(self) -> float:
+        """Heads of keys and values on a rank; tp replicates them where it has more ranks."""
+        return self.core.kv_heads / min(self.tp, self.core.kv_heads)
+
+    def _exchange_s(self, load: AttentionLoad) -> tuple[float, float]:
         """Return the seconds of the rows that planned attention sends, forward and backward."""
         if load.exchange_ranks == 1:
             return 0.0, 0.0
-        group = RankGroup(load.exchange_ranks, self.tp)
-        sent = self._exchanged_bytes(core, load.sent_queries, load.sent_keys)
-        remote = self._exchanged_bytes(core, load.remote_queries, load.remote_keys)
-        device = self.layer_costs.device
-        return exchange_s(device, group, sent[0], remote[0]), exchange_s(device, group, sent[1], remote[1])
-
-    def _exchanged_bytes(self, core: AttentionCore, queries: float, keys: float) -> tuple[float, float]:
-        """Return the bytes of these rows for each token of a rank, forward and backward."""
-        heads = core.heads / self.tp
-        kv_heads = core.kv_heads / min(self.tp, core.kv_heads)
+        core = self.core
         widths = TokenWidths(
-            query=heads * core.key_width,
-            output=heads * core.value_width,
-            keys_and_values=kv_heads * (core.key_width + core.value_width),
+            query=core.heads / self.tp * core.key_width,
+            output=core.heads / self.tp * core.value_width,
+            keys_and_values=self._kv_heads * (core.key_width + core.value_width),
         )
-        rows = self.tokens * queries, self.tokens * keys
-        return exchange_bytes(*rows, widths, self.layer_costs.workload.value_bytes)
+        ways = zip(
+            exchange_bytes(load.sent_queries, load.sent_keys, widths, self.workload.value_bytes),
+            exchange_bytes(load.remote_queries, load.remote_keys, widths, self.workload.value_bytes),
+            strict=True,
+        )
+        group = RankGroup(load.exchange_ranks, self.tp)
+        forward_s, backward_s = (
+            exchange_s(self.device, group, self.tokens * sent, self.tokens * remote) for sent, remote in ways
+        )
+        return forward_s, backward_s
 
-    def _sparse_core_s(self, core: AttentionCore, keys: float) -> tuple[float, float]:
-        """Return the seconds of the indexer's scores, and of attention over copies of the selected keys."""
-        costs = self.layer_costs
-        selected = min(keys, core.selected)
-        width = core.key_width + core.value_width
-        flops = 2.0 * selected * width * core.heads / self.tp * self.tokens
-        scores = core.index_flops * keys / self.tp * self.tokens
-        forward_s, backward_s = attention_core_s(costs.device, costs.workload.dtype, flops, selected, width / 2)
-        scores_s = attention_core_s(costs.device, costs.workload.dtype, scores, keys, width / 2)[0] if scores else 0.0
-        heads = max(1.0, core.kv_heads / self.tp)
-        # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
-        copies_s = costs.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
-        return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
-
-    def _exposed_ring_s(self, core: AttentionCore, core_s: float, core_back_s: float) -> tuple[float, float]:
-        """Return the exposed seconds of ring attention's KV sends, forward and backward."""
-        device = self.layer_costs.device
+    def _ring_s(self, core_s: float, core_back_s: float) -> tuple[float, float]:
+        """Return the exposed seconds of ring attention's KV sends, launches and corrections."""
+        core = self.core
         cp = self.cp
-        if cp == 1:
-            return 0.0, 0.0
         group = RankGroup(cp, self.tp)
-        link = next(link for link in device.links if ranks_per_unit(group, link) == cp)
-        kv_heads = core.kv_heads / min(self.tp, core.kv_heads)
-        kv_bytes = self.tokens * (kv_heads * core.key_value_width + core.index_width)
-        kv_bytes *= self.layer_costs.workload.value_bytes
-        step = link.latency_s + kv_bytes / (link.bytes_per_s * link.fraction)
-        forward_s = (cp - 1) * step
-        backward_s = 2 * (cp - 1) * step
-        launches = cp * RING_KERNELS * device.kernel_gap_s
+        link = next(link for link in self.device.links if ranks_per_unit(group, link) == cp)
+        kv_width = self._kv_heads * core.key_value_width + core.index_width
+        step_s = link.latency_s + self.tokens * kv_width * self.workload.value_bytes / link.reached_bytes_per_s
+        launches_s = cp * RING_KERNELS * self.device.kernel_gap_s
         # Partial outputs are corrected in float32: read, scaled, added, written.
-        merge = cp * self.layer_costs.gemm.memory_bound_s(12 * self.tokens * core.heads * core.value_width / self.tp)
+        merge_s = cp * self.gemm.memory_bound_s(12 * self.local_tokens * core.heads * core.value_width)
         # The keys of sparse attention are gathered before any is selected.
-        is_exposed = core.selected or not self.layer_costs.workload.overlaps_dp_comm
+        is_exposed = core.selected or not self.workload.overlaps_dp_comm
         overlap = 0.0 if is_exposed else (cp - 1) / cp
-        if link is not device.links[0]:
-            # Sends between nodes share the cards with the sends of other ranks, and kernels with the copies.
-            overlap *= HIDDEN_RING_FRACTION
-        hidden = core_s * overlap, core_back_s * overlap
-        return max(step, forward_s - hidden[0]) + launches + merge, max(step, backward_s - hidden[1]) + 2 * (
-            launches + merge
+        forward_s, backward_s = (
+            max(step_s, passes * (cp - 1) * step_s - overlap * hidden_s) + passes * (launches_s + merge_s)
+            for passes, hidden_s in ((1, core_s), (2, core_back_s))
         )
+        return forward_s, backward_s
 
-    def _state_exchange_s(self, core: AttentionCore) -> tuple[float, float]:
+    def _state_exchange_s(self) -> tuple[float, float]:
         """Return the seconds of the all-gathers of states and of the convolutions' tokens, forward and backward.
 
         Each rank has two segments of each sample, as in ring attention. The backward pass recomputes the forward pass
         with its all-gathers, and reduce-scatters their gradients.
         """
-        if self.cp == 1:
-            return 0.0, 0.0
-        group = RankGroup(self.cp, self.tp)
-        segments = SEGMENTS_PER_RANK * self.cp * self.mbs / self.tp
+        core = self.core
+        segments = SEGMENTS_PER_RANK * self.cp * self.mapping.mbs / self.tp
         # A segment changes the states of all heads by [D, D + Dv] of each head.
-        states = core.transition_size + core.state_size
-        tokens = (core.conv_kernel - 1) * core.conv_width
-        sent = segments * states * STATE_BYTES, segments * tokens * self.layer_costs.workload.value_bytes
-        seconds = sum((all_gather_s(self.layer_costs.device, group, size) for size in sent if size), 0.0)
+        states = segments * (core.transition_size + core.state_size) * STATE_BYTES
+        tokens = segments * (core.conv_kernel - 1) * core.conv_width * self.workload.value_bytes
+        group = RankGroup(self.cp, self.tp)
+        seconds = sum((all_gather_s(self.device, group, size) for size in (states, tokens) if size), 0.0)
         return seconds, 2 * seconds
 
 
@@ -489,22 +482,19 @@ def attention_core_s(device: Device, dtype: str, flops: float, length: float, he
     return flops / forward_flops_per_s, ATTENTION_BACKWARD_FLOP_RATIO * flops / backward_flops_per_s
 
 
-def _dense_block(layer_costs: LayerCostModel, width: int, mapping: ParallelMapping) -> BlockTime:
-    """Return the time of a dense MLP with its norm and residual."""
-    gemm = layer_costs.gemm
-    hidden = layer_costs.model_spec.hidden_size
-    tp = mapping.tp
-    tokens = layer_costs.tokens(mapping)
-    gather = layer_costs.tp_gather(mapping)
-    forward_s, backward_s, weights = swiglu_mlp_s(gemm, tokens, hidden, width // tp, 3)
-    passes = gemm.memory_bound_s(5 * tokens / tp * hidden * gemm.value_bytes)
-    forward = (CostItem("dense_mlp", passes), gather, CostItem("dense_mlp", forward_s), gather)
-    backward = (gather, CostItem("dense_mlp", backward_s + weights + 1.6 * passes), gather)
-    recompute = (
-        ("norms", gemm.memory_bound_s(2 * tokens / tp * hidden * gemm.value_bytes)),
-        ("dense_mlp", forward_s + 2 * gather.seconds),
-    )
-    return BlockTime(forward, backward, weights, *layer_costs.kernel_counts("dense"), recompute=recompute)
+class _DenseCost(_BlockCost):
+    """Cost of a dense MLP with its norm and residual."""
+
+    def block_time(self, width: int) -> BlockTime:
+        forward_s, backward_s, weights_s = swiglu_mlp_s(self.gemm, self.tokens, self.hidden, width // self.tp, 3)
+        part = "dense_mlp"
+        return BlockTime(
+            (CostItem(part, self.passes_s), self.gather, CostItem(part, forward_s), self.gather),
+            (self.gather, CostItem(part, backward_s + weights_s + BACKWARD_PASSES * self.passes_s), self.gather),
+            weights_s,
+            self.kernel_counts("dense"),
+            recompute=(self.norm_again, (part, forward_s + 2 * self.gather.seconds)),
+        )
 
 
 @lru_cache(maxsize=16384)
@@ -516,211 +506,174 @@ def swiglu_mlp_s(
     num_matrices: int,
     groups: int = 0,
     activation_passes: float = 1.0,
-) -> tuple[float, float, float]:
-    """Return the seconds of an MLP with its activation: forward, input gradients, weight gradients."""
+) -> LinearTimes:
+    """Return the seconds of an MLP with its activation."""
     inner = (num_matrices - 1) * width
     fuses = groups > 0 and activation_passes == 1.0 and num_matrices == 3 and gemm.fuses_grouped_gemm
-    n = max(1, groups)
-    forward_s = gemm.matmul_s(num_tokens, inner, hidden, groups=n, fused=fuses)
-    forward_s += gemm.matmul_s(num_tokens, hidden, width, groups=n, fused=fuses)
-    backward_s = gemm.matmul_s(num_tokens, hidden, inner, groups=n, fused=fuses)
-    backward_s += gemm.matmul_s(num_tokens, width, hidden, groups=n, fused=fuses)
-    weights = gemm.wgrad_s(num_tokens, inner, hidden, groups=n, fused=fuses)
-    weights += gemm.wgrad_s(num_tokens, hidden, width, groups=n, fused=fuses)
-    forward_s += gemm.quantize_s(num_tokens * (hidden + width), fused=fuses)
-    backward_s += gemm.quantize_s(num_tokens * (hidden + inner), fused=fuses)
+    times = [
+        gemm.linear_s(num_tokens, inputs, outputs, groups=max(1, groups), fused=fuses)
+        for inputs, outputs in ((hidden, inner), (width, hidden))
+    ]
     if not fuses:
-        forward_s += activation_passes * gemm.memory_bound_s(num_tokens * (inner + width) * gemm.value_bytes)
-        backward_s += activation_passes * gemm.memory_bound_s(num_tokens * (2 * inner + width) * gemm.value_bytes)
-    return forward_s, backward_s, weights
+        casts = num_tokens * (hidden + width), num_tokens * (hidden + inner)
+        moved = num_tokens * (inner + width), num_tokens * (2 * inner + width)
+        rest_s = [
+            gemm.quantize_s(cast) + activation_passes * gemm.memory_bound_s(numbers * gemm.value_bytes)
+            for cast, numbers in zip(casts, moved, strict=True)
+        ]
+        times.append((rest_s[0], rest_s[1], 0.0))
+    return sum_times(*times)
 
 
-class _MoECost:
+class _MoECost(_BlockCost):
     """Cost of a MoE block: norm, router, permutation, dispatch, experts, combine, and the shared expert."""
 
-    def __init__(self, layer_costs: LayerCostModel, part: RoutedPart, mapping: ParallelMapping) -> None:
-        self.layer_costs = layer_costs
-        self.mapping = mapping
+    def __init__(self, costs: LayerCostModel, part: RoutedPart, mapping: ParallelMapping) -> None:
+        super().__init__(costs, mapping)
         self.part = part
         self.num_matrices = matrices_of_expert(part)
         self.top_k = part.mean_active
         """Experts of a token that compute, on average."""
-        self.tp = mapping.tp
         self.ep = mapping.ep
         self.etp = mapping.etp
-        self.tokens = layer_costs.tokens(mapping)
-        self.local_tokens = self.tokens / self.tp
-        self.expert_hidden_size = part.token_size(layer_costs.model_spec.hidden_size)
-        factor = layer_costs.workload.capacity_factor
+        self.local_experts = max(1, part.num_experts // self.ep)
+        self.width = max(1, part.intermediate_size // self.etp)
+        self.expert_hidden_size = part.token_size(self.hidden)
+        self.imbalance = self.workload.imbalance_at(self.ep, part.num_experts)
+        factor = self.workload.capacity_factor
         self.routed_tokens = self.local_tokens * self.top_k * (min(1.0, factor) if factor else 1.0)
+        self.expert_tokens = self.routed_tokens * self.imbalance * self.etp
+        self.has_fused_activation = part.activation.is_swiglu and not part.bias
+        self.fuses_experts = self.has_fused_activation and self.num_matrices == 3 and self.gemm.fuses_grouped_gemm
 
     def block_time(self) -> BlockTime:
-        costs = self.layer_costs
-        part = self.part
-        gemm = self.layer_costs.gemm
-        hidden = costs.model_spec.hidden_size
-        load = costs.workload.imbalance_at(self.ep, part.num_experts)
-        routed_tokens = self.routed_tokens * load * self.etp
-        local_experts = max(1, part.num_experts // self.ep)
-        experts, experts_back, weights = swiglu_mlp_s(
+        gemm = self.gemm
+        experts_s, experts_back_s, weights_s = swiglu_mlp_s(
             gemm,
-            routed_tokens,
+            self.expert_tokens,
             self.expert_hidden_size,
-            max(1, part.intermediate_size // self.etp),
+            self.width,
             self.num_matrices,
-            local_experts,
+            self.local_experts,
             self._activation_passes,
         )
-        dispatch = self._ep_comm(routed_tokens, costs.workload.dispatch_bytes)
-        comm = self._ep_comm(routed_tokens, gemm.value_bytes)
-        router = self._router_s()
-        permute = self._permute_s(routed_tokens, local_experts)
-        passes = gemm.memory_bound_s(5 * self.local_tokens * hidden * gemm.value_bytes)
+        comm = self._ep_comm(gemm.value_bytes)
+        router_s = self._router_s()
+        permute = CostItem("permute", self._permute_s())
         forward = [
-            CostItem("router", router + passes),
-            CostItem("permute", permute),
-            *dispatch,
-            CostItem("experts", experts),
+            CostItem("router", router_s + self.passes_s),
+            permute,
+            *self._ep_comm(self.workload.dispatch_bytes),
+            CostItem("experts", experts_s),
+            *reversed(comm),
+            permute,
         ]
-        forward += [*reversed(comm), CostItem("permute", permute)]
-        backward = [CostItem("permute", permute), *comm, CostItem("experts", experts_back + weights), *reversed(comm)]
-        backward += [CostItem("permute", permute), CostItem("router", 2 * router + 1.6 * passes)]
-        forward_kernels, backward_kernels = self._kernel_counts()
-        inner = self.num_matrices * max(1, part.intermediate_size // self.etp)
-        recompute = [("norms", gemm.memory_bound_s(2 * self.local_tokens * hidden * gemm.value_bytes))]
-        activation = gemm.memory_bound_s(routed_tokens * inner * gemm.value_bytes)
-        if not costs.workload.is_megatron:
-            # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
-            width = (self.num_matrices - 1) * max(1, part.intermediate_size // self.etp)
-            activation += gemm.matmul_s(routed_tokens, width, self.expert_hidden_size, groups=local_experts)
-        recompute.append(("expert_activation", activation))
-        if part.shared_width:
-            shared_forward, shared_backward, shared_weights = self._shared_expert()
-            forward += shared_forward
-            backward += shared_backward
-            weights += shared_weights
-            forward_kernels = forward_kernels + costs.kernel_counts("shared_experts")[0]
-            backward_kernels = backward_kernels + costs.kernel_counts("shared_experts")[1]
-            recompute.append(("shared_experts", sum(work.seconds for work in shared_forward)))
+        backward = [
+            permute,
+            *comm,
+            CostItem("experts", experts_back_s + weights_s),
+            *reversed(comm),
+            permute,
+            CostItem("router", 2 * router_s + BACKWARD_PASSES * self.passes_s),
+        ]
+        kernels = self._kernel_counts()
+        recompute = [self.norm_again, ("expert_activation", self._activation_again_s())]
+        if self.part.shared_width:
+            width = max(1, self.part.shared_width // self.tp)
+            times = swiglu_mlp_s(gemm, self.tokens, self.hidden, width, self.num_matrices)
+            shared = [self.gather, CostItem("shared_experts", times[0]), self.gather]
+            forward += shared
+            backward += [self.gather, CostItem("shared_experts", times[1] + times[2]), self.gather]
+            weights_s += times[2]
+            own = self.kernel_counts("shared_experts")
+            kernels = kernels[0] + own[0], kernels[1] + own[1]
+            recompute.append(("shared_experts", sum(work.seconds for work in shared)))
         recompute.append(("moe", sum(work.seconds for work in forward)))
-        syncs = 0.0 if costs.workload.capacity_factor else 1.0
-        return BlockTime(
-            tuple(forward),
-            tuple(backward),
-            weights,
-            forward_kernels,
-            backward_kernels,
-            self._expert_kernel_counts(local_experts),
-            syncs,
-            tuple(recompute),
-        )
+        syncs = 0.0 if self.workload.capacity_factor else 1.0
+        return BlockTime(tuple(forward), tuple(backward), weights_s, kernels, syncs, tuple(recompute))
 
     @property
     def _activation_passes(self) -> float:
         """Memory passes of the experts' activation; a clamped one with biases took more before it was fused."""
-        if self._has_fused_activation:
+        if self.has_fused_activation:
             return 1.0
-        return CLAMPED_SWIGLU_PASSES * (UNFUSED_CLAMP_FACTOR if self.layer_costs.workload.unfused_clamp else 1.0)
+        return CLAMPED_SWIGLU_PASSES * (UNFUSED_CLAMP_FACTOR if self.workload.unfused_clamp else 1.0)
 
-    @property
-    def _has_fused_activation(self) -> bool:
-        return self.part.activation.is_swiglu and not self.part.bias
-
-    @property
-    def _fuses_experts(self) -> bool:
-        return self._has_fused_activation and self.num_matrices == 3 and self.layer_costs.gemm.fuses_grouped_gemm
+    def _activation_again_s(self) -> float:
+        """Return the seconds of recomputing the experts' activation."""
+        gemm = self.gemm
+        seconds = gemm.memory_bound_s(self.expert_tokens * self.num_matrices * self.width * gemm.value_bytes)
+        if self.workload.is_megatron:
+            return seconds
+        # The outputs of the two inner projections are not saved either, so these GEMMs are recomputed.
+        inner = (self.num_matrices - 1) * self.width
+        return seconds + gemm.matmul_s(self.expert_tokens, inner, self.expert_hidden_size, groups=self.local_experts)
 
     def _kernel_counts(self) -> tuple[float, float]:
-        """Return the kernel launches of the block, forward and backward, less `_expert_kernel_counts`."""
-        forward_kernels, backward_kernels = self.layer_costs.kernel_counts("moe")
-        if self._fuses_experts:
-            return forward_kernels / 2, backward_kernels / 2
-        if self.layer_costs.workload.capacity_factor and not self.layer_costs.workload.is_megatron:
-            return forward_kernels + DROP_KERNELS[0], backward_kernels + DROP_KERNELS[1]
-        return forward_kernels, backward_kernels
+        """Return the kernel launches of the block, forward and backward.
 
-    def _expert_kernel_counts(self, local_experts: int) -> tuple[float, float]:
-        """Return the launches of single experts' kernels; moefold and fused experts have one for all of them."""
-        if self._fuses_experts or not self.layer_costs.workload.is_megatron:
-            return 0.0, 0.0
-        cast = self.layer_costs.gemm.quantize_bytes > 0
-        per_expert = (EXPERT_KERNELS[0] + cast * CAST_KERNELS[0], EXPERT_KERNELS[1] + cast * CAST_KERNELS[1])
-        return local_experts * per_expert[0], local_experts * per_expert[1]
+        moefold and fused experts have one kernel for all experts, others have kernels for each.
+        """
+        forward, backward = self.kernel_counts("moe")
+        if self.fuses_experts:
+            return forward / 2, backward / 2
+        if not self.workload.is_megatron:
+            drops = self.workload.capacity_factor > 0
+            return forward + drops * DROP_KERNELS[0], backward + drops * DROP_KERNELS[1]
+        casts = self.gemm.quantize_bytes > 0
+        share = EXPERT_LAUNCH_SHARE * self.local_experts
+        return (
+            forward + share * (EXPERT_KERNELS[0] + casts * CAST_KERNELS[0]),
+            backward + share * (EXPERT_KERNELS[1] + casts * CAST_KERNELS[1]),
+        )
 
     def _router_s(self) -> float:
         """Return the seconds of the router: logits in float32, scores, top-k and counts.
 
         They read [T, H] once and [T, E] several times.
         """
-        hidden = self.layer_costs.model_spec.hidden_size
         experts = self.part.num_choices
-        flops = 2.0 * self.local_tokens * hidden * experts
-        rate = self.layer_costs.device.peak("bf16") * 0.1
-        return flops / rate + self.layer_costs.gemm.memory_bound_s(
-            self.local_tokens * (6 * hidden + ROUTER_BYTES * experts)
-        )
+        flops = 2.0 * self.local_tokens * self.hidden * experts
+        rate = self.device.peak("bf16") * 0.1
+        moved = self.local_tokens * (6 * self.hidden + ROUTER_BYTES * experts)
+        return flops / rate + self.gemm.memory_bound_s(moved)
 
-    def _permute_s(self, routed_tokens: float, local_experts: int) -> float:
+    def _permute_s(self) -> float:
         """Return the seconds of the permutation on one side: expand the tokens, and sort received tokens by expert.
 
         Routed tokens arrive in the order of their senders, and are sorted after the etp group has gathered them: a rank
-        with
-        one expert, or with all of them, has nothing to sort (`AllToAllMetadata.order`; Megatron-Core's dispatcher does
-        the
-        same).
+        with one expert, or with all of them, has nothing to sort (`AllToAllMetadata.order`; Megatron-Core's dispatcher
+        does the same). DeepEP, HybridEP and moefold have fused kernels, Megatron's all-to-all separate ones.
         """
-        gemm = self.layer_costs.gemm
-        if self._fuses_experts:
-            return gemm.memory_bound_s(
-                (self.local_tokens + routed_tokens / self.etp) * self.expert_hidden_size * gemm.value_bytes
-            )
-        is_sorted = local_experts == 1 or self.ep * self.etp == 1
-        sorting = 0.0 if is_sorted else 2 * routed_tokens
-        passes = UNFUSED_PERMUTE_PASSES if self._permutes_unfused else 1.0
-        return passes * gemm.memory_bound_s(
-            (self.local_tokens + self.routed_tokens + sorting) * self.expert_hidden_size * gemm.value_bytes
-        )
+        passes = 1.0
+        if self.fuses_experts:
+            moved = self.expert_tokens / self.etp
+        else:
+            is_sorted = self.local_experts == 1 or self.ep * self.etp == 1
+            moved = self.routed_tokens + (0.0 if is_sorted else 2 * self.expert_tokens)
+            if self.workload.is_megatron and not self.mapping.dispatcher.kernel_package:
+                passes = UNFUSED_PERMUTE_PASSES
+        token_bytes = self.expert_hidden_size * self.gemm.value_bytes
+        return passes * self.gemm.memory_bound_s((self.local_tokens + moved) * token_bytes)
 
-    @property
-    def _permutes_unfused(self) -> bool:
-        """Return whether separate kernels permute; DeepEP, HybridEP and moefold have fused ones."""
-        return self.layer_costs.workload.is_megatron and not self.mapping.dispatcher.kernel_package
-
-    def _ep_comm(self, routed_tokens: float, value_bytes: float) -> tuple[CostItem, ...]:
+    def _ep_comm(self, value_bytes: float) -> tuple[CostItem, ...]:
         """Return the dispatch collectives of one direction, of rows of `value_bytes` a number."""
         row_bytes = self.expert_hidden_size * value_bytes
-        sent = SentTokens(self.local_tokens, self.routed_tokens, routed_tokens, row_bytes, self.ep, self.etp)
+        sent = SentTokens(self.local_tokens, self.routed_tokens, self.expert_tokens, row_bytes, self.ep, self.etp)
         return tuple(map(self._transfer, self.mapping.dispatcher.traffic(sent)))
 
     def _transfer(self, transfer: Transfer) -> CostItem:
         """Return the time of a collective; ranks of ep wait for the busiest of them."""
-        costs = self.layer_costs
+        # If coupled, the ranks of tp and cp lie between neighbours of ep.
+        stride = self.tp * self.mapping.cp if self.workload.is_coupled else self.etp
         group, imbalance = {
-            "ep": (RankGroup(self.ep, self.ep_stride), costs.workload.imbalance_at(self.ep, self.part.num_experts)),
+            "ep": (RankGroup(self.ep, stride), self.imbalance),
             "etp": (RankGroup(self.etp, 1), 1.0),
         }[transfer.axis]
         if transfer.gathers:
-            seconds = all_gather_s(costs.device, group, transfer.num_bytes)
+            seconds = all_gather_s(self.device, group, transfer.num_bytes)
         else:
             routing = GroupLimitedRouting(self.top_k, self.part.router.num_groups, self.part.router.top_groups)
             once = routing if transfer.sends_once else None
-            seconds = all_to_all_s(costs.device, group, transfer.num_bytes, routing=once)
+            seconds = all_to_all_s(self.device, group, transfer.num_bytes, routing=once)
         return CostItem(f"{transfer.axis}_comm", seconds * imbalance)
-
-    @property
-    def ep_stride(self) -> int:
-        """Distance of ep neighbours: etp if folded; if coupled, the ranks of tp and cp lie between them."""
-        return self.tp * self.mapping.cp if self.layer_costs.workload.is_coupled else self.etp
-
-    def _shared_expert(self) -> tuple[list[CostItem], list[CostItem], float]:
-        gemm = self.layer_costs.gemm
-        hidden = self.layer_costs.model_spec.hidden_size
-        width = max(1, self.part.shared_width // self.tp)
-        forward_s, backward_s, weights = swiglu_mlp_s(gemm, self.tokens, hidden, width, self.num_matrices)
-        gather = self.layer_costs.tp_gather(self.mapping)
-        part = "shared_experts"
-        return (
-            [gather, CostItem(part, forward_s), gather],
-            [gather, CostItem(part, backward_s + weights), gather],
-            weights,
-        )

@@ -55,10 +55,6 @@ HIDDEN_P2P_FRACTION = 0.8
 """Part of the p2p sends between stages that interleaved schedules hide under other chunks."""
 
 
-EXPERT_LAUNCH_SHARE = 0.2268
-"""Host time of the launch of one expert's GEMM over the time of another kernel: a C++ loop over several streams
-launches them, and their gaps overlap."""
-
 CHUNK_S = 0.0001028
 """Host work of the schedule for each pass of a micro-batch through a chunk, which the device waits for: sends and
 receives are posted, and the next chunk is called."""
@@ -309,7 +305,7 @@ class CostModel:
             strategies: memory strategies; None: the mapping's own.
         """
         strategies = strategies or MemoryStrategies((memory_strategy(mapping),))
-        mixer, feed_forward = self.blocks(kind, mapping)
+        mixer, feed_forward = blocks = self.blocks(kind, mapping)
         forward = self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping)
         backward = self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping)
         seconds: dict[str, Any] = dict.fromkeys(TIME_PARTS, 0.0)
@@ -318,10 +314,9 @@ class CostModel:
         seconds["tp_comm"] *= self._exposed_tp_fraction
         seconds["ep_comm"] = forward[1] + backward[1]
         recompute_s = _recompute_s(mixer, feed_forward, strategies)
-        forward_s = sum(forward)
-        backward_s = sum(backward) + recompute_s
-        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s), strategies)
-        busy = forward_s + launch_s[0], backward_s + launch_s[1]
+        busy = sum(forward), sum(backward) + recompute_s
+        launch_s = self._launch_gaps_s(blocks, busy, strategies)
+        busy = busy[0] + launch_s[0], busy[1] + launch_s[1]
         offloaded = self._offloaded_bytes(kind, mapping, strategies)
         offload_s = [self.exposed_offload_s(offloaded, busy_s) for busy_s in busy]
         seconds |= {"recompute": recompute_s, "launch": sum(launch_s), "offload": sum(offload_s)}
@@ -382,10 +377,10 @@ class CostModel:
     @memoised(_layer_key)
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of one layer, forward and backward, as `layer_time` without recomputation and offload."""
-        mixer, feed_forward = self.blocks(kind, mapping)
+        mixer, feed_forward = blocks = self.blocks(kind, mapping)
         forward_s = sum(self._exposed_direction_s(mixer.forward_cost + feed_forward.forward_cost, mapping))
         backward_s = sum(self._exposed_direction_s(mixer.backward_cost + feed_forward.backward_cost, mapping))
-        launch_s = self._launch_gaps_s(mixer, feed_forward, (forward_s, backward_s))
+        launch_s = self._launch_gaps_s(blocks, (forward_s, backward_s))
         return forward_s + launch_s[0], backward_s + launch_s[1]
 
     @property
@@ -417,11 +412,7 @@ class CostModel:
         return elementwise_max(exposed * seconds, seconds - busy_s)
 
     def _launch_gaps_s(
-        self,
-        mixer: BlockTime,
-        feed_forward: BlockTime,
-        busy: tuple[Any, Any],
-        strategies: MemoryStrategies | None = None,
+        self, blocks: tuple[BlockTime, BlockTime], busy: tuple[Any, Any], strategies: MemoryStrategies | None = None
     ) -> tuple[Any, Any]:
         """Return what a layer takes longer than its kernels, forward and backward: [strategies], or a number.
 
@@ -430,26 +421,20 @@ class CostModel:
         recomputed launches, and waits, once more.
         """
         device = self.device
-        ffn = (
-            feed_forward.forward_kernels + EXPERT_LAUNCH_SHARE * feed_forward.expert_kernels[0],
-            feed_forward.backward_kernels + EXPERT_LAUNCH_SHARE * feed_forward.expert_kernels[1],
-        )
-        attention = mixer.forward_kernels, mixer.backward_kernels
+        again: tuple[Any, Any] = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
         launched = self.workload.launched
-        # Gaps by kernel, in units of `kernel_gap_s`.
-        gap = [1.0 if share else GRAPH_GAP_SHARE for share in launched]
-        syncs = feed_forward.host_syncs * device.sync_s * launched[1]
-        again_moe, again_rest = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
-        counts = (attention[0], ffn[0]), (attention[1] + again_rest * attention[0], ffn[1] + again_moe * ffn[0])
-        waits = [
-            _concurrent_s(
-                seconds + (gap[0] * one[0] + gap[1] * one[1]) * device.kernel_gap_s,
-                (launched[0] * one[0] + launched[1] * one[1]) * device.host_launch_s,
-            )
-            - seconds
-            for one, seconds in zip(counts, busy, strict=True)
-        ]
-        return waits[0] + syncs, waits[1] + again_moe * syncs
+        waits = []
+        for way, seconds in enumerate(busy):
+            gaps: Any = 0.0
+            host: Any = 0.0
+            for block, share, repeats in zip(blocks, launched, again, strict=True):
+                kernels = block.kernels[way] + way * repeats * block.kernels[0]
+                gaps = gaps + kernels * (1.0 if share else GRAPH_GAP_SHARE)
+                host = host + kernels * share
+            joined = _concurrent_s(seconds + gaps * device.kernel_gap_s, host * device.host_launch_s)
+            waits.append(joined - seconds)
+        syncs = blocks[1].host_syncs * device.sync_s * launched[1]
+        return waits[0] + syncs, waits[1] + again[1] * syncs
 
     @memoised(lambda self, m: (m.tp, m.cp, m.mbs))
     def head_and_loss_s(self, mapping: ParallelMapping) -> tuple[float, float]:
@@ -460,11 +445,12 @@ class CostModel:
         _, width = shard_rows(shape.vocab_size, mapping.tp, 0)
         gather = self.layer_costs.tp_gather(mapping).seconds
         logits = gemm.memory_bound_s(tokens * width * 4)
-        forward_s = gemm.matmul_s(tokens, width, shape.hidden_size) + 2.5 * logits + gather
-        backward_s = gemm.matmul_s(tokens, shape.hidden_size, width) + 1.5 * logits + gather
-        backward_s += gemm.wgrad_s(tokens, width, shape.hidden_size)
+        forward_s, backward_s, weights_s = gemm.linear_s(tokens, shape.hidden_size, width)
         repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
-        return repeats * forward_s, repeats * backward_s
+        return (
+            repeats * (forward_s + 2.5 * logits + gather),
+            repeats * (backward_s + weights_s + 1.5 * logits + gather),
+        )
 
     @memoised(lambda self, pp, vpp, schedule: (pp, vpp, schedule_named(schedule).placement))
     def rank_contents(self, pp: int, vpp: int, schedule: str | Part) -> tuple[RankContent, ...]:
@@ -528,9 +514,9 @@ def _concurrent_s(device_s: Any, host_s: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _recomputed_launches(strategies: MemoryStrategies) -> tuple[Seconds, Seconds]:
-    """Return which part of the launches of the experts' block and of the rest of a layer is repeated, [strategies]."""
+    """Return which part of the launches of the mixer, and of the feed-forward network, is repeated, [strategies]."""
     layer = np.array([float("layer" in parts) for parts, _ in strategies])
-    return np.array([float("layer" in parts or "moe" in parts) for parts, _ in strategies]), layer
+    return layer, np.array([float("layer" in parts or "moe" in parts) for parts, _ in strategies])
 
 
 @lru_cache(maxsize=256)

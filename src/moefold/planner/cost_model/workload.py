@@ -109,9 +109,8 @@ class TrainingWorkload:
     """The optimizer."""
     is_megatron: bool = False
     """The software is Megatron-Core with Transformer Engine, on which most published steps were measured, and not
-    moefold or
-    another on torch's FSDP and pipelines: its kernels save less, its pipelines free sent tensors, expert_activation
-    recomputes no GEMM, and an offloaded optimizer updates on the host."""
+    moefold or another on torch's FSDP and pipelines: its kernels save less, expert_activation recomputes no GEMM, and
+    an offloaded optimizer updates on the host."""
     overlaps_tp_comm: bool = False
     """True if the tensor-parallel all-gathers and reduce-scatters overlap with their GEMMs in chunks."""
     reduce_bytes: float = 4.0

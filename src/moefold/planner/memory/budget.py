@@ -190,9 +190,7 @@ class MemoryModel:
         """Return the schedule of a mapping with the fewest micro-batches that have all its snapshots."""
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        counts_messages = not self.workload.is_megatron
-        whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap, counts_messages)
-        return whole.shortest_equivalent
+        return StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap).shortest_equivalent
 
 
 RESERVE_FRACTION = 0.05

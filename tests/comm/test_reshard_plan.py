@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moefold.comm.reshard_plan import BoxTransfer, ReshardPlan, plan_reshard, split_box
 from moefold.config.schema import Config
-from moefold.cost.reshard_plan import BoxTransfer, ReshardPlan, plan_reshard, split_box
 from moefold.cost.shard_boxes import Box, WeightSharding, held_bytes, whole_box
 from tests.verify.recipes import legal_mappings, tiny
 
