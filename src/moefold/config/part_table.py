@@ -79,10 +79,10 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
 def _name_files_in(path: str, table: Any, folder: Path) -> None:
     for key, value in table.items() if isinstance(table, dict) else ():
         kind = value.get("kind") if isinstance(value, dict) else value
-        is_file = isinstance(kind, str) and split_file_kind(kind) is not None
         # A table with a source was named before: overrides follow the recipe.
-        if is_file and group_at(f"{path}.{key}") and not (isinstance(value, dict) and SOURCE in value):
-            kind, origin = import_file(kind, folder)
+        is_open = isinstance(kind, str) and not (isinstance(value, dict) and SOURCE in value)
+        if is_open and split_file_kind(str(kind)) is not None and group_at(f"{path}.{key}"):
+            kind, origin = import_file(str(kind), folder)
             table[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
         if isinstance(value, dict) and mark_at(f"{path}.{key}") is not None:
             _name_files_in(f"{path}.{key}", table[key], folder)

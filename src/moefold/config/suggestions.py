@@ -124,23 +124,27 @@ def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
     yield from mark.classes() if isinstance(mark, KindOf) else (mark,)
 
 
-@cache
 def mark_at(path: str) -> KindOf | type[Table] | None:
-    """Return what the key at a path is whose value is a table, as `tables` does, or None.
+    """Return what the key at a path is whose value is a table, as `tables` does, or None."""
+    section, *names = path.split(".")
+    found: Any = sections().get(section) if names else None
+    for name in names:
+        found = found and _mark_in(found, name)
+    mark: KindOf | type[Table] | None = found
+    return mark
 
-    Kinds are imported only for a setting of a part that the base class of its group lacks.
+
+@cache
+def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
+    """Return the mark of a key of a section, a table or a part, or None.
+
+    Kinds of a part are imported only for a key that the base class of their group lacks.
     """
-    table, dot, name = path.rpartition(".")
-    if not dot:
-        return None
-    if not table.count("."):
-        return tables_of(sections()[table]).get(name) if table in sections() else None
-    mark = mark_at(table)
-    if mark is None:
-        return None
-    base: Any = find_group(mark.group) if isinstance(mark, KindOf) else mark
-    owners = [base] if name in settings_of(base) else owners_of(mark)
-    return next((tables_of(owner)[name] for owner in owners if name in tables_of(owner)), None)
+    owners: Iterable[Any] = [owner]
+    if isinstance(owner, KindOf):
+        base = find_group(owner.group)
+        owners = [base] if name in settings_of(base) else owners_of(owner)
+    return next((tables_of(one)[name] for one in owners if name in tables_of(one)), None)
 
 
 def group_at(path: str) -> str | None:

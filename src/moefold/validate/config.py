@@ -16,7 +16,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.rule import ask, part_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import slot_fault, wrong_kind
+from moefold.config.suggestions import group_at, slot_fault, wrong_kind
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
@@ -99,6 +99,9 @@ def _slot_problems(cfg: Config) -> Iterator[str]:
     """Yield the keys whose part has no kind, or one that they do not take, in a recipe that a program has made."""
     for name, value in tables_in(cfg):
         owner: Any = type(value)
+        if group_at(name) is None:
+            # A table, or a key of a part that does not belong here.
+            continue
         if isinstance(value, str):
             yield wrong_kind(name, value)
         elif isinstance(value, Part) and (fault := slot_fault(name, owner)):
