@@ -99,12 +99,12 @@ def _slot_problems(cfg: Config) -> Iterator[str]:
     """Yield the keys whose part has no kind, or one that they do not take, in a recipe that a program has made."""
     for name, value in tables_in(cfg):
         owner: Any = type(value)
-        if group_at(name) is None:
+        if not isinstance(value, str | Part) or group_at(name) is None:
             # A table, or a key of a part that does not belong here.
             continue
         if isinstance(value, str):
             yield wrong_kind(name, value)
-        elif isinstance(value, Part) and (fault := slot_fault(name, owner)):
+        elif fault := slot_fault(name, owner):
             yield f"{describe_part(value)} {fault}"
 
 
