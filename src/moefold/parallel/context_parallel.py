@@ -44,7 +44,7 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
 
 
 def _share_sequences(stage: Transformer, context: ContextPart, cp: Group) -> None:
-    """Replace the segments of linear attention and the keys of indexers by those of the ranks that share a sample."""
+    """Replace the segments of linear attention and the keys of indexers, which the ranks of a sample share."""
     from moefold.model.indexer import LightningIndexer
     from moefold.model.linear_attention import LinearAttention
 
