@@ -154,12 +154,12 @@ def memory_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the memory of each pipeline rank by part, on both devices, as the recipe says and recomputed."""
     from moefold.config.train import AUTO
     from moefold.cost.peak_memory import compute_rank_memory
-    from moefold.cost.recompute_parts import RECOMPUTE_PARTS
+    from moefold.cost.recompute_parts import recompute_parts
     from moefold.cost.saved_tensors import KERNEL_PROFILES
 
     own = () if AUTO in recipe.cfg.train.recompute else recipe.cfg.train.recompute
     for device, kernels in sorted(KERNEL_PROFILES.items()):
-        for parts in dict.fromkeys((tuple(own), (), *((part,) for part in RECOMPUTE_PARTS))):
+        for parts in dict.fromkeys((tuple(own), (), *((part,) for part in recompute_parts()))):
             for rank in compute_rank_memory(recipe.cfg, recompute=parts, kernels=kernels):
                 yield f"{device} recompute={parts} {' '.join(flat(asdict(rank)))}"
 

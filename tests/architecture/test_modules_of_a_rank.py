@@ -4,12 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from moefold.config.chosen import tables_in
+from moefold.config.find import all_groups
+from moefold.config.part import Part
+from moefold.recipe import load_config
 from moefold.train.callbacks.callback import Callback
 
 PRODUCTS = ("cli", "convert", "inference", "planner", "rl", "serve", "sites")
 """Folders that training does not need unless the recipe asks for them."""
 MAX_OF_TRAINER = 220
-MAX_OF_RANK = 480
+MAX_OF_RANK = 376
 LISTED = "import sys; print(*(name for name in sys.modules if name.split('.')[0] == 'moefold'))"
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
@@ -44,6 +48,23 @@ def test_the_trainer_needs_no_module_of_a_product():
     names = run_python(f"import moefold.train.trainer; {LISTED}")
     assert folders(names).isdisjoint(PRODUCTS)
     assert len(names) <= MAX_OF_TRAINER
+
+
+def test_a_recipe_imports_the_kinds_that_it_names():
+    """A setting of some kinds alone, such as `softmax`, is looked for in the kinds of its group in their order."""
+    loaded = run_python(
+        "import sys; from moefold.recipe import load_config; from moefold.validate.config import check_config; "
+        f"cfg = load_config({str(RECIPE)!r}); check_config(cfg); print(*sys.modules)"
+    )
+    parts = {".".join(name.split(".")[2:4]) for name in loaded if name.startswith("moefold.parts.")}
+    named = {kind_in_words(value) for _, value in tables_in(load_config(RECIPE)) if isinstance(value, Part)}
+    folders = {group.group for group in all_groups()}
+    assert parts - folders - named == {"router_score.sigmoid"}
+    assert named <= parts
+
+
+def kind_in_words(part: Part) -> str:
+    return ".".join(type(part).__module__.split(".")[2:4])
 
 
 def test_a_rank_has_no_module_of_a_product_after_its_first_step(tmp_path):

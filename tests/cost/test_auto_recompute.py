@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.auto_recompute import GIB, choose_recompute, recompute_overhead
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.recompute_parts import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import recompute_parts
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
@@ -55,7 +55,7 @@ def _legal(cfg: Config, parts: tuple[str, ...]) -> bool:
 )
 def test_for_every_budget_the_least_work_that_fits(cfg):
     everything = itertools.chain.from_iterable(
-        itertools.combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1)
+        itertools.combinations(recompute_parts(), n) for n in range(len(recompute_parts()) + 1)
     )
     known = {parts: _worst(cfg, parts) for parts in everything if _legal(cfg, parts)}
     extras, chosen = [], set()

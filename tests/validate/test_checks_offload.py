@@ -1,13 +1,14 @@
 import pytest
 
+from moefold.cost.recompute_parts import COMMON_PARTS
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.train.start import check_machine
 from moefold.validate.config import check_config
-from moefold.validate.memory import OFFLOAD_PARTS, check_offload_device
+from moefold.validate.memory import check_offload_device
 
 
-@pytest.mark.parametrize("part", OFFLOAD_PARTS)
+@pytest.mark.parametrize("part", COMMON_PARTS)
 @pytest.mark.parametrize("again", [False, True])
 def test_every_part_may_stand_alone_and_be_made_again(part, again):
     words = ["model.layers=2 x (dense, moe)", "model.ffn.moe.shared.intermediate_size=8", f'train.offload=["{part}"]']

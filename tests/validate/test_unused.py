@@ -10,7 +10,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.routing import aux_coefficient
 from moefold.config.rule import ask
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, default_of
+from moefold.config.suggestions import choices_of, default_of, owners_of, tables
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, is_within
@@ -28,6 +28,9 @@ ALONE = ["parallel.context=planned", "data.document_end=0"]
 PLACED = [*PLANNED, "data.document_end=0", "parallel.context.placement=documents"]
 BALANCED_HOSTS = [*PLANNED, "data.document_end=0", "parallel.context.hosts=balanced"]
 UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
+
+CONDITIONS = read_conditions(tuple((path, owner) for path, mark in tables().items() for owner in owners_of(mark)))
+"""Conditions of the keys of all kinds."""
 
 # One setting for each idle key, with what would give it an effect.
 SPARSE_MIXER = ["model.ffn.moe.router.softmax=sparsemixer"]
@@ -251,7 +254,7 @@ def test_every_idle_key_has_a_case():
     ruled = {name for idle in UNUSED_KEY_RULES for name in idle.keys.split()}
     cases = {word.split("=")[0] for word, _, _ in CASES}
     idle = ruled | _idle_keys_of_parts()
-    assert {key for key in idle if not any(is_within(case, key) for case in cases | read_conditions().keys())} == set()
+    assert {key for key in idle if not any(is_within(case, key) for case in cases | CONDITIONS.keys())} == set()
 
 
 def _with_values(wanted: dict[str, bool]) -> Config:
@@ -276,23 +279,23 @@ def _with_values(wanted: dict[str, bool]) -> Config:
     return cfg
 
 
-MARKED = [(name, number) for name, marks in read_conditions().items() for number in range(len(marks))]
+MARKED = [(name, number) for name, marks in CONDITIONS.items() for number in range(len(marks))]
 
 
 @pytest.mark.parametrize(("name", "number"), MARKED)
 def test_a_key_is_unread_unless_each_of_its_marks_holds(name, number):
     """No row for a key: what `ReadIf` says is asked of the rule, with each mark in turn not met."""
-    marks = read_conditions()[name]
-    assert why_unread(_with_values({mark.conditions.split()[0]: True for mark in marks}), name) is None
+    marks = CONDITIONS[name]
+    assert why_unread(_with_values({mark.conditions.split()[0]: True for mark in marks}), marks) is None
     mark = marks[number]
     others = {other.conditions.split()[0]: True for other in marks if other is not mark}
     conditions = mark.conditions.split()
     cfg = _with_values(others | dict.fromkeys(conditions, False))
-    reason, remedy = why_unread(cfg, name)
+    reason, remedy = why_unread(cfg, marks)
     assert all(condition.partition("=")[0].removesuffix("!") in reason for condition in conditions)
     for key, value in WAY_OUT.findall(remedy):
         typed = read_key(config_from_dict(tomllib.loads(f"{key}={value}")), key)
-        assert why_unread(with_key(cfg, key, typed), name) is None
+        assert why_unread(with_key(cfg, key, typed), marks) is None
 
 
 def _words_of(key: str) -> set[str]:
@@ -307,7 +310,7 @@ def _words_of(key: str) -> set[str]:
 
 
 def test_a_condition_asks_for_a_value_that_its_key_may_have():
-    marks = {mark for marks in read_conditions().values() for mark in marks}
+    marks = {mark for marks in CONDITIONS.values() for mark in marks}
     for key, _, words in (condition.partition("=") for mark in marks for condition in mark.conditions.split()):
         assert not words or {*words.split("|")} <= _words_of(key.removesuffix("!")), key
 

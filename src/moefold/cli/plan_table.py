@@ -10,7 +10,7 @@ from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
 from moefold.cost.hardware import DECIDING_CONSTANTS, Device
-from moefold.cost.recompute_parts import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
 from moefold.planner.families import FAMILIES, FamilyBest
@@ -26,7 +26,6 @@ from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
 from moefold.topology.schedules import schedule_named
-from moefold.validate.memory import OFFLOAD_PARTS
 
 GIB = 2**30
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
@@ -228,7 +227,7 @@ def _parse_value(key: str, text: str, label: str) -> Any:
         if text not in SWITCH_VALUES:
             raise ConfigError(f"{label} must be {join_with_or(list(SWITCH_VALUES))}")
         return SWITCH_VALUES[text]
-    known = RECOMPUTE_PARTS if key == RECOMPUTE else (*OFFLOAD_PARTS, OPTIMIZER)
+    known = recompute_parts() if key == RECOMPUTE else (*COMMON_PARTS, OPTIMIZER)
     parts = () if text == NO_PARTS else tuple(text.split("+"))
     for part in parts:
         if part not in known:

@@ -63,23 +63,27 @@ def max_magnitude(section: str, key: str) -> float | None:
     types = get_args(hint) or (hint,)
     if int not in types and float not in types:
         return None
-    return own_maxima().get(f"{section}.{key}", MAX_INTEGER if int in types else MAX_NUMBER)
+    return _own_maximum(section, key) or (MAX_INTEGER if int in types else MAX_NUMBER)
 
 
 def max_integer(section: str, key: str) -> int:
     """Return the largest value of a key that takes integers."""
-    return own_maxima().get(f"{section}.{key}", MAX_INTEGER)
+    return _own_maximum(section, key) or MAX_INTEGER
+
+
+def _own_maximum(section: str, key: str) -> int | None:
+    """Return the largest magnitude of a key of a section that has one of its own, or None."""
+    return next((entry.value for entry in marks_of(sections()[section])[key] if isinstance(entry, Most)), None)
 
 
 @cache
 def own_maxima() -> dict[str, int]:
     """Return the largest magnitude of each key, and of each setting of a built-in part, that has one of its own."""
     of_keys = {
-        f"{section}.{key}": entry.value
+        f"{section}.{key}": most
         for section in sections()
-        for key, metadata in marks_of(sections()[section]).items()
-        for entry in metadata
-        if isinstance(entry, Most)
+        for key in key_types(section)
+        if (most := _own_maximum(section, key)) is not None
     }
     of_parts = {
         path: entry.value
@@ -115,9 +119,13 @@ def judged() -> dict[str, Judged | None]:
 
 
 @cache
-def read_conditions() -> dict[str, tuple[ReadIf, ...]]:
-    """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent."""
-    of_tables = {path: marks_of(owner_of(path))[last_name(path)] for path in kind_settings()}
+def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[ReadIf, ...]]:
+    """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent.
+
+    Args:
+        tables: path and class of each table and part whose settings count (`chosen.tables_in`).
+    """
+    of_tables = {f"{path}.{key}": marks for path, owner in tables for key, marks in marks_of(owner).items()}
     found = {
         name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
         for name, marks in (_marks_by_key() | of_tables).items()

@@ -1,13 +1,13 @@
 """The parts that a recipe chooses. Torch-free."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
 from moefold.config.find import groups
-from moefold.config.part import Part, make_part
+from moefold.config.part import Part, Table, make_part, tables_of
 from moefold.config.schema import Config
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -62,6 +62,21 @@ def chosen_parts(recipe: Config) -> Iterator[Part]:
     """Yield the part of each group that a recipe chooses; a kind of another part may lack it."""
     found = (read_key(recipe, group.key) for group in groups())
     return (part for part in found if part is not None)
+
+
+def tables_in(recipe: Config) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each key of a recipe that has a table, before the keys of that table."""
+    for section in fields(recipe):
+        yield from _tables_in(section.name, getattr(recipe, section.name))
+
+
+def _tables_in(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    kind: Any = type(owner)
+    for key in tables_of(kind):
+        value = getattr(owner, key)
+        yield f"{path}.{key}", value
+        if isinstance(value, Part | Table):
+            yield from _tables_in(f"{path}.{key}", value)
 
 
 def read_key(recipe: Config, name: str) -> Any:

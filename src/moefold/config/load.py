@@ -21,7 +21,7 @@ from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.outside import raise_missing
-from moefold.config.part import Part, Table, tables_of
+from moefold.config.part import KindOf, Part, Table, tables_of
 from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, placed, settings_of_other_kind
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -32,11 +32,11 @@ from moefold.config.suggestions import (
     describe_key,
     explain_unknown_key,
     explain_unknown_section,
+    group_at,
     key_types,
-    part_keys,
+    mark_at,
     paths_with,
     sections,
-    tables,
     wrong_kind,
 )
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
@@ -212,7 +212,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     if not isinstance(keys, dict):
         return ""
     owner, dot, _ = key.partition(".")
-    is_setting = bool(dot) and f"{section}.{owner}" in tables()
+    is_setting = bool(dot) and mark_at(f"{section}.{owner}") is not None
     value = parsed_value(text.strip()) if is_setting else _override_value(section, key, text.strip())
     names = [section, *(key.split(".") if is_setting else [key])]
     before: Any = tree
@@ -220,10 +220,11 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
         before = before.get(name) if isinstance(before, dict) else None
     lost: Tree = {}
     path = f"{section}.{key}"
-    value = placed(value, folder) if path in part_keys() else value
+    is_kind = group_at(path) is not None
+    value = placed(value, folder) if is_kind else value
     if path == "model.layers":
         value = _counted(keys, {key: value}).get(key, value) if key in keys else value
-    if path in part_keys() and isinstance(value, str) and value != NONE and isinstance(before, dict):
+    if is_kind and isinstance(value, str) and value != NONE and isinstance(before, dict):
         kept, lost = settings_of_other_kind(path, before, value)
         value_of_part: Any = {"kind": value, **kept} if kept else value
         put(tree, names, NONE)
@@ -242,7 +243,7 @@ def _override_value(section: str, key: str, text: str) -> Any:
     value = parsed_value(text)
     types = get_args(key_types(section).get(key)) or (key_types(section).get(key),)
     takes_text = str in types and not (type(value) is int and int in types)
-    takes_table = f"{section}.{key}" in tables()
+    takes_table = mark_at(f"{section}.{key}") is not None
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 
 
@@ -269,6 +270,9 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
     """Return whether a value is finite, not oversized and, for a choice, of its exact type."""
     if is_oversized(value):
         return False
+    mark = mark_at(f"{section}.{key}")
+    if isinstance(mark, KindOf):
+        return isinstance(value, str) and mark.takes(value)
     if choices := choices_of(section, key):
         return any(value == choice and type(value) is type(choice) for choice in choices)
     return not isinstance(value, float) or math.isfinite(value)
@@ -307,7 +311,7 @@ def _method_values(keys: Mapping[str, Any], method: SiteMethodPart | None) -> Ma
 
 def _type_problem(section: str, key: str, value: Any) -> str:
     name = f"{section}.{key}"
-    group = part_keys().get(name)
+    group = group_at(name)
     if group and isinstance(value, str):
         return wrong_kind(name, value)
     expected = kinds_in_words(group, choices_of(section, key)) if group else describe_key(section, key)

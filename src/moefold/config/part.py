@@ -39,6 +39,17 @@ class KindOf(NamedTuple):
         """Built-in kinds that the key may name; empty: all."""
         return kinds_with(self.group, *self.asked) if self.fact else ()
 
+    def takes(self, kind: str) -> bool:
+        """Return whether the key may name a kind; the class of a built-in one is imported to ask it for the fact."""
+        if kind not in built_in_kinds(self.group):
+            return kind in kinds(self.group)
+        name, value = self.asked
+        return not self.fact or getattr(find_part(self.group, kind), name) == value
+
+    def classes(self) -> Iterator[Any]:
+        """Yield the classes of the built-in kinds that the key may name, each imported when it is asked for."""
+        return (find_part(self.group, kind) for kind in built_in_kinds(self.group) if self.takes(kind))
+
     @property
     def asked(self) -> tuple[str, bool]:
         """The class attribute, and its value in the kinds that the key may name."""
@@ -272,7 +283,7 @@ class Section:
         owner: Any = type(self)
         for name, mark in _part_marks(owner):
             value = getattr(self, name)
-            if isinstance(value, str) and _is_kind(mark, value):
+            if isinstance(value, str) and mark.takes(value):
                 object.__setattr__(self, name, make_part(mark.group, value))
 
 
@@ -299,9 +310,3 @@ def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with settings of its own, each with its mark."""
     found = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
     return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf))
-
-
-def _is_kind(mark: KindOf, word: str) -> bool:
-    if word in built_in_kinds(mark.group):
-        return not mark.words or word in mark.words
-    return word in kinds(mark.group)

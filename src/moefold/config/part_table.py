@@ -42,13 +42,12 @@ from moefold.config.part import KindOf, Part, Table, default_of_field, required_
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
+    group_at,
     join_with_or,
     kind_settings,
+    mark_at,
     owners_of,
-    part_keys,
-    part_marks,
     slot_fault,
-    tables,
     wrong_kind,
 )
 from moefold.errors import ConfigError, raise_all
@@ -73,20 +72,20 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
     Raises:
         ConfigError: a file is missing or broken.
     """
-    for name in part_keys():
-        *owners, key = name.split(".")
-        keys: Any = tree
-        for owner in owners:
-            keys = keys.get(owner) if isinstance(keys, dict) else None
-        value = keys.get(key) if isinstance(keys, dict) else None
+    for section, keys in tree.items():
+        _name_files_in(section, keys, folder)
+
+
+def _name_files_in(path: str, table: Any, folder: Path) -> None:
+    for key, value in table.items() if isinstance(table, dict) else ():
         kind = value.get("kind") if isinstance(value, dict) else value
-        if not isinstance(keys, dict) or not isinstance(kind, str) or split_file_kind(kind) is None:
-            continue
-        if isinstance(value, dict) and SOURCE in value:
-            # Named before: overrides follow the recipe.
-            continue
-        kind, origin = import_file(kind, folder)
-        keys[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
+        # A table with a source was named before: overrides follow the recipe.
+        is_open = isinstance(kind, str) and not (isinstance(value, dict) and SOURCE in value)
+        if is_open and split_file_kind(str(kind)) is not None and group_at(f"{path}.{key}"):
+            kind, origin = import_file(str(kind), folder)
+            table[key] = {**(value if isinstance(value, dict) else {}), "kind": kind, SOURCE: origin.as_dict()}
+        if isinstance(value, dict) and mark_at(f"{path}.{key}") is not None:
+            _name_files_in(f"{path}.{key}", table[key], folder)
 
 
 def placed(kind: Any, folder: Path) -> Any:
@@ -106,7 +105,7 @@ def is_table_value(name: str, value: Any) -> bool:
     Raises:
         ConfigError: it is the name of a built-in kind, and an installed package has that name too.
     """
-    group = part_keys().get(name)
+    group = group_at(name)
     if group is None or not isinstance(value, str):
         return group is None or isinstance(value, dict)
     if value in built_in_kinds(group):
@@ -130,7 +129,8 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         return None
     if isinstance(value, Part | Table):
         return value
-    mark = tables().get(name) or part_marks()[name]
+    mark = mark_at(name)
+    assert mark is not None
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
         what = "a table" if default is not None else 'a table, or "none"'
         keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
@@ -138,11 +138,12 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
         raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(keys)}{hint}")
     if isinstance(mark, KindOf):
-        kind = default.kind if isinstance(default, Part) else default or (mark.words or built_in_kinds(mark.group))[0]
+        kind = default.kind if isinstance(default, Part) else default
+        kind = kind or next(filter(mark.takes, built_in_kinds(mark.group)))
         table = {"kind": kind, **value} if isinstance(value, dict) else {"kind": value}
         kind = table["kind"]
         is_own = isinstance(kind, str) and SOURCE not in table and split_file_kind(kind) is None
-        if is_own and kind not in kinds(mark.group, mark.words):
+        if is_own and not mark.takes(kind):
             raise ConfigError(wrong_kind(name, kind))
         return build_part(name, table)
     assert isinstance(value, dict)
@@ -164,14 +165,16 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     table = {"kind": value} if isinstance(value, str) else dict(value)
     if is_oversized(table):
         raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
-    group = part_keys()[name]
+    mark = mark_at(name)
+    assert isinstance(mark, KindOf)
+    group = mark.group
     kind = table.pop("kind")
     if not isinstance(kind, str):
         raise ConfigError(
             f"{name}.kind must be a text, and is {kind!r}; write {kinds_in_words(group)}, or FILE.py:CLASS"
         )
     recorded = _read_origin(name, table.pop(SOURCE, {}))
-    part, origin = _class_of(name, group, kind, recorded)
+    part, origin = _class_of(name, mark, kind, recorded)
     _report_difference(name, kind, recorded, origin)
     values = checked_settings(name, kind, part, table)
     try:
@@ -200,13 +203,14 @@ def settings_of_other_kind(
         ConfigError: the package or file of the other kind is broken.
     """
     settings = {key: value for key, value in table.items() if key not in ("kind", SOURCE)}
-    if name not in part_keys():
+    mark = mark_at(name)
+    if not isinstance(mark, KindOf):
         return {}, {}
     if split_file_kind(kind) is not None:
         named, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
-        part, _ = _class_of(name, part_keys()[name], named, origin)
-    elif kind in kinds(part_keys()[name]):
-        part = find_part(part_keys()[name], kind)
+        part, _ = _class_of(name, mark, named, origin)
+    elif kind in kinds(mark.group):
+        part = find_part(mark.group, kind)
     else:
         return {}, {}
     known = settings_of(part)
@@ -218,7 +222,7 @@ def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table without the parts that are not of this package, given its path; its other values stay."""
     found = {}
     for key, value in table.items():
-        group = part_keys().get(f"{path}.{key}")
+        group = group_at(f"{path}.{key}")
         kind = value.get("kind") if isinstance(value, dict) else value
         if group is None or not isinstance(kind, str) or kind in (*built_in_kinds(group), NONE):
             found[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
@@ -310,10 +314,11 @@ def _read_origin(name: str, recorded: Any) -> Origin:
     return Origin(**recorded)
 
 
-def _class_of(name: str, group: str, kind: str, recorded: Origin) -> tuple[Any, Origin]:
+def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any, Origin]:
     """Return the class of a kind from outside, and where it was found."""
+    group = mark.group
     base = find_group(group)
-    if kind in (part_marks()[name].words or built_in_kinds(group)):
+    if kind in built_in_kinds(group) and mark.takes(kind):
         check_not_shadowed(group, kind)
         return find_part(group, kind), Origin()
     if split_file_kind(kind) is not None:

@@ -5,7 +5,7 @@ Sections, keys and types are read from the schema. Torch-free.
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -118,11 +118,38 @@ def tables() -> dict[str, KindOf | type[Table]]:
     return found
 
 
-def owners_of(mark: KindOf | type[Table]) -> tuple[Any, ...]:
-    """Return the classes whose fields are the keys of a table: of a part, the classes of its built-in kinds."""
-    if not isinstance(mark, KindOf):
-        return (mark,)
-    return tuple(find_part(mark.group, kind) for kind in mark.words or built_in_kinds(mark.group))
+def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
+    """Yield the classes whose fields are the keys of a table: of a part, the classes of its built-in kinds."""
+    yield from mark.classes() if isinstance(mark, KindOf) else (mark,)
+
+
+def mark_at(path: str) -> KindOf | type[Table] | None:
+    """Return what the key at a path is whose value is a table, as `tables` does, or None."""
+    section, *names = path.split(".")
+    found: Any = sections().get(section) if names else None
+    for name in names:
+        found = found and _mark_in(found, name)
+    mark: KindOf | type[Table] | None = found
+    return mark
+
+
+@cache
+def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
+    """Return the mark of a key of a section, a table or a part, or None.
+
+    Kinds of a part are imported only for a key that the base class of their group lacks.
+    """
+    owners: Iterable[Any] = [owner]
+    if isinstance(owner, KindOf):
+        base = find_group(owner.group)
+        owners = [base] if name in settings_of(base) else owners_of(owner)
+    return next((tables_of(one)[name] for one in owners if name in tables_of(one)), None)
+
+
+def group_at(path: str) -> str | None:
+    """Return the group of the key at a path that chooses a part, as `part_keys` does, or None."""
+    mark = mark_at(path)
+    return mark.group if isinstance(mark, KindOf) else None
 
 
 @cache
@@ -133,7 +160,8 @@ def part_marks() -> dict[str, KindOf]:
 
 def wrong_kind(name: str, kind: str) -> str:
     """Return the refusal of a kind that a key does not take, with the key that does, or else the nearest kind."""
-    mark = part_marks()[name]
+    mark = mark_at(name)
+    assert isinstance(mark, KindOf)
     if kind in built_in_kinds(mark.group):
         return f"{name}={kind!r} {slot_fault(name, find_part(mark.group, kind))}"
     return unknown_kind(name, mark.group, kind, mark.words)
@@ -143,15 +171,18 @@ def wrong_kind(name: str, kind: str) -> str:
 def slot_fault(name: str, part: Any) -> str:
     """Return why a key does not take a class of parts, and which one does; empty: it takes it."""
     reason = _slot_reason(name, part)
+    if not reason:
+        return ""
     others = [path for path in part_marks() if not _slot_reason(path, part)]
     where = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
-    return f"{reason}; {where}" if reason else ""
+    return f"{reason}; {where}"
 
 
 def _slot_reason(name: str, part: Any) -> str:
-    mark = part_marks()[name]
+    mark = mark_at(name)
+    assert isinstance(mark, KindOf)
     hint = type_of(*name.split(".", 1))
-    if is_built_in(part) and mark.words and kind_of(part) not in mark.words:
+    if is_built_in(part) and mark.fact and not mark.takes(kind_of(part)):
         return f"must be {kinds_in_words(mark.group, mark.words)}"
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
@@ -185,13 +216,15 @@ def kind_settings() -> dict[str, tuple[str, ...]]:
 def owner_of(path: str) -> Any:
     """Return the first class with a setting, given its path: "model.ffn.moe.top_k"."""
     table, _, setting = path.rpartition(".")
-    return next(owner for owner in owners_of(tables()[table]) if setting in settings_of(owner))
+    mark = mark_at(table)
+    assert mark is not None
+    return next(owner for owner in owners_of(mark) if setting in settings_of(owner))
 
 
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
     """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
-    if mark := part_marks().get(f"{section}.{key}"):
+    if isinstance(mark := mark_at(f"{section}.{key}"), KindOf):
         return mark.words or built_in_kinds(mark.group)
     plain = type_of(section, key)
     return get_args(plain) if get_origin(plain) is Literal else ()
@@ -209,7 +242,7 @@ def last_name(path: str) -> str:
 
 def describe_key(section: str, key: str) -> str:
     """Describe the type of a key, as `describe_type` does; the kinds of a part are its choices."""
-    if f"{section}.{key}" in tables() and f"{section}.{key}" not in part_marks():
+    if isinstance(mark_at(f"{section}.{key}"), type):
         return "a table"
     choices = choices_of(section, key)
     return "one of " + ", ".join(map(repr, choices)) if choices else describe_type(type_of(section, key))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moefold.config.find import find_part, kinds
 from moefold.config.layer_words import parse_layers, repeat_layers, spell_layers
 from moefold.config.part_table import NONE, shown_value, toml_value
-from moefold.config.suggestions import choices_of, default_of, join_with_or, kind_settings, part_keys, tables
+from moefold.config.suggestions import choices_of, default_of, group_at, join_with_or, kind_settings, mark_at
 from moefold.config.tree import parsed_value, put, value_at
 from moefold.errors import ConfigError
 
@@ -170,7 +170,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             elif not value or kind not in place.kinds:
                 unread.append(name)
             continue
-        if path in tables() and isinstance(value, bool):
+        if mark_at(path) is not None and isinstance(value, bool):
             value = {} if value else NONE
         elif name in OFF and not value:
             path, value = owner, NONE
@@ -178,7 +178,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
             at = owner.split(".", 1)
-            if owner in part_keys() and value != NONE and (section != "model" or default_of(*at) is None):
+            if group_at(owner) and value != NONE and (section != "model" or default_of(*at) is None):
                 put(found, [*owner.split("."), KIND], kind or choices_of(*at)[0])
             put(found, path.split("."), value)
     return found, unread
@@ -295,7 +295,7 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and name.partition(".")[2] and (name in tables() or "kind" in value):
+        if isinstance(value, dict) and name.partition(".")[2] and ("kind" in value or mark_at(name) is not None):
             kind = {name: value["kind"]} if "kind" in value else {}
             found |= kind | flat_settings({f"{name}.{key}": entry for key, entry in value.items() if key != "kind"})
         else:
@@ -347,7 +347,7 @@ def _word(name: str, text: str) -> str:
     place = MOVED[name]
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
-    if str(place) in tables() and text in ("true", "false"):
+    if mark_at(str(place)) is not None and text in ("true", "false"):
         return f"{place}={'{}' if text == 'true' else NONE}"
     return f"{place.key}={NONE}" if name in OFF and text.rstrip(".0") == "" else f"{place}={text}"
 

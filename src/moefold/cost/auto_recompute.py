@@ -14,7 +14,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
-from moefold.cost.recompute_parts import IMPLIED_BY, RECOMPUTE_PARTS, missing_reason
+from moefold.cost.recompute_parts import is_implied, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.cost.state_memory import StateMemory
@@ -98,10 +98,10 @@ def with_recompute(cfg: Config, parts: tuple[str, ...]) -> Config:
 
 def legal_part_sets(model: ModelConfig) -> Iterator[tuple[str, ...]]:
     """Yield every legal set of recomputed parts of a model, the empty one first."""
-    parts = [part for part in RECOMPUTE_PARTS if not missing_reason(part, model)]
+    parts = [part for part in recompute_parts() if not missing_reason(part, model)]
     for count in range(len(parts) + 1):
         for chosen in combinations(parts, count):
-            if not any(inner in chosen for part in chosen for inner in IMPLIED_BY.get(part, ())):
+            if not any(is_implied(inner, part) for part in chosen for inner in chosen):
                 yield chosen
 
 

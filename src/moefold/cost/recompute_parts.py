@@ -1,49 +1,51 @@
 """Parts of `train.recompute`: which part contains which, and which a model has. Torch-free."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from moefold.config.find import built_in_kinds, find_part
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 
-OWNERS = {
-    part: kind for kind in built_in_kinds("attention") for part in find_part("attention", kind).own_recompute_parts
-}
-"""Kind of the only attention that has a part, by part."""
-RECOMPUTE_PARTS = (
-    "norms",
-    "core_attention",
-    *OWNERS,
-    "dense_mlp",
-    "expert_activation",
-    "shared_experts",
-    "moe",
-    "layer",
-)
-"""Parts of a layer that can be recomputed in the backward pass (activation checkpointing)."""
+COMMON_PARTS = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe", "layer")
+"""Parts of a layer under every attention."""
 NETWORK_PARTS = frozenset({"dense_mlp", "expert_activation", "shared_experts", "moe"})
 """Parts of feed-forward networks, each of which has some (`FeedForwardPart.recompute_parts`)."""
 
-IMPLIED_BY = {
-    "moe": ("expert_activation", "shared_experts"),
-    "layer": tuple(p for p in RECOMPUTE_PARTS if p != "layer"),
-}
-"""Parts that are recomputed with a part anyway."""
+
+@cache
+def part_owners() -> dict[str, str]:
+    """Return the kind of the only attention that has a part, by part."""
+    parts = {kind: find_part("attention", kind).own_recompute_parts for kind in built_in_kinds("attention")}
+    return {part: kind for kind, own in parts.items() for part in own}
+
+
+@cache
+def recompute_parts() -> tuple[str, ...]:
+    """Return the parts of a layer that can be recomputed in the backward pass (activation checkpointing)."""
+    before = COMMON_PARTS.index("core_attention") + 1
+    return (*COMMON_PARTS[:before], *part_owners(), *COMMON_PARTS[before:])
+
+
+def is_implied(part: str, container: str) -> bool:
+    """Return whether a part is recomputed with another one anyway."""
+    return part in {"moe": ("expert_activation", "shared_experts")}.get(container, ()) or part != container == "layer"
 
 
 def containing_part(part: str, parts: Sequence[str]) -> str | None:
     """Return the one of `parts` that contains another part, or None."""
-    return next((container for container in parts if part in IMPLIED_BY.get(container, ())), None)
+    return next((container for container in parts if is_implied(part, container)), None)
 
 
 def missing_reason(part: str, model: ModelConfig) -> str:
     """Return why a model lacks a part; "" if it has it."""
-    is_of_attention = part == "core_attention" or part in OWNERS
+    owner = None if part in COMMON_PARTS else part_owners().get(part)
+    is_of_attention = part == "core_attention" or owner is not None
     if is_of_attention and not model.has_softmax_attention:
         return f"all layers of model.layers={model.layers!r} have linear attention"
     if is_of_attention and model.selected_keys:
         return f"the sparse attention of model.attention.indexer.top_k={model.selected_keys} does not have it as a part"
-    if part in OWNERS and not any(part in layer.attention.recompute_parts for layer in model.decoder_layers):
-        return f"model.attention is not {OWNERS[part]!r}"
+    if owner is not None and not any(part in layer.attention.recompute_parts for layer in model.decoder_layers):
+        return f"model.attention is not {owner!r}"
     if part == "dense_mlp" and not has_dense_layers(model):
         return "no layer of model.layers is 'dense'"
     if part in ("moe", "expert_activation", "shared_experts") and not has_moe_layers(model):

@@ -4,18 +4,12 @@ from pathlib import Path
 
 from moefold.bounded_read import open_regular, parse_json
 from moefold.config.data import DataConfig
-from moefold.data.chat import load_chat_template
 from moefold.data.dataset import check_enough_tokens, check_no_data_path
-from moefold.data.huggingface import check_package, text_tables
 from moefold.data.input_paths import data_paths, files_below
 from moefold.data.sampler import split_samples
-from moefold.data.sft import conversation_files
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.source_listing import is_jsonl
-from moefold.data.tasks import open_task
-from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
-from moefold.data.token_tokenizer import compare_tokenizers
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
@@ -28,30 +22,41 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
 
     Looks at names, sizes, headers and the tokenizer, not at the data itself: defects that only the text or the ids
     reveal (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json) are found by
-    `prepare`.
+    `prepare`. The modules of one kind of data are imported alone.
 
     Raises:
         ConfigError: with key, value, rule and way out.
     """
     if data.kind == "huggingface":
+        from moefold.data.huggingface import check_package
+
         check_package()
     tokenizer = load_tokenizer(data, vocab_size=vocab_size)
     if data.kind == "program":
         return
     if data.kind == "task":
+        from moefold.data.tasks import open_task
+
         check_no_data_path(data)
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
         return
     if data.reads_rows:
+        from moefold.data.chat import load_chat_template
+        from moefold.data.sft import conversation_files
+
         conversation_files(data)
         load_chat_template(data, tokenizer)
         return
     if data.kind == "huggingface":
+        from moefold.data.huggingface import text_tables
+
         for split in (data.split, data.validation_split):
             if split:
                 text_tables(data, split)
         return
     if data.kind == "tokens":
+        from moefold.data.token_tokenizer import compare_tokenizers
+
         files = token_files(data, skipped_files(data))
         compare_tokenizers(files, tokenizer, data.tokenizer)
         if data.document_index:
@@ -71,11 +76,15 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         return
     check_no_data_path(data)
     if data.kind == "python-docs":
+        from moefold.data.text_source import python_docs_corpus
+
         python_docs_corpus()
 
 
 def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     """Return the bytes and separators of the text that data.path names; stops counting at `stop_at`."""
+    from moefold.data.text_source import check_not_empty, is_text
+
     roots = data_paths(data.path, "text")
     for root in roots:
         _reject_json_lines(root)

@@ -1,7 +1,7 @@
 """Kernels of the layers of a model, in one object that every module reads."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -12,13 +12,15 @@ from moefold.ops.decode import DecodeChoice, DecodeKernel
 from moefold.ops.draw import DrawKernel
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.interface import ExpertOps
-from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
 from moefold.ops.norm import NormKernel
 from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+
+if TYPE_CHECKING:
+    from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
 
 
 class RoutingKernel(Protocol):
@@ -87,9 +89,9 @@ class Kernels:
     """Activation of routed experts; None: the one that the experts were built with."""
     attention: LimitedCausalKernel | None = None
     """Causal attention of layers without context parallelism."""
-    linear_attention: ChunkKernel | None = None
+    linear_attention: "ChunkKernel | None" = None
     """Gated linear attention in chunks."""
-    convolution: ConvolutionKernel | None = None
+    convolution: "ConvolutionKernel | None" = None
     """Short causal convolutions of linear attention."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""

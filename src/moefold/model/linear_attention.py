@@ -4,11 +4,11 @@ The recurrences are in `ops/linear_attention.py`, the layers in `parts/attention
 sequences, or under context parallelism of some segments of them, whose initial states come from `SequenceSegments`.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefold.model.recurrent_cache import RecurrentStates
 
 
-class SequenceSegments(ABC):
+class SequenceSegments(Protocol):
     """Segments of consecutive tokens of which this rank's part of a sequence consists, all of equal length."""
 
     num_segments: int

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.frozen import connect_loss, pass_gradient
 from moefold.model.head import Head, ModelOutput
-from moefold.model.indexer import LightningIndexer, Selection
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.linear import linear
 from moefold.model.local_param import local_param
@@ -36,6 +36,9 @@ from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, Sequ
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
 from moefold.topology.selection_groups import selection_sources, shares_selections
+
+if TYPE_CHECKING:
+    from moefold.model.indexer import LightningIndexer, Selection
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -118,7 +121,7 @@ class Block(nn.Module):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
     ) -> LayerOutput:
         """Compute the layer, [S/(cp*tp), B, H] -> same; with a shortcut (`model.ffn.moe.shortcut`), see `LayerOutput`.
 
@@ -134,7 +137,7 @@ class Block(nn.Module):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
     ) -> LayerOutput:
         """Compute `forward` by the modules of the layer."""
         source = x
@@ -150,7 +153,7 @@ class Block(nn.Module):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
     ) -> Resumable[LayerOutput]:
         """Compute `forward`, yielding at each MoE all-to-all; no hook may be registered on the MoE layer."""
         source = x
@@ -168,12 +171,12 @@ class Block(nn.Module):
         """Return the input of a frozen layer, whose gradient `_connected` passes on."""
         return x.detach() if self.is_frozen else x
 
-    def _selection_with_loss(self, selection: Selection | None) -> Selection | None:
+    def _selection_with_loss(self, selection: "Selection | None") -> "Selection | None":
         """Return a selection that takes the loss of a frozen layer's indexer."""
         is_needed = self.is_frozen and self.attention.selects_keys and selection is None
-        return Selection() if is_needed else selection
+        return _new_selection() if is_needed else selection
 
-    def _connected(self, source: Tensor, output: LayerOutput, selection: Selection | None) -> LayerOutput:
+    def _connected(self, source: Tensor, output: LayerOutput, selection: "Selection | None") -> LayerOutput:
         """Return the output of the layer; of a frozen one with the loss of its indexer, and connected to its input."""
         if not self.is_frozen:
             return output
@@ -189,7 +192,9 @@ class Block(nn.Module):
         shared, routed = y
         return self._add(x, shared, None), self._scale(routed)
 
-    def _attend(self, x: Tensor, rope: Rope, documents: PackedDocuments | None, selection: Selection | None) -> Tensor:
+    def _attend(
+        self, x: Tensor, rope: Rope, documents: PackedDocuments | None, selection: "Selection | None"
+    ) -> Tensor:
         """Add attention to the residual stream."""
         shared = () if selection is None else (selection,)
         with self._normalized(self.attention_norm, x) as (normed,):
@@ -235,7 +240,7 @@ class MTPBlock(Block):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
         embedded: Tensor | None = None,
     ) -> Tensor:
         """Compute the MTP layer from normalised hidden states and token embeddings, both [S/(cp*tp), B, H].
@@ -252,7 +257,7 @@ class MTPBlock(Block):
         rope: Rope,
         columns: TokenColumns = NO_COLUMNS,
         documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
         embedded: Tensor | None = None,
     ) -> Resumable[Tensor]:
         """Compute `forward`, yielding at each MoE all-to-all."""
@@ -294,6 +299,13 @@ class _Shortcut:
         return x
 
 
+def _new_selection() -> "Selection":
+    """Return an empty selection; only a model with sparse attention imports its module."""
+    from moefold.model.indexer import Selection
+
+    return Selection()
+
+
 class _Selections:
     """The selection of the current layer and of the layers that share it; selections of earlier layers are freed."""
 
@@ -301,13 +313,13 @@ class _Selections:
         self._source = -1
         self._selection: Selection | None = None
 
-    def of(self, block: Block) -> Selection | None:
+    def of(self, block: Block) -> "Selection | None":
         """Return the selection that a layer makes or reads; None if no layers share selections."""
         if block.shared_selection is None:
             return None
         if block.shared_selection != self._source:
             self._source = block.shared_selection
-            self._selection = Selection()
+            self._selection = _new_selection()
         return self._selection
 
 
@@ -536,7 +548,7 @@ class Transformer(nn.Module):
         """Return the MoE layers of this stage by their number in the whole model."""
         return {int(i): block.ffn for i, block in self.layers.items() if isinstance(block.ffn, MoELayer)}
 
-    def indexers(self) -> dict[int, LightningIndexer]:
+    def indexers(self) -> "dict[int, LightningIndexer]":
         """Return the indexers of the sparse attention of this stage by the number of their layer in the whole model."""
         found = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
         return {i: indexer for i, indexer in found.items() if indexer is not None}

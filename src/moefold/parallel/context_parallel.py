@@ -6,6 +6,7 @@ full sequence. Keys and values are sent with their own G/tp heads, not expanded 
 document bounds of the full sample, so each rank knows which keys its own queries attend to.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,6 @@ from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.parallel import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
 from moefold.model.causal_blocks import zigzag
-from moefold.model.indexer import LightningIndexer
-from moefold.model.linear_attention import LinearAttention, SequenceSegments
 from moefold.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -40,9 +39,19 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
             else:
                 module.core_attention = context_parallel_attention(context, cp, module.window, module.chunk_size)
             module.attends_in_blocks = planner is not None or (cp.size > 1 and not context.shards_heads)
-        if isinstance(module, LinearAttention) and cp.size > 1:
+    if cp.size > 1:
+        _share_sequences(stage, context, cp)
+
+
+def _share_sequences(stage: Transformer, context: ContextPart, cp: Group) -> None:
+    """Replace the segments of linear attention and the keys of indexers, which the ranks of a sample share."""
+    from moefold.model.indexer import LightningIndexer
+    from moefold.model.linear_attention import LinearAttention
+
+    for module in stage.modules():
+        if isinstance(module, LinearAttention):
             module.segments = ContextSegments(context, cp)
-        if isinstance(module, LightningIndexer) and cp.size > 1:
+        if isinstance(module, LightningIndexer):
             module.keys = ContextKeys(context, cp)
 
 
@@ -114,8 +123,8 @@ def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, c
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in zigzag(cp, rank)])
 
 
-class ContextSegments(SequenceSegments):
-    """Segments of linear attention on a context-parallel rank, in any order of the ranks' tokens.
+class ContextSegments:
+    """`SequenceSegments` of a context-parallel rank, in any order of the ranks' tokens.
 
     A segment turns the state S before it into T S + U, so each rank computes T and U of its segments, all ranks gather
     them, and each composes T and U of the earlier segments. The bytes sent do not depend on the length of the sequence:
@@ -136,15 +145,15 @@ class ContextSegments(SequenceSegments):
         gathered = [number for numbers in segments_of_ranks for number in numbers]
         self._places = [gathered.index(number) for number in range(len(gathered))]
         self.num_segments = len(self._own)
-        self.initial_state = self._compose
+        self.initial_state: Callable[[Tensor, Tensor], Tensor] | None = self._compose
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """See base class."""
+        """See `SequenceSegments`."""
         size = self._cp.size
         return sequence_positions(self._context, num_tokens * size, size, self._cp.rank).to(device)
 
     def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
-        """See base class; an all-gather over cp."""
+        """See `SequenceSegments`; an all-gather over cp."""
         by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
         gathered = all_gather(by_segment, self._cp)
         zeros = _connected_zeros(gathered[0])

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.selected_kernels import SelectedKernels, triton_kernels
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
+
+if TYPE_CHECKING:
+    from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +117,10 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         return SelectedKernels()
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.build import CompilerError, build_libraries
-    from moefold.ops.cpu.convolution import CConvolution
     from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.draw import CDraw
     from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
-    from moefold.ops.cpu.linear_attention import LIBRARIES, CLinearAttention
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.cpu.permute import CPermuteOps
@@ -130,7 +132,8 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     has_linear = cfg.model.has_linear_attention
     names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")
     try:
-        build_libraries(*names, *((*LIBRARIES, "convolution") if has_linear else ()))
+        build_libraries(*names)
+        linear_attention, convolution = _linear_attention_in_c() if has_linear else (None, None)
         gemm = CGemm()
         activation = CSwiGLU()
         norm = CNorm()
@@ -139,8 +142,6 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         rope = CRope()
         attention = CAttention()
         paged_attention = CPagedAttention(attention)
-        linear_attention = CLinearAttention() if has_linear else None
-        convolution = CConvolution() if has_linear else None
         permute_ops = CPermuteOps()
         expert_ops = SequentialExpertOps(gemm)
         linear_backend = UnquantizedLinear(gemm)
@@ -181,6 +182,20 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         norm=norm,
         draw=draw,
     )
+
+
+def _linear_attention_in_c() -> "tuple[ChunkKernel, ConvolutionKernel]":
+    """Return the kernels of linear attention, which only a model that has it imports.
+
+    Raises:
+        CompilerError: this machine cannot compile them.
+    """
+    from moefold.ops.cpu.build import build_libraries
+    from moefold.ops.cpu.convolution import CConvolution
+    from moefold.ops.cpu.linear_attention import LIBRARIES, CLinearAttention
+
+    build_libraries(*LIBRARIES, "convolution")
+    return CLinearAttention(), CConvolution()
 
 
 def uses_c_kernels(kernels: Kernels) -> bool:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.config.bounds import range_problems
-from moefold.config.chosen import chosen_parts, read_key
+from moefold.config.chosen import chosen_parts, tables_in
 from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.problem import Problem
 from moefold.config.rule import ask, part_problems
 from moefold.config.schema import Config
-from moefold.config.suggestions import part_keys, slot_fault, wrong_kind
+from moefold.config.suggestions import group_at, slot_fault, wrong_kind
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import Layout, fold_mapping
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
@@ -124,12 +124,14 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
 
 def _slot_problems(cfg: Config) -> Iterator[str]:
     """Yield the keys whose part has no kind, or one that they do not take, in a recipe that a program has made."""
-    for name in part_keys():
-        value = read_key(cfg, name)
+    for name, value in tables_in(cfg):
         owner: Any = type(value)
+        if not isinstance(value, str | Part) or group_at(name) is None:
+            # A table, or a key of a part that does not belong here.
+            continue
         if isinstance(value, str):
             yield wrong_kind(name, value)
-        elif isinstance(value, Part) and (fault := slot_fault(name, owner)):
+        elif fault := slot_fault(name, owner):
             yield f"{describe_part(value)} {fault}"
 
 

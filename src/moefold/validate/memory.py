@@ -1,13 +1,13 @@
 """Rules on recomputation, offloading and the memory budget."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import AUTO, TrainConfig
-from moefold.cost.recompute_parts import OWNERS, RECOMPUTE_PARTS, containing_part, missing_reason
+from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 
@@ -51,7 +51,7 @@ class PartListKey:
     """Recipe key that lists parts of the layers, with its error messages."""
 
     key: str
-    legal_parts: tuple[str, ...]
+    legal_parts: Callable[[], tuple[str, ...]]
     unknown_message: str
     """Message for an unknown part."""
     containment_message: str
@@ -59,7 +59,7 @@ class PartListKey:
 
 
 RECOMPUTE_KEY = PartListKey(
-    "train.recompute", (*RECOMPUTE_PARTS, AUTO), "is no part of a layer", "recomputes it anyway"
+    "train.recompute", lambda: (*recompute_parts(), AUTO), "is no part of a layer", "recomputes it anyway"
 )
 
 
@@ -80,10 +80,10 @@ def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -
 def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
     """Yield the errors of a list of parts."""
     for part in dict.fromkeys(parts):
-        if part not in key.legal_parts:
+        if part not in key.legal_parts():
             yield (
                 f"{key.key} has {part!r}, which {key.unknown_message}; "
-                f"choose from {', '.join(map(repr, key.legal_parts))}"
+                f"choose from {', '.join(map(repr, key.legal_parts()))}"
             )
         elif parts.count(part) > 1:
             yield f"{key.key} names {part!r} {parts.count(part)} times; name it once"
@@ -112,9 +112,8 @@ def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[str
 RECOMPUTE_RULES = (validate_recompute,)
 
 
-OFFLOAD_PARTS = tuple(part for part in RECOMPUTE_PARTS if part not in OWNERS)
-"""Parts of a layer that can be offloaded; core_attention saves the heads that parts of single attentions compute."""
-OFFLOAD_KEY = PartListKey("train.offload", OFFLOAD_PARTS, "saves nothing of its own", "includes it")
+# core_attention saves the heads that parts of single attentions compute.
+OFFLOAD_KEY = PartListKey("train.offload", lambda: COMMON_PARTS, "saves nothing of its own", "includes it")
 
 
 def validate_offload(model: ModelConfig, train: TrainConfig) -> Iterator[str]:

@@ -4,20 +4,20 @@ A key that is left out, or set to its default, is no such setting. Options of an
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 from moefold.config.bounds import read_conditions
-from moefold.config.chosen import chosen_parts, read_key, with_key
+from moefold.config.chosen import chosen_parts, read_key, tables_in, with_key
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.part import Part, default_of_field, settings_of
+from moefold.config.part import Part, Table, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
 from moefold.config.rule import ask
 from moefold.config.schema import Config
-from moefold.config.suggestions import default_of, part_keys
+from moefold.config.suggestions import default_of, group_at
 from moefold.errors import raise_all
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import caches_latents, inexact_settings
@@ -202,12 +202,11 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     if not _has_layers(cfg.model):
         # `check_config` names the reason.
         return
-    kinds = {f"{name}.kind": name for name in part_keys()}
-    given = sorted(name for name in {kinds.get(key, key) for key in explicit_keys} if _is_set(cfg, name))
+    given = sorted(name for name in set(map(_without_kind, explicit_keys)) if _is_set(cfg, name))
     # A table is named by its settings.
     given = [name for name in given if not any(other.startswith(f"{name}.") for other in given)]
     reasons: dict[str, tuple[str, str]] = {}
-    for key, reason in idle_keys(cfg).items():
+    for key, reason in idle_keys(cfg, given).items():
         for name in given:
             if is_within(name, key):
                 reasons.setdefault(name, reason)
@@ -216,6 +215,12 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
         f"{name.partition('.')[2]} out"
         for name, (reason, remedy) in reasons.items()
     )
+
+
+def _without_kind(key: str) -> str:
+    """Return the key of a part in place of its key `kind`, and another key as it is."""
+    name, _, last = key.rpartition(".")
+    return name if last == "kind" and group_at(name) else key
 
 
 def is_within(name: str, key: str) -> bool:
@@ -236,15 +241,23 @@ def without_idle_keys(model: ModelConfig) -> ModelConfig:
     return cfg.model
 
 
-def idle_keys(cfg: Config) -> dict[str, tuple[str, str]]:
-    """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy."""
+def idle_keys(cfg: Config, given: Sequence[str] | None = None) -> dict[str, tuple[str, str]]:
+    """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy.
+
+    Args:
+        cfg: the recipe.
+        given: keys of which a condition on their field is read; None: all.
+    """
     found: dict[str, tuple[str, str]] = {}
     # Rules come first: they know why more than one key is needed.
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
             found.setdefault(name, (rule.reason, rule.remedy))
-    for name in read_conditions():
-        if reason := why_unread(cfg, name):
+    owners = tuple((path, type(value)) for path, value in tables_in(cfg) if isinstance(value, Part | Table))
+    for name, conditions in read_conditions(owners).items():
+        if given is not None and not any(is_within(one, name) for one in given):
+            continue
+        if reason := why_unread(cfg, conditions):
             found.setdefault(name, reason)
     of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
     for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):

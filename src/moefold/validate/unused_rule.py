@@ -1,11 +1,11 @@
 """Keys without effect: rules, and the conditions of fields (`ReadIf`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.bounds import read_conditions
 from moefold.config.chosen import read_key
+from moefold.config.field import ReadIf
 from moefold.config.part_table import shown_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, join_with_or
@@ -28,13 +28,13 @@ class UnusedKeyRule:
     remedy: str
 
 
-def why_unread(cfg: Config, name: str) -> tuple[str, str] | None:
+def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
     """Return reason and remedy for a key that nothing reads with the values of other keys; None: it is read.
 
     Args:
-        name: the key, as "section.key".
+        marks: the conditions of the key.
     """
-    for mark in read_conditions().get(name, ()):
+    for mark in marks:
         conditions = mark.conditions.split()
         values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}
         if not any(_holds(condition, value) for condition, value in values.items()):

@@ -13,7 +13,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.rule import ask
 from moefold.config.schema import Config
-from moefold.cost.recompute_parts import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.search.constraints import (
@@ -27,7 +27,6 @@ from moefold.planner.search.constraints import (
 from moefold.planner.search.space import MappingSpace
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.validate.config import RULES, check_config
-from moefold.validate.memory import OFFLOAD_PARTS
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, SMALL, on_ranks
 
@@ -118,7 +117,7 @@ def test_enumeration_equals_brute_force_on_more_ranks(name, world_size):
 def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
     legality = MappingConstraints(on_ranks(RECIPES[name], 1))
     found = MappingSpace(legality).recompute_sets
-    subsets = chain.from_iterable(combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1))
+    subsets = chain.from_iterable(combinations(recompute_parts(), n) for n in range(len(recompute_parts()) + 1))
     one = {
         "offload": (),
         "overlap": False,
@@ -145,7 +144,7 @@ def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap
     space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
     values = next(iter(space))
     recomputes = MappingSpace(legality).recompute_sets[::17]
-    subsets = chain.from_iterable(combinations(OFFLOAD_PARTS, n) for n in range(len(OFFLOAD_PARTS) + 1))
+    subsets = chain.from_iterable(combinations(COMMON_PARTS, n) for n in range(len(COMMON_PARTS) + 1))
     tried = [{**values, "recompute": parts, "offload": away} for parts, away in product(recomputes, subsets)]
     accepted = {(one["recompute"], one["offload"]) for one in tried if accepts(legality.config_with(one))}
     assert accepted == {

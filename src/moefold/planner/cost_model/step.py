@@ -20,7 +20,7 @@ from moefold.cost.elementwise import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ModelChunk, columns_of
-from moefold.cost.recompute_parts import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import recompute_parts
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s
@@ -523,7 +523,7 @@ def _recomputed_launches(strategies: MemoryStrategies) -> tuple[Seconds, Seconds
 def _recompute_shares(sets: tuple[tuple[str, ...], ...]) -> dict[str, Seconds]:
     """Return for each part whether each set recomputes it, 1 or 0; 0 too if a larger part of the set contains it."""
     found = {}
-    for part in RECOMPUTE_PARTS:
+    for part in recompute_parts():
         larger_ones = {"layer", *(("moe",) if part in ("expert_activation", "shared_experts") else ())} - {part}
         found[part] = np.array([float(part in parts and not larger_ones & set(parts)) for parts in sets])
     return found

@@ -22,7 +22,7 @@ from moefold.config.part import Part, word_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.recompute_parts import RECOMPUTE_PARTS
+from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.mapping import PipelineVariant
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
@@ -49,7 +49,6 @@ from moefold.topology.layout import divisors
 from moefold.topology.pipeline_layout import LayoutSyntaxError, expand_layout
 from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 from moefold.validate.config import check_config
-from moefold.validate.memory import OFFLOAD_PARTS
 
 HOST = "host"
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
@@ -123,7 +122,7 @@ class MappingSpace:
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
         """Every legal set of parts to recompute, the empty one first."""
-        subsets = chain.from_iterable(combinations(RECOMPUTE_PARTS, n) for n in range(len(RECOMPUTE_PARTS) + 1))
+        subsets = chain.from_iterable(combinations(recompute_parts(), n) for n in range(len(recompute_parts()) + 1))
         return tuple(
             parts
             for parts in subsets
@@ -137,7 +136,7 @@ class MappingSpace:
         return MemoryStrategies(self._legal_strategies())
 
     def _legal_strategies(self) -> Iterator[MemoryStrategy]:
-        subsets = [parts for n in range(len(OFFLOAD_PARTS) + 1) for parts in combinations(OFFLOAD_PARTS, n)]
+        subsets = [parts for n in range(len(COMMON_PARTS) + 1) for parts in combinations(COMMON_PARTS, n)]
         return (
             (recompute, offload)
             for recompute in self.recompute_sets

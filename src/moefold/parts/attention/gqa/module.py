@@ -1,14 +1,13 @@
 """Module of grouped-query attention (GQA, arXiv:2305.13245)."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moefold.config.groups.attention import AttentionFrame
 from moefold.model.attention import SelfAttention, gate_heads
-from moefold.model.indexer import Selection
 from moefold.model.local_param import local_param
 from moefold.model.norm import FullWidthQKNorm, HeadL2Norm, RMSNorm
 from moefold.model.tp_interface import NoSequenceParallel
@@ -16,6 +15,9 @@ from moefold.ops.decode import HeadWeights, LinearWeights
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
 from moefold.parts.attention.gqa.part import GqaPart
+
+if TYPE_CHECKING:
+    from moefold.model.indexer import Selection
 
 FUSED_PARAMETERS = frozenset(
     ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight")
@@ -75,7 +77,7 @@ class GroupedQueryAttention(SelfAttention):
         x: Tensor,
         rope: Rope | NoRope,
         documents: PackedDocuments | None = None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
     ) -> Tensor:
         """Compute grouped-query attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
         columns = [
@@ -110,7 +112,7 @@ class GroupedQueryAttention(SelfAttention):
         heads: tuple[Tensor, Tensor, Tensor],
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
-        selection: Selection | None = None,
+        selection: "Selection | None" = None,
     ) -> Tensor:
         """Compute the core attention of queries, keys and values, [S/cp, B, heads of this rank, D] each.
 
