@@ -15,6 +15,7 @@ from moefold.ops.interface import ExpertOps
 from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
 from moefold.ops.norm import NormKernel
 from moefold.ops.paged_attention import PagedAttentionKernel
+from moefold.ops.paged_flash import FlashPages
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
@@ -93,6 +94,8 @@ class Kernels:
     """Short causal convolutions of linear attention."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
+    page_reader: FlashPages | None = None
+    """Attention of decoding on CUDA, to the pages of a cache; None: these are gathered."""
     decode: DecodeKernel | None = None
     """Whole layers of decoding; None: the modules, one after another."""
     decode_choice: DecodeChoice | None = None

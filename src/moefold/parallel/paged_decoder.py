@@ -1,5 +1,6 @@
 """Forward passes over a paged KV cache, through the stages of an inference model or of a model in training."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
+
+logger = logging.getLogger(__name__)
 
 MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 """Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
@@ -142,6 +145,7 @@ class PagedDecoder:
         self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
         self._positions_before: list[Tensor | None] = []
+        self._has_reported = chain.groups.device.type == "cpu"
 
     @property
     def nbytes(self) -> int:
@@ -287,6 +291,10 @@ class PagedDecoder:
         logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)
         # A path around the routers would leave choices of other tokens in the cache.
         assert all(routing.num_recorded == num_local for routing in self._routing), "a router did not record its rows"
+        if not self._has_reported:
+            self._has_reported = True
+            paths = Counter(cache.page_path for cache in self._caches if cache.page_path)
+            logger.info("pages of %s", "; ".join(f"{count} layers: {path}" for path, count in paths.items()))
         if logits is None:
             return None
         return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))

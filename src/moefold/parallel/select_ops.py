@@ -15,6 +15,7 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.gemm import TORCH_GEMM
+from moefold.ops.paged_flash import FlashPages
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.selected_kernels import SelectedKernels, triton_kernels
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
@@ -38,6 +39,8 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
         from moefold.ops.flash_attention_3 import use_flash_attention_3
 
         flash_attention = use_flash_attention_3(device)
+        reader = None if is_plain else FlashPages(fixed_order=cfg.run.deterministic)
+        kernels = replace(kernels, page_reader=reader)
     message = "; ".join(filter(None, (kernels.message, flash_attention)))
     kernels = replace(kernels, message=message, autotuner=autotuner)
     if cfg.run.compile == "none":

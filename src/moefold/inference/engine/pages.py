@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from moefold.cost.kv_cache import PAGE_POSITIONS
 
 
-def pages_for(num_positions: int) -> int:
+def pages_for(num_positions: int, page_positions: int = PAGE_POSITIONS) -> int:
     """Return the pages that hold a number of positions."""
-    return -(-num_positions // PAGE_POSITIONS)
+    return -(-num_positions // page_positions)
 
 
 class PagePool:
@@ -21,9 +21,11 @@ class PagePool:
 
     Args:
         num_pages: pages in all, numbered from 0.
+        page_positions: positions of a page.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_positions: int = PAGE_POSITIONS) -> None:
+        self.page_positions = page_positions
         self._num_references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
 
@@ -107,7 +109,7 @@ class PageTable:
     def page_of(self, position: int) -> int:
         """Return the page of a position."""
         assert position < self.capacity, (position, self.capacity)
-        return int(self._pages[position // PAGE_POSITIONS])
+        return int(self._pages[position // self._pool.page_positions])
 
     def shares_page_of(self, position: int) -> bool:
         """Return whether a position lies in a page that this table took from another one, and others refer to."""
@@ -120,7 +122,7 @@ class PageTable:
 
     def _set_num_pages(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.capacity = num_pages * PAGE_POSITIONS
+        self.capacity = num_pages * self._pool.page_positions
 
     def replace(self, position: int, page: int) -> int:
         """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
@@ -129,7 +131,7 @@ class PageTable:
             position: a position in the shared page.
             page: the allocated page, into which the contents of the shared one must be copied.
         """
-        index = position // PAGE_POSITIONS
+        index = position // self._pool.page_positions
         shared = int(self._pages[index])
         self._pages[index] = page
         self._pool.release(shared)
@@ -138,7 +140,7 @@ class PageTable:
     def share_from(self, other: "PageTable", num_positions: int) -> None:
         """Refer to the pages of the first positions of another sequence; this table must be empty."""
         assert not self.num_pages
-        self._set_num_pages(pages_for(num_positions))
+        self._set_num_pages(pages_for(num_positions, self._pool.page_positions))
         self.num_shared_positions = self.capacity
         self._pages[: self.num_pages] = other._pages[: self.num_pages]
         for page in self._pages[: self.num_pages]:

@@ -29,6 +29,7 @@ class PassLimits:
     num_pages: int
     """Pages of the cache; they must hold the longest sample."""
     share_prompts: bool = True
+    page_positions: int = PAGE_POSITIONS
 
 
 class PassSegment(NamedTuple):
@@ -123,7 +124,7 @@ class PassScheduler:
     def __init__(self, limits: PassLimits) -> None:
         assert limits.pass_tokens >= limits.slots > 0
         self._limits = limits
-        self._pool = PagePool(limits.num_pages)
+        self._pool = PagePool(limits.num_pages, limits.page_positions)
         self._samples: dict[int, _Sample] = {}
         # Both are sorted by number.
         self._waiting: list[_Sample] = []
@@ -134,6 +135,14 @@ class PassScheduler:
         self._slots = StateSlots(num_state_slots(limits.slots))
         self.num_preemptions = 0
         """Times that a sample gave up its pages."""
+
+    @property
+    def page_positions(self) -> int:
+        """Positions of a page."""
+        return self._limits.page_positions
+
+    def _pages_for(self, num_positions: int) -> int:
+        return pages_for(num_positions, self._limits.page_positions)
 
     @property
     def has_work(self) -> bool:
@@ -147,7 +156,7 @@ class PassScheduler:
             number: unique among the unfinished samples, at least 0.
             request: the sample; its positions fit into the cache.
         """
-        max_pages = pages_for(request.max_positions)
+        max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
         assert number not in self._samples, number
         sample = _Sample(number, request, PageTable(self._pool, max_pages), self._slots)
@@ -160,8 +169,9 @@ class PassScheduler:
         sample = self._samples[number]
         assert sample.is_active
         positions = np.arange(sample.num_cached)
-        pages = sample.table.pages[positions // PAGE_POSITIONS].astype(np.int64)
-        slots: NDArray[np.int64] = pages * PAGE_POSITIONS + positions % PAGE_POSITIONS
+        page_positions = self._limits.page_positions
+        pages = sample.table.pages[positions // page_positions].astype(np.int64)
+        slots: NDArray[np.int64] = pages * page_positions + positions % page_positions
         return slots
 
     def append(self, number: int, token: int) -> None:
@@ -248,11 +258,11 @@ class PassScheduler:
         num_free = self._pool.num_free
         while self._waiting and len(self._active) < self._limits.slots:
             sample = self._waiting[0]
-            num_pages = pages_for(len(sample.tokens))
+            num_pages = self._pages_for(len(sample.tokens))
             prefix = None if sample.scores_prompt else self._prefixes.get(sample.prompt)
             if prefix is not None:
                 # The page of the last tokens of the prompt is copied.
-                num_pages += 1 - pages_for(len(prefix.tokens))
+                num_pages += 1 - self._pages_for(len(prefix.tokens))
             if self._active and num_pages > num_free:
                 return
             num_free -= num_pages
@@ -267,7 +277,7 @@ class PassScheduler:
         if not is_shared or len(sample.prompt) == 1:
             return None
         shared = list(sample.prompt[:-1])
-        prefix = _Sequence(shared, PageTable(self._pool, pages_for(len(shared))), self._slots)
+        prefix = _Sequence(shared, PageTable(self._pool, self._pages_for(len(shared))), self._slots)
         self._prefixes[sample.prompt] = prefix
         return prefix
 
