@@ -25,6 +25,7 @@ from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import PagedAttention
+from moefold.model.rope import RopeTable
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -146,6 +147,7 @@ class PagedDecoder:
         self._replaced: list[tuple[nn.Module, str, object]] = []
         self._positions_before: list[Tensor | None] = []
         self._has_reported = chain.groups.device.type == "cpu"
+        self._rope_tables: list[RopeTable] = []
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +158,7 @@ class PagedDecoder:
         dispatcher = _replacement_dispatcher(self._chain)
         for stage in self._chain.stages:
             self._positions_before.append(stage.positions)
+            self._rope_tables.append(stage.rope_table(self._chain.groups.device))
             for module in stage.modules():
                 self._replace_attributes(module)
                 if dispatcher is not None and isinstance(module, MoELayer):
@@ -172,6 +175,7 @@ class PagedDecoder:
             if positions is not None:
                 stage.set_positions(positions)
         self._replaced.clear()
+        self._rope_tables.clear()
         self._caches.clear()
         self._routing.clear()
 
@@ -283,8 +287,9 @@ class PagedDecoder:
         self._pass.rows = rows
         if self._picked_rows is not None:
             self._picked_rows.rows_N = picked_N
-        for stage in self._chain.stages:
-            stage.set_positions(rows.positions_R)
+        last = max(rows.last_positions, default=0)
+        for stage, table in zip(self._chain.stages, self._rope_tables, strict=True):
+            stage.set_rope(rows.positions_R, table.rope(rows.positions_R, last))
         num_local = self._sequence_parallel.set_num_tokens(len(tokens_R))
         for routing in self._routing:
             routing.num_recorded = 0

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -440,16 +441,19 @@ def _pass_tensors(
     """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
-    # Consecutive positions of each segment: the row number, less the number of the segment's first row.
-    ends = np.cumsum(counts, dtype=np.int64)
     firsts = np.array([segment.first for segment in segments], np.int64)
-    segment_of_row = np.repeat(np.arange(len(segments)), counts)
-    positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row] if segments else tokens
+    segment_of_row = np.arange(len(segments))
+    positions = firsts
+    ends = list(accumulate(counts))
+    if len(tokens) > len(segments):
+        segment_of_row = segment_of_row.repeat(counts)
+        # Consecutive positions of each segment: the row number, less the number of the segment's first row.
+        positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row]
     tables = np.zeros((len(segments), max((segment.table.num_pages for segment in segments), default=1)), np.int32)
     for row, segment in zip(tables, segments, strict=True):
         num_pages = segment.table.num_pages
         row[:num_pages] = segment.table.pages[:num_pages]
-    picked = [end - 1 for end, segment in zip(ends.tolist(), segments, strict=True) if segment.number >= 0]
+    picked = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
     pages = tables[segment_of_row, positions // page_positions]
     slots = pages.astype(np.int64) * page_positions + positions % page_positions
     state_slots = np.array([segment.state_slot for segment in segments], np.int64)
