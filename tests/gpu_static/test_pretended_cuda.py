@@ -23,8 +23,11 @@ from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.model.attention import AttentionMaskSpec
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
+from moefold.ops import paged_flash
 from moefold.ops.paged_flash import FlashPages, device_refusal
 from moefold.ops.triton import experts as triton_experts
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.architecture.rules import ROOT
@@ -142,6 +145,28 @@ def test_pages_that_are_read_give_what_gathered_pages_give(window):
     device_refusal.cache_clear()
     assert (reason, path) == ("gathered, as run.kernels='plain'", "read by flash attention")
     torch.testing.assert_close(found, gathered, atol=2e-2, rtol=2e-2)
+
+
+def _notice(kernels):
+    cfg = tiny(train={"global_batch_size": 1})
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
+    with init_distributed(single_rank_env(), "cuda") as device:
+        return decoding_notice(InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device)))
+
+
+def test_generation_names_its_kernels(monkeypatch):
+    device_refusal.cache_clear()
+    with pretended_cuda():
+        assert _notice("plain") == "pages of the cache are gathered"
+        kernels = "run.kernels='auto': plain, as run.dtype='float32'"
+        if cuda_flash_attention_reads_pages():
+            assert _notice("auto") == f"{kernels}; flash attention reads pages of the cache"
+            device_refusal.cache_clear()
+        # As of torch 2.11.
+        monkeypatch.setattr(paged_flash, "cuda_flash_attention_reads_pages", lambda: False)
+        reason = f"flash attention of torch {torch.__version__} takes no block table"
+        assert _notice("auto") == f"{kernels}; pages of the cache are gathered, as {reason}"
+    device_refusal.cache_clear()
 
 
 def test_tokens_are_drawn_on_the_device():

@@ -30,6 +30,7 @@ from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
 from moefold.ops.paged_attention import PAGE_SIZE
+from moefold.ops.paged_flash import device_refusal
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
@@ -45,10 +46,12 @@ MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 """Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
 
 
-def modules_notice(model: InferenceModel | ParallelModel) -> str:
-    """Describe the layers of this rank that decode by their modules on a CPU; "" if a kernel computes all of them."""
+def decoding_notice(model: InferenceModel | ParallelModel) -> str:
+    """Describe how this rank decodes: on CUDA its kernels, on a CPU the layers that no kernel computes whole."""
     if model.groups.device.type != "cpu":
-        return ""
+        # The message of a model in training is in its log already.
+        kernels = model.message if isinstance(model, InferenceModel) else ""
+        return "; ".join(filter(None, (kernels, _pages_notice(model))))
     # Blocks of multi-token prediction do not run.
     blocks = [block for stage in model.stages for block in stage.layers.values() if type(block) is not MTPBlock]
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
@@ -56,6 +59,14 @@ def modules_notice(model: InferenceModel | ParallelModel) -> str:
         return ""
     listed = ", ".join(f"{count} for {reason}" for reason, count in reasons.items())
     return f"{reasons.total()} of {len(blocks)} layers decode by modules instead of in C ({listed}): {MODULES_COST}"
+
+
+def _pages_notice(model: InferenceModel | ParallelModel) -> str:
+    """Describe how attention reads pages on CUDA; a log entry of the first pass has the layers with other heads."""
+    if model.stages[0].kernels.page_reader is None:
+        return "pages of the cache are gathered"
+    refusal = device_refusal(model.groups.device)
+    return f"pages of the cache are gathered, as {refusal}" if refusal else "flash attention reads pages of the cache"
 
 
 @contextmanager

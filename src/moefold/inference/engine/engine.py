@@ -1,5 +1,6 @@
 """Rollout engine: continuous batching over a paged KV cache, of an inference model or of a model in training."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,8 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import merge_over_tp
+
+logger = logging.getLogger(__name__)
 
 
 class Constraint(Protocol):
@@ -143,6 +146,8 @@ class RolloutEngine:
             yield OpenGeneration(
                 chain, decoder, scheduler, self._sampling, constrain, records_routing=self._records_routing
             )
+        if isinstance(self._model, InferenceModel) and (message := self._model.record_kernel_times()):
+            logger.info("%s", message)
 
     def generate(
         self,
@@ -449,9 +454,9 @@ def _pass_tensors(
         segment_of_row = segment_of_row.repeat(counts)
         # Consecutive positions of each segment: the row number, less the number of the segment's first row.
         positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row]
-    tables = np.zeros((len(segments), max((segment.table.num_pages for segment in segments), default=1)), np.int32)
-    for row, segment in zip(tables, segments, strict=True):
-        num_pages = segment.table.num_pages
+    page_counts = [segment.table.num_pages for segment in segments]
+    tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
+    for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
         row[:num_pages] = segment.table.pages[:num_pages]
     picked = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
     pages = tables[segment_of_row, positions // page_positions]

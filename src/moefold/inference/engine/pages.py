@@ -93,7 +93,8 @@ class PageTable:
 
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
-        self._pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
+        self.pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
+        """Page numbers, int32 [max_pages]; 0 after the last page."""
         self.num_shared_positions = 0
         """Positions of the pages that were taken from another table."""
         self.num_pages = 0
@@ -101,15 +102,10 @@ class PageTable:
         self.capacity = 0
         """Positions that fit into the pages of this sequence."""
 
-    @property
-    def pages(self) -> NDArray[np.int32]:
-        """Page numbers, int32 [max_pages]; 0 after the last page."""
-        return self._pages
-
     def page_of(self, position: int) -> int:
         """Return the page of a position."""
         assert position < self.capacity, (position, self.capacity)
-        return int(self._pages[position // self._pool.page_positions])
+        return int(self.pages[position // self._pool.page_positions])
 
     def shares_page_of(self, position: int) -> bool:
         """Return whether a position lies in a page that this table took from another one, and others refer to."""
@@ -117,7 +113,7 @@ class PageTable:
 
     def append(self, page: int) -> None:
         """Add an allocated page at the end; this table takes over its reference."""
-        self._pages[self.num_pages] = page
+        self.pages[self.num_pages] = page
         self._set_num_pages(self.num_pages + 1)
 
     def _set_num_pages(self, num_pages: int) -> None:
@@ -132,8 +128,8 @@ class PageTable:
             page: the allocated page, into which the contents of the shared one must be copied.
         """
         index = position // self._pool.page_positions
-        shared = int(self._pages[index])
-        self._pages[index] = page
+        shared = int(self.pages[index])
+        self.pages[index] = page
         self._pool.release(shared)
         return shared
 
@@ -142,14 +138,14 @@ class PageTable:
         assert not self.num_pages
         self._set_num_pages(pages_for(num_positions, self._pool.page_positions))
         self.num_shared_positions = self.capacity
-        self._pages[: self.num_pages] = other._pages[: self.num_pages]
-        for page in self._pages[: self.num_pages]:
+        self.pages[: self.num_pages] = other.pages[: self.num_pages]
+        for page in self.pages[: self.num_pages]:
             self._pool.share(int(page))
 
     def clear(self) -> None:
         """Remove all references."""
-        for page in self._pages[: self.num_pages]:
+        for page in self.pages[: self.num_pages]:
             self._pool.release(int(page))
-        self._pages[: self.num_pages] = 0
+        self.pages[: self.num_pages] = 0
         self.num_shared_positions = 0
         self._set_num_pages(0)
