@@ -127,7 +127,7 @@ def test_pages_that_flash_attention_reads_equal_the_whole(window, has_sinks):
             found = core(*(to_rows(x, spans) for x in (q, k, v)), None, sinks)
             torch.testing.assert_close(found, to_rows(expected, spans))
             starts = stops
-        # Those of the probe come first.
+        # The probe calls it first.
         assert flash.calls == ["forward"] * (4 + len(ends))
     assert core.page_path == "read by flash attention"
     device_refusal.cache_clear()

@@ -84,7 +84,7 @@ class CacheSizes:
 
 
 def cache_sizes(cfg: Config, device_type: str = "") -> CacheSizes:
-    """Return what the ranks of a recipe cache, on a type of device; by default on that of `run.device`."""
+    """Return what the ranks of a recipe cache, on a type of device; by default as `run.device` says."""
     positions = page_positions(device_type or cfg.run.device)
     return CacheSizes(cfg.model, plan_stages(cfg), cfg.parallel.tp, compute_dtype_bytes(cfg.run), positions)
 

@@ -1,7 +1,7 @@
 """Kernels of the layers of a model, in one object that every module reads."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,11 +15,13 @@ from moefold.ops.interface import ExpertOps
 from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
 from moefold.ops.norm import NormKernel
 from moefold.ops.paged_attention import PagedAttentionKernel
-from moefold.ops.paged_flash import FlashPages
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
+
+if TYPE_CHECKING:
+    from moefold.ops.paged_flash import FlashPages
 
 
 class RoutingKernel(Protocol):
@@ -94,7 +96,7 @@ class Kernels:
     """Short causal convolutions of linear attention."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
-    page_reader: FlashPages | None = None
+    page_reader: "FlashPages | None" = None
     """Attention of decoding on CUDA, to the pages of a cache; None: these are gathered."""
     decode: DecodeKernel | None = None
     """Whole layers of decoding; None: the modules, one after another."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.ops.decode import DecodeRows
-from moefold.ops.paged_flash import PageSegments
+from moefold.ops.paged_attention import PageSegments
 from moefold.ops.rope import Rope
 
 
@@ -125,7 +125,7 @@ class LayerCache:
     """Keep what a layer needs of earlier tokens while a model generates, in a form of its own."""
 
     page_path = ""
-    """How attention reads the pages on a device other than a CPU, known after the first pass; "" without pages."""
+    """How attention without a kernel of the CPU reads the pages, known after the first pass; "" without pages."""
 
     @property
     def nbytes(self) -> int:

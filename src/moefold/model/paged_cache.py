@@ -7,6 +7,7 @@ attends to itself.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
-from moefold.ops.paged_flash import FlashPages
+
+if TYPE_CHECKING:
+    from moefold.ops.paged_flash import FlashPages
 
 MAX_GATHERED_ELEMENTS = 1 << 24
 """Elements of keys that are gathered from the pages at a time, 64 MiB in float32."""
@@ -239,7 +242,7 @@ class PageKernels:
 
     rows: PagedAttentionKernel | None = None
     """By a table of each row, if its pages have as many positions."""
-    segments: FlashPages | None = None
+    segments: "FlashPages | None" = None
     """By a table of each segment."""
 
 

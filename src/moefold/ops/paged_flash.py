@@ -6,7 +6,6 @@ but it is experimental, and Inductor would compile it in the first passes of eve
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
@@ -16,30 +15,18 @@ from torch.nn import attention
 
 from moefold.comm.torch_compat import cuda_flash_attention, cuda_flash_attention_reads_pages
 from moefold.cost.kv_cache import CUDA_PAGE_POSITIONS
-from moefold.ops.block_attention import CudaFlash, MathBlockAttention, fold_in_sinks
+from moefold.ops.block_attention import (
+    PROBE_LSE_TOLERANCE,
+    PROBE_TOLERANCE,
+    CudaFlash,
+    MathBlockAttention,
+    fold_in_sinks,
+)
+from moefold.ops.paged_attention import PageSegments
 
-PROBE_TOLERANCE = 3e-2
-"""Largest error of bfloat16 outputs over the largest value: a few times their rounding, 2**-8."""
-PROBE_LSE_TOLERANCE = 1e-3
 PROBE_SEGMENTS = (((5, 300), (1, 70), (130, 600)), ((1, 257), (1, 3)))
 """Rows and keys of the segments of each pass of the probe: chunks of prompts, and single tokens alone."""
 PROBE_WINDOW = 100
-
-
-@dataclass(frozen=True)
-class PageSegments:
-    """Segments of a pass: consecutive rows of one sample, which are the last of its keys."""
-
-    starts: Tensor
-    """First row of each segment, and the end of the last, int32 [N + 1]."""
-    key_starts: Tensor
-    """The same of their keys, if these lay one segment after another, int32 [N + 1]."""
-    key_counts_N: Tensor
-    """Keys of each segment, int32 [N]."""
-    tables_NP: Tensor
-    """Pages of each segment, int32 [N, pages]."""
-    most_rows: int
-    most_keys: int
 
 
 class FlashPages:

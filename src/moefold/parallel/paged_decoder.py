@@ -30,7 +30,6 @@ from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
 from moefold.ops.paged_attention import PAGE_SIZE
-from moefold.ops.paged_flash import device_refusal
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
@@ -65,6 +64,8 @@ def _pages_notice(model: InferenceModel | ParallelModel) -> str:
     """Describe how attention reads pages on CUDA; a log entry of the first pass has the layers with other heads."""
     if model.stages[0].kernels.page_reader is None:
         return "pages of the cache are gathered"
+    from moefold.ops.paged_flash import device_refusal
+
     refusal = device_refusal(model.groups.device)
     return f"pages of the cache are gathered, as {refusal}" if refusal else "flash attention reads pages of the cache"
 
@@ -157,7 +158,7 @@ class PagedDecoder:
         self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
         self._positions_before: list[Tensor | None] = []
-        self._has_reported = chain.groups.device.type == "cpu"
+        self._has_reported = False
         self._rope_tables: list[RopeTable] = []
 
     @property
@@ -310,7 +311,8 @@ class PagedDecoder:
         if not self._has_reported:
             self._has_reported = True
             paths = Counter(cache.page_path for cache in self._caches if cache.page_path)
-            logger.info("pages of %s", "; ".join(f"{count} layers: {path}" for path, count in paths.items()))
+            if paths:
+                logger.info("pages of %s", "; ".join(f"{count} layers: {path}" for path, count in paths.items()))
         if logits is None:
             return None
         return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))

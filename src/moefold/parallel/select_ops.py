@@ -15,7 +15,6 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.paged_flash import FlashPages
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.selected_kernels import SelectedKernels, triton_kernels
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
@@ -37,6 +36,7 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     flash_attention = ""
     if device.type == "cuda":
         from moefold.ops.flash_attention_3 import use_flash_attention_3
+        from moefold.ops.paged_flash import FlashPages
 
         flash_attention = use_flash_attention_3(device)
         reader = None if is_plain else FlashPages(fixed_order=cfg.run.deterministic)
