@@ -241,6 +241,15 @@ MAX_PAGES_DIFFERENCE = 1e-2
 """Largest relative difference of two results in bfloat16."""
 
 
+PAGES_SIZES = ((64, 2), (4000, 300))
+"""Rows and keys of decoding, large and small."""
+
+
+def pages_title(num_rows: int, num_keys: int) -> str:
+    """Return the beginning of the names of rows on attention to the pages of a cache."""
+    return f"decoding, {num_rows} rows of {num_keys} keys, 32/4 heads of 128"
+
+
 def attention(stage: Stage) -> None:
     """Time the attention core by each backend of torch, the block kernel of ring attention, and pages of a cache."""
     for seq_len, heads, groups, qk_size, v_size in ATTENTION_CASES:
@@ -267,8 +276,8 @@ def _page_times(stage: Stage) -> None:
     from moefold.model.paged_cache import KeyLimits, attend_pages
     from moefold.ops.paged_flash import FlashPages, device_refusal, probe_case
 
-    num_rows, num_keys = stage.size(64, 2), stage.size(4000, 300)
-    title = f"decoding, {num_rows} rows of {num_keys} keys, 32/4 heads of 128"
+    num_rows, num_keys = (stage.size(*sizes) for sizes in PAGES_SIZES)
+    title = pages_title(num_rows, num_keys)
     q, pages, segments = probe_case(((1, num_keys),) * num_rows, stage.device, (32, 4, 128))
     positions = torch.full((num_rows,), num_keys - 1, device=stage.device)
     rows = PassRows(positions, positions, segments.tables_NP, [1] * num_rows, [num_keys - 1] * num_rows)
