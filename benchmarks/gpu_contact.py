@@ -507,6 +507,27 @@ def check_attention(contact: Contact, case: ExpertCase) -> None:
     contact.check("cuDNN attention", lambda: run(CudnnAttention(), islice(masks, 2)))
 
 
+def check_pages(contact: Contact, case: ExpertCase) -> None:
+    """Check attention to the pages of a cache, of chunks of prompts and of single tokens, where torch can read them."""
+    from moefold.ops.paged_flash import FlashPages, device_refusal, exact_segments, probe_case
+
+    passes = {"single tokens": ((1, 4000),) * 8, "chunk and single tokens": ((512, 2000), (1, 3000), (1, 1))}
+
+    def run(sizes: tuple[tuple[int, int], ...], window: int) -> None:
+        if reason := device_refusal(case.stage.device):
+            case.stage.add(contact.name, f"pages are gathered, as {reason}")
+            return
+        given = probe_case(sizes, case.stage.device, (32, 4, 128))
+        out, lse = FlashPages().with_log_sum(*given, window)
+        exact, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*given, window), strict=True))
+        contact.close("y", out, exact, ROUNDED_TWICE_LIMIT)
+        contact.below("log-sum-exp", float((lse.double() - exact_lse).abs().max()), LOG_SUM_LIMIT)
+
+    for name, sizes in passes.items():
+        for window in (0, 1024):
+            contact.check(f"pages, {name}, window {window}", lambda sizes=sizes, window=window: run(sizes, window))
+
+
 @dataclass(frozen=True)
 class LayerResult:
     """Results of a layer: output, gradient of the input, gradients of the weights, and the steps to time it."""
@@ -591,6 +612,7 @@ def contact(stage: Stage, only: str = "") -> None:
         if stage.is_cuda:
             check_torch_grouped_mm(checks, case)
             check_attention(checks, case)
+            check_pages(checks, case)
         check_layers(checks, stage)
     except LostContextError as lost:
         stage.faults.append(f"the CUDA context was lost in {lost}, and no other check ran")

@@ -237,8 +237,21 @@ ATTENTION_CASES = (
 """Sequence length, heads, query groups, head sizes of q and k, and of v."""
 
 
+MAX_PAGES_DIFFERENCE = 1e-2
+"""Largest relative difference of two results in bfloat16."""
+
+
+PAGES_SIZES = ((64, 2), (4000, 300))
+"""Rows and keys of decoding, large and small."""
+
+
+def pages_title(num_rows: int, num_keys: int) -> str:
+    """Return the beginning of the names of rows on attention to the pages of a cache."""
+    return f"decoding, {num_rows} rows of {num_keys} keys, 32/4 heads of 128"
+
+
 def attention(stage: Stage) -> None:
-    """Time the attention core by each backend of torch and by the block kernel of ring attention."""
+    """Time the attention core by each backend of torch, the block kernel of ring attention, and pages of a cache."""
     for seq_len, heads, groups, qk_size, v_size in ATTENTION_CASES:
         title = f"S {seq_len}, {heads}/{groups} heads of {qk_size}/{v_size}"
         if stage.is_tiny:
@@ -253,6 +266,39 @@ def attention(stage: Stage) -> None:
             _block_times(stage, title, (q, k, v), flops)
         del q, k, v
         stage.free()
+    _page_times(stage)
+
+
+@torch.no_grad()
+def _page_times(stage: Stage) -> None:
+    """Time attention of decoding to the pages of a cache, read by flash attention and gathered."""
+    from moefold.model.layer_cache import PassRows
+    from moefold.model.paged_cache import KeyLimits, attend_pages
+    from moefold.ops.paged_flash import FlashPages, device_refusal, probe_case
+
+    num_rows, num_keys = (stage.size(*sizes) for sizes in PAGES_SIZES)
+    title = pages_title(num_rows, num_keys)
+    q, pages, segments = probe_case(((1, num_keys),) * num_rows, stage.device, (32, 4, 128))
+    positions = torch.full((num_rows,), num_keys - 1, device=stage.device)
+    rows = PassRows(positions, positions, segments.tables_NP, [1] * num_rows, [num_keys - 1] * num_rows)
+
+    def gather() -> Tensor:
+        return attend_pages(q, *pages, rows, KeyLimits(), None, None)
+
+    # Keys and values are read once.
+    gigabytes = 2 * num_rows * num_keys * 4 * 128 * 2 / 1e9
+    ms = stage.ms(gather)
+    stage.add(f"{title}, pages gathered", ms, "ms", gb_per_s=gigabytes / ms * 1e3)
+    reason = device_refusal(stage.device) if stage.is_cuda else "there is no GPU"
+    if reason:
+        stage.add(f"{title}, pages read", f"not used, as {reason}")
+        return
+    read = FlashPages()
+    error = (read(q, pages, segments).float() - gather().float()).norm() / gather().float().norm()
+    if not error <= MAX_PAGES_DIFFERENCE:
+        stage.faults.append(f"{title}: pages that are read and that are gathered differ by {error:.1e}")
+    ms = stage.ms(lambda: read(q, pages, segments))
+    stage.add(f"{title}, pages read", ms, "ms", gb_per_s=gigabytes / ms * 1e3, error=float(error))
 
 
 def _sdpa_times(stage: Stage, title: str, qkv: tuple[Tensor, Tensor, Tensor], flops: float) -> None:

@@ -1,15 +1,18 @@
 """Archive of compiled Triton kernels, for a machine that should not spend its time on compiling them.
 
 An archive has what a launch needs (cubin and metadata) of each entry of Triton's cache folder, and says what it was
-compiled by and for. The keys of the entries equal the keys of a launch where Triton is the same wheel. Needs the
-standard library alone.
+compiled by and for. The keys of the entries equal the keys of a launch where the compiler is the same: `Compiler` has
+all that Triton's key has besides the kernel and its options. Needs the standard library alone, and Triton if there is
+one.
 """
 
+import hashlib
 import io
 import json
 import sys
 import tarfile
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,31 @@ def triton_wheel() -> str:
     return f"{number} cp{sys.version_info.major}{sys.version_info.minor}"
 
 
+@dataclass(frozen=True)
+class Compiler:
+    """What the keys of kernels depend on, apart from the kernels; empty without Triton."""
+
+    code: str = ""
+    """Hash of Triton's files, its compiled library among them, which two builds of one version need not share."""
+    ptxas: str = ""
+    """Version of the assembler."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables of the environment that change kernels."""
+
+    @staticmethod
+    def installed(capability: int) -> "Compiler":
+        """Return the compiler of this process, for a compute capability times 10."""
+        try:
+            from triton._C.libtriton import get_cache_invalidating_env_vars
+            from triton.backends.nvidia.compiler import get_ptxas_version
+            from triton.runtime.cache import triton_key
+        except ImportError:
+            return Compiler()
+        code = hashlib.sha256(triton_key().encode()).hexdigest()
+        ptxas = get_ptxas_version(capability).strip().splitlines()[-1]
+        return Compiler(code, ptxas, tuple(sorted(get_cache_invalidating_env_vars().items())))
+
+
 def cached_kernels(folder: Path) -> set[str]:
     """Return the names of the entries of a cache folder that have a compiled kernel."""
     return {path.parent.name for path in folder.glob("*/*.cubin")}
@@ -38,7 +66,8 @@ def cached_kernels(folder: Path) -> set[str]:
 def pack_kernels(folder: Path, archive: Path, capability: int) -> int:
     """Write the kernels of a cache folder into an archive; return their number."""
     names = sorted(cached_kernels(folder))
-    manifest = {"triton": triton_wheel(), "capability": capability, "kernels": len(names)}
+    compiler = asdict(Compiler.installed(capability))
+    manifest = {"triton": triton_wheel(), "compiler": compiler, "capability": capability, "kernels": len(names)}
     with tarfile.open(archive, "w:xz") as tar:
         _add(tar, MANIFEST, json.dumps(manifest).encode())
         for name in names:
@@ -91,9 +120,28 @@ def misfit(manifest: dict[str, Any], capability: int | None) -> str:
         capability: compute capability of the GPU, times 10; None without one.
     """
     here = triton_wheel()
-    reasons = (
-        [f"compiled by Triton {manifest['triton']}, and {here} is installed"] if manifest["triton"] != here else []
-    )
+    reasons = []
+    if manifest["triton"] != here:
+        reasons.append(f"compiled by Triton {manifest['triton']}, and {here} is installed")
+    else:
+        reasons += _other_compiler(manifest)
     if capability is not None and manifest["capability"] != capability:
         reasons.append(f"for sm_{manifest['capability']}, and the GPU is sm_{capability}")
     return "; ".join(reasons)
+
+
+def _other_compiler(manifest: dict[str, Any]) -> Iterator[str]:
+    """Yield what differs between the compiler of an archive and the installed one of the same version."""
+    if "compiler" not in manifest:
+        yield "the archive does not say which build of Triton compiled it"
+        return
+    there, here = manifest["compiler"], asdict(Compiler.installed(manifest["capability"]))
+    if there["code"] != here["code"]:
+        yield f"compiled by another build of Triton {manifest['triton']}"
+    if there["ptxas"] != here["ptxas"]:
+        yield f"assembled by ptxas {there['ptxas']}, and {here['ptxas']} is here"
+    variables = [dict(map(tuple, one["environment"])) for one in (there, here)]
+    for name in sorted(variables[0].keys() | variables[1].keys()):
+        given, found = (one.get(name, "unset") for one in variables)
+        if given != found:
+            yield f"compiled with {name}={given}, and it is {found} here"

@@ -183,6 +183,8 @@ def test_predictions_are_of_rows_and_stages_that_exist(tmp_path):
     for seq_len, heads, groups, qk_size, v_size in gpu_stages.ATTENTION_CASES:
         for backend in ("default", "cuDNN", "flash", "ring block"):
             known.add(("attention", f"S {seq_len}, {heads}/{groups} heads of {qk_size}/{v_size}, {backend}, forward"))
+    title = gpu_stages.pages_title(*(large for large, _ in gpu_stages.PAGES_SIZES))
+    known |= {("attention", f"{title}, pages {how}") for how in ("read", "gathered")}
     path = tmp_path / "rows.jsonl"
     gpu_stages.main(["rates", "--rows", str(path), "--device", "cpu", "--tiny"])
     known |= {("rates", json.loads(line)["name"]) for line in path.read_text().splitlines()}

@@ -1,10 +1,12 @@
 """Archives of compiled kernels: what is packed, that it is found where it is unpacked, and what does not fit."""
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +14,7 @@ import pytest
 
 from benchmarks import gpu_half_hour
 from benchmarks.gpu_results import Results
-from benchmarks.kernel_cache import cached_kernels, misfit, pack_kernels, triton_wheel, unpack_kernels
+from benchmarks.kernel_cache import Compiler, cached_kernels, misfit, pack_kernels, triton_wheel, unpack_kernels
 from tests.architecture.rules import ROOT
 from tests.gpu_static import kernel_table
 
@@ -38,7 +40,9 @@ def test_a_kernel_is_unpacked_with_the_paths_of_its_new_folder(tmp_path):
     assert pack_kernels(_cache(tmp_path / "here"), archive, 90) == 1
     there = tmp_path / "there"
     manifest = unpack_kernels(archive, there)
-    assert manifest == {"triton": triton_wheel(), "capability": 90, "kernels": 1}
+    compiler = json.loads(json.dumps(asdict(Compiler.installed(90))))
+    assert manifest == {"triton": triton_wheel(), "compiler": compiler, "capability": 90, "kernels": 1}
+    assert misfit(manifest, 90) == ""
     assert cached_kernels(there) == {"KEY"}
     assert sorted(path.name for path in there.rglob("*") if path.is_file()) == ["__grp__k.json", "k.cubin", "k.json"]
     group = json.loads((there / "KEY" / "__grp__k.json").read_text())["child_paths"]
@@ -46,10 +50,37 @@ def test_a_kernel_is_unpacked_with_the_paths_of_its_new_folder(tmp_path):
 
 
 def test_kernels_of_another_triton_or_card_are_said_to_be_of_no_use():
-    fitting = {"triton": triton_wheel(), "capability": 90}
+    compiler = asdict(Compiler.installed(90))
+    fitting = {"triton": triton_wheel(), "compiler": compiler, "capability": 90}
     assert misfit(fitting, 90) == misfit(fitting, None) == ""
     assert misfit(fitting | {"triton": "2.0.0 cp39"}, 90).startswith("compiled by Triton 2.0.0 cp39, and ")
     assert misfit(fitting, 100) == "for sm_90, and the GPU is sm_100"
+    del fitting["compiler"]
+    assert misfit(fitting, 90) == "the archive does not say which build of Triton compiled it"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"code": "0"}, f"compiled by another build of Triton {triton_wheel()}"),
+        ({"ptxas": "12.0"}, "assembled by ptxas 12.0, and "),
+        ({"environment": [["TRITON_NEW", "1"]]}, "compiled with TRITON_NEW=1, and it is unset here"),
+    ],
+)
+def test_kernels_of_another_build_of_the_same_version_are_of_no_use(changed, reason):
+    manifest = {"triton": triton_wheel(), "compiler": asdict(Compiler.installed(90)) | changed, "capability": 90}
+    assert reason in misfit(manifest, 90)
+
+
+def test_the_compiler_is_in_the_key_of_a_kernel(monkeypatch):
+    """By Triton's own key: what changes it changes the compiler of the manifest too."""
+    cache = pytest.importorskip("triton.runtime.cache")
+    compiler = Compiler.installed(90)
+    key = cache.get_cache_key(mock.Mock(), mock.Mock(), mock.Mock(), dict(compiler.environment))
+    assert key.startswith(cache.triton_key())
+    assert compiler.code == hashlib.sha256(cache.triton_key().encode()).hexdigest()
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    assert Compiler.installed(90).environment != compiler.environment
 
 
 def _unpack(archive, folder):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm import torch_compat
-from moefold.ops import block_attention, cudnn_attention
+from moefold.ops import block_attention, cudnn_attention, paged_flash
 
 
 class Flags(NamedTuple):
@@ -94,6 +94,8 @@ def flash(
 ) -> tuple[Tensor, ...]:
     """Compute `_flash_attention_forward`: [B, S, A, D], or [T, A, D] with the starts of documents."""
     flags = _flash_flags(rest[3], options)
+    if options.get("block_table") is not None:
+        k, v = (_gathered_pages(x, starts_k, options) for x in (k, v))
     empty = (torch.zeros(2, dtype=torch.int64), torch.zeros(0), torch.zeros(0))
     if starts_q is None:
         found = [attend(*sample, flags) for sample in zip(q, k, v, strict=True)]
@@ -108,6 +110,16 @@ def flash(
         out[rows] = y.to(q.dtype)
         lse[:, rows] = part.float()
     return out, lse, *empty
+
+
+def _gathered_pages(x: Tensor, starts_k: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Return the keys of all documents, which the operator reads from pages by its block table."""
+    table, counts = options["block_table"], options["seqused_k"]
+    assert table.dtype == counts.dtype == torch.int32
+    assert x.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    assert starts_k is not None, "both starts must be set or both not"
+    assert torch.equal(starts_k.diff(), counts)
+    return torch.cat([x[pages].flatten(0, 1)[:count] for pages, count in zip(table, counts.tolist(), strict=True)])
 
 
 def _flash_flags(causal: bool, options: dict[str, Any]) -> Flags:
@@ -176,13 +188,13 @@ def library_attention(mark: Callable[[Any], Any]) -> Iterator[None]:
         mark: marks results as tensors of the pretended device.
     """
     replaced = {
-        "cuda_flash_attention": (flash, block_attention),
+        "cuda_flash_attention": (flash, block_attention, paged_flash),
         "cuda_flash_attention_backward": (flash_backward, block_attention),
         "cudnn_attention": (cudnn, cudnn_attention),
         "cudnn_attention_backward": (cudnn_backward, cudnn_attention),
     }
     with ExitStack() as stack:
-        for name, (function, user) in replaced.items():
-            for module in (torch_compat, user):
+        for name, (function, *users) in replaced.items():
+            for module in (torch_compat, *users):
                 stack.enter_context(mock.patch.object(module, name, _on_host(function, mark)))
         yield

@@ -9,9 +9,14 @@ import pytest
 
 from moefold.comm.groups import ParallelGroups
 from moefold.data.dataset import open_dataset
+from moefold.inference.engine.engine import RolloutEngine
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
+from moefold.model.init import init_weights
 from moefold.ops import autotune
 from moefold.ops.triton import experts as triton_experts
+from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.kernel_choices import settle_choices
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
@@ -55,6 +60,31 @@ def recipe(monkeypatch, tmp_path):
     )
     run = replace(cfg.run, dtype="bfloat16", kernels="triton", device="cuda", deterministic=False)
     return replace(cfg, run=run)
+
+
+def _generated(cfg):
+    """The tokens of a prompt, and the message of a model for inference."""
+    with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device:
+        model = InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device))
+        with model.writing_weights():
+            init_weights(model.stage, cfg.model, cfg.run.seed)
+        engine = RolloutEngine(model, EngineSettings(slots=1), SamplingParams(temperature=0))
+        (done,) = engine.generate([Request(prompt=(1, 2, 3), max_tokens=2, eos_ids=frozenset())])
+        return done.tokens, model.message
+
+
+@pytest.mark.slow
+def test_generation_records_and_names_what_it_measured(recipe, caplog):
+    with caplog.at_level(logging.INFO):
+        tokens, message = _generated(recipe)
+    assert "recorded times" not in message
+    assert "kernels by measured time: " in caplog.text
+    assert "product by " in caplog.text
+    assert "; recorded in " in caplog.text
+    assert "pages of 1 layers: read by flash attention" in caplog.text
+    again, message = _generated(recipe)
+    assert again == tokens
+    assert "recorded times of NVIDIA H100 that is pretended" in message
 
 
 @pytest.mark.slow

@@ -13,13 +13,21 @@ import torch
 from benchmarks.gpu_suites import GPU_TESTS
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.host_copy import copy_together_to_device
+from moefold.comm.torch_compat import cuda_flash_attention_reads_pages
+from moefold.cost.kv_cache import CUDA_PAGE_POSITIONS
 from moefold.inference.engine.draw import Draw, choose_tokens
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.model.attention import AttentionMaskSpec
+from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
+from moefold.ops import paged_flash
+from moefold.ops.paged_flash import FlashPages, device_refusal
 from moefold.ops.triton import experts as triton_experts
+from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.architecture.rules import ROOT
@@ -104,6 +112,61 @@ def test_a_family_generates_the_tokens_of_a_cpu(name, cache, records_routing):
     expected = _generated(cfg, "cpu", cache, records_routing=records_routing)
     with pretended_cuda():
         assert _generated(cfg, "cuda", cache, records_routing=records_routing) == expected
+
+
+def _decoded(with_kernel, window):
+    """The outputs of passes of a prompt in chunks and of single tokens, and how the pages were read."""
+    torch.manual_seed(0)
+    current = CurrentPass()
+    kernels = PageKernels(segments=FlashPages() if with_kernel else None)
+    core = PagedAttention(current, 4, CUDA_PAGE_POSITIONS, KeyLimits(window), kernels)
+    tables = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    sinks = torch.randn(4).to("cuda") if window else None
+    found = []
+    for spans in ([range(280), range(5)], [range(280, 281), range(5, 260)], [range(281, 282), range(260, 261)]):
+        places = torch.tensor([p for span in spans for p in span])
+        counts = [len(span) for span in spans]
+        pages = tables[torch.arange(2).repeat_interleave(torch.tensor(counts)), places // CUDA_PAGE_POSITIONS].long()
+        slots = pages * CUDA_PAGE_POSITIONS + places % CUDA_PAGE_POSITIONS
+        on_device = (x.to("cuda") for x in (slots, places, tables))
+        current.rows = PassRows(*on_device, counts, [span[-1] for span in spans])
+        q, k, v = (torch.randn(len(places), 1, heads, 16).to("cuda", torch.bfloat16) for heads in (4, 2, 2))
+        found.append(core(q, k, v, None, sinks))
+    return torch.cat(found).cpu(), core.page_path
+
+
+@pytest.mark.skipif(not cuda_flash_attention_reads_pages(), reason="torch takes no block table")
+@pytest.mark.parametrize("window", [0, 50])
+def test_pages_that_are_read_give_what_gathered_pages_give(window):
+    device_refusal.cache_clear()
+    with pretended_cuda():
+        gathered, reason = _decoded(False, window)
+        found, path = _decoded(True, window)
+    device_refusal.cache_clear()
+    assert (reason, path) == ("gathered, as run.kernels='plain'", "read by flash attention")
+    torch.testing.assert_close(found, gathered, atol=2e-2, rtol=2e-2)
+
+
+def _notice(kernels):
+    cfg = tiny(train={"global_batch_size": 1})
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
+    with init_distributed(single_rank_env(), "cuda") as device:
+        return decoding_notice(InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device)))
+
+
+def test_generation_names_its_kernels(monkeypatch):
+    device_refusal.cache_clear()
+    with pretended_cuda():
+        assert _notice("plain") == "pages of the cache are gathered"
+        kernels = "run.kernels='auto': plain, as run.dtype='float32'"
+        if cuda_flash_attention_reads_pages():
+            assert _notice("auto") == f"{kernels}; flash attention reads pages of the cache"
+            device_refusal.cache_clear()
+        # As of torch 2.11.
+        monkeypatch.setattr(paged_flash, "cuda_flash_attention_reads_pages", lambda: False)
+        reason = f"flash attention of torch {torch.__version__} takes no block table"
+        assert _notice("auto") == f"{kernels}; pages of the cache are gathered, as {reason}"
+    device_refusal.cache_clear()
 
 
 def test_tokens_are_drawn_on_the_device():

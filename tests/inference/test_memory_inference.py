@@ -10,6 +10,8 @@ import torch
 from moefold.cli.main import main
 from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
+from moefold.inference.engine.requests import EngineSettings, Request
+from moefold.inference.jobs import cache_of_requests
 from moefold.inference.settings import batch_bytes, explain_oom
 from moefold.model.layer_cache import CacheSize
 from moefold.model.local_param import local_tensor
@@ -19,6 +21,7 @@ from tests.inference.checkpoint_folder import described_run
 from tests.inference.example import KINDS, opened, opened_config, recipe_of_kind, write_checkpoint
 from tests.model.paged_rows import pass_rows
 from tests.verify.covering import few_else_slow
+from tests.verify.recipes import tiny
 
 
 def kept_bytes(folder: Path, mapping: dict[str, Any], kind: Any) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -113,3 +116,23 @@ def test_the_logits_of_a_batch_are_counted(tmp_path):
     cfg = inference_config(find_source(str(tmp_path)), wish, "evaluate")
     # 48 ids, labels and marks; 24 rows of 128 float32 logits.
     assert batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train) == 48 * 17 + 24 * 128 * 4
+
+
+@pytest.mark.parametrize(("device_type", "pages", "positions"), [("cpu", 3, 64), ("cuda", 2, 256)])
+def test_a_cache_is_counted_in_the_pages_of_its_device(device_type, pages, positions):
+    """Samples of 65 and of 3 positions; and requests that a limit in bytes holds, and does not."""
+    cfg = tiny(train={"global_batch_size": 1})
+    requests = [Request(prompt=(1,) * 64, max_tokens=2), Request(prompt=(1, 2), max_tokens=2)]
+    sizes = cache_sizes(cfg, device_type)
+    assert (sizes.page_positions, cache_sizes(cfg).page_positions) == (positions, 64)
+    needed = cache_of_requests(cfg, device_type, [requests], EngineSettings(slots=2))
+    assert needed == sizes.kv_bytes(pages * positions)
+    page_gib = sizes.kv_bytes(positions) / 2**30
+    limited = EngineSettings(slots=2, cache_gib=1.5 * page_gib)
+    if device_type == "cuda":
+        assert cache_of_requests(cfg, device_type, [requests], limited) == sizes.kv_bytes(positions)
+    else:
+        with pytest.raises(ConfigError, match="the cache of 64 tokens holds no sample of 65"):
+            cache_of_requests(cfg, device_type, [requests], limited)
+    with pytest.raises(ConfigError, match=f"smaller than one page of {positions} tokens"):
+        cache_of_requests(cfg, device_type, [requests], EngineSettings(slots=2, cache_gib=0.5 * page_gib))

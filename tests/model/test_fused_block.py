@@ -18,7 +18,7 @@ from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.moe.token_group import NO_COLUMNS
-from moefold.model.paged_cache import PagedAttention
+from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
 from moefold.model.transformer import Block, Transformer, build_model
 from moefold.ops.cpu.decode import CDecode, CDecodePass
 from moefold.ops.cpu.gemm import CGemm
@@ -92,7 +92,8 @@ def run(
     decode_pass = None
     for block in blocks:
         attention = block.attention
-        cache = PagedAttention(current, num_pages, PAGE_SIZE, attention.window, attention.kernels.paged_attention)
+        kernels = PageKernels(attention.kernels.paged_attention)
+        cache = PagedAttention(current, num_pages, PAGE_SIZE, KeyLimits(attention.window), kernels)
         attention.core_attention = cache
         block.fused = None
         if fuses and supports_fused(block):

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from moefold.comm.torch_compat import cuda_flash_attention_reads_pages
 from moefold.model.attention import CausalAttention
 from moefold.model.layer_cache import CurrentPass, PassRows
-from moefold.model.paged_cache import PagedAttention
+from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
 from moefold.ops.paged_attention import PAGE_SIZE
+from moefold.ops.paged_flash import FlashPages, device_refusal
 from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
+from tests.ops.reference_flash import paged_reference_flash
 
 S, B, A, G, D = 9, 3, 4, 2, 6
 PAGES = 3
@@ -34,7 +37,7 @@ def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
     expected = CausalAttention(window, chunk_size)(q, k, v, None, sinks)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, B * PAGES, PAGE_POSITIONS, window, chunk_size=chunk_size)
+    core = PagedAttention(current_pass, B * PAGES, PAGE_POSITIONS, KeyLimits(window, chunk_size))
     starts = (0,) * B
     for stops in ends:
         spans = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
@@ -82,7 +85,7 @@ def test_a_kernel_gets_the_pages_of_the_chunk(chunk_size):
     q, k, v = (torch.randn(length, 1, heads, D, generator=generator, dtype=torch.float64) for heads in (A, G, G))
     expected = CausalAttention(0, chunk_size)(q, k, v)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, 5, PAGE_SIZE, 0, FirstPages(), chunk_size)
+    core = PagedAttention(current_pass, 5, PAGE_SIZE, KeyLimits(0, chunk_size), PageKernels(FirstPages()))
     tables = torch.tensor([[3, 1, 4, 0, 2]], dtype=torch.int32)
     for start, stop in (
         (0, PAGE_SIZE + 3),
@@ -95,3 +98,36 @@ def test_a_kernel_gets_the_pages_of_the_chunk(chunk_size):
         current_pass.rows = PassRows(slots, positions, tables, [stop - start], [stop - 1])
         found = core(*(x[start:stop] for x in (q, k, v)))
         torch.testing.assert_close(found, expected[start:stop])
+
+
+@pytest.mark.skipif(not cuda_flash_attention_reads_pages(), reason="torch takes no block table")
+@pytest.mark.parametrize("window", [0, 1, 200])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_pages_that_flash_attention_reads_equal_the_whole(window, has_sinks):
+    """Chunks of a prompt, then single tokens, of two samples whose pages alternate."""
+    length, positions = 600, 256
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(length, 2, heads, D, generator=generator, dtype=torch.float64) for heads in (A, G, G))
+    sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
+    expected = CausalAttention(window)(q, k, v, None, sinks)
+    current_pass = CurrentPass()
+    core = PagedAttention(current_pass, 6, positions, KeyLimits(window), PageKernels(segments=FlashPages()))
+    tables = torch.tensor([[0, 2, 4], [5, 3, 1]], dtype=torch.int32)
+    ends = [(300, 1), (598, 257), (599, 258), (600, 600)]
+    device_refusal.cache_clear()
+    with paged_reference_flash() as flash:
+        starts = (0, 0)
+        for stops in ends:
+            spans = [range(*span) for span in zip(starts, stops, strict=True)]
+            place = torch.tensor([p for span in spans for p in span])
+            counts = [len(span) for span in spans]
+            pages = tables[torch.arange(2).repeat_interleave(torch.tensor(counts)), place // positions].long()
+            lasts = [span[-1] for span in spans]
+            current_pass.rows = PassRows(pages * positions + place % positions, place, tables, counts, lasts)
+            found = core(*(to_rows(x, spans) for x in (q, k, v)), None, sinks)
+            torch.testing.assert_close(found, to_rows(expected, spans))
+            starts = stops
+        # The probe calls it first.
+        assert flash.calls == ["forward"] * (4 + len(ends))
+    assert core.page_path == "read by flash attention"
+    device_refusal.cache_clear()

@@ -12,7 +12,7 @@ from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
 from moefold.errors import ConfigError
-from moefold.model.rope import build_rope, rope_frequencies
+from moefold.model.rope import RopeTable, build_rope, rope_frequencies
 from moefold.verify.oracle_attention import apply_rope
 from tests.models import config_of
 
@@ -225,3 +225,21 @@ def test_scores_that_other_scalings_would_scale_are_refused():
     keys["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
     with pytest.raises(ConfigError, match="mscale_all_dim=1.0 of rope_type='linear', with which moefold does not"):
         parse_model_config(keys, Path("folder"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_table_has_the_bits_of_angles_that_are_computed(dtype, seed):
+    """In passes whose positions grow over the ends of the table, one row or many, in any order."""
+    settings = (ModelConfig() if seed is None else _random_yarn(seed)[0]).rope_settings
+    frequencies = rope_frequencies(settings, 4096)
+    table = RopeTable(settings, dtype, None, frequencies, 4096)
+    generator = torch.Generator().manual_seed(0)
+    for last in (0, 7, 255, 256, 300, 1023, 3000, 5):
+        for count in (1, 3, 64):
+            positions = torch.randint(0, last + 1, (count,), generator=generator)
+            found = table.rope(positions, last)
+            expected = build_rope(settings, positions, dtype, None, frequencies, 4096)
+            assert torch.equal(found.cos, expected.cos)
+            assert torch.equal(found.sin, expected.sin)
+            assert found.cos.is_contiguous()

@@ -79,6 +79,8 @@ def _bound(schema, args: tuple, kwargs: dict) -> dict:
         assert (given["cum_seq_q"], given["cum_seq_k"]) == (None, None)
         assert (given["max_q"], given["max_k"]) == (given["query"].shape[1], given["key"].shape[1])
         return given
+    if given.get("block_table") is not None:
+        given = _with_gathered_pages(given)
     for limits, longest, tokens in (("cum_seq_q", "max_q", "query"), ("cum_seq_k", "max_k", "key")):
         lengths = given[limits].diff()
         assert given[limits].dtype == torch.int32
@@ -87,6 +89,24 @@ def _bound(schema, args: tuple, kwargs: dict) -> dict:
         assert lengths.min() > 0
         assert given[longest] == lengths.max()
     return given
+
+
+def _with_gathered_pages(given: dict) -> dict:
+    """The keys and values in the order of segments, after the checks of torch's kernel (flash_api.cpp)."""
+    table, counts = given["block_table"], given["seqused_k"]
+    assert table.dtype == counts.dtype == torch.int32
+    assert table.stride(-1) == 1
+    assert counts.is_contiguous()
+    assert table.shape[:1] == counts.shape == (len(given["cum_seq_q"]) - 1,)
+    assert torch.equal(given["cum_seq_k"].diff(), counts), "both are places in the same keys"
+    assert given["key"].shape == given["value"].shape
+    assert given["key"].shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    pairs = list(zip(table, counts.tolist(), strict=True))
+    gathered = {
+        name: torch.cat([given[name][pages].flatten(0, 1)[:count] for pages, count in pairs])
+        for name in ("key", "value")
+    }
+    return given | gathered
 
 
 def _sequences(given: dict) -> list[dict]:
@@ -146,3 +166,23 @@ def _scores(q: Tensor, k: Tensor, given: dict) -> Tensor:
     if right >= 0:
         hidden |= distance < -right
     return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, float("-inf"))
+
+
+class PagedReferenceFlash(ReferenceFlash):
+    """The same over pages, in float64 within, with the dtypes of the kernel's results."""
+
+    def forward(self, *args, **kwargs) -> tuple[Tensor, ...]:
+        """(out, lse [heads, rows], and three that are not read)."""
+        out, lse, *rest = super().forward(*(x.double() for x in args[:3]), *args[3:], **kwargs)
+        return out.to(args[0].dtype), lse.to(torch.promote_types(args[0].dtype, torch.float32)), *rest
+
+
+@contextmanager
+def paged_reference_flash() -> Iterator[PagedReferenceFlash]:
+    """Make every device and dtype one on which the flash kernel reads pages, and compute with the reference."""
+    flash = PagedReferenceFlash()
+    with (
+        mock.patch("moefold.ops.paged_flash.cuda_flash_attention", return_value=flash.forward),
+        mock.patch("moefold.ops.paged_flash.CudaFlash.supports", return_value=True),
+    ):
+        yield flash

@@ -77,18 +77,19 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
         settings.load_chat_template(source, tokenizer)
 
     from moefold.checkpoint.checkpoint_dir import check_file_sizes
-    from moefold.cost.kv_cache import PAGE_POSITIONS, cache_sizes
+    from moefold.cost.kv_cache import cache_sizes
     from moefold.launch.fitting import check_inference, choose_checked_device
+
+    def cache_bytes(device_type: str) -> dict[str, int]:
+        sizes = cache_sizes(cfg, device_type)
+        num_bytes = sizes.total_bytes(-(-cfg.train.seq_len // sizes.page_positions), 1)
+        return {f"the cache of one text of max_length={cfg.train.seq_len}": num_bytes}
 
     check = partial(
         check_inference,
         cfg,
         rank_env=rank_env,
-        extra_bytes={
-            f"the cache of one text of max_length={cfg.train.seq_len}": cache_sizes(cfg).total_bytes(
-                -(-cfg.train.seq_len // PAGE_POSITIONS), 1
-            )
-        },
+        extra_bytes=cache_bytes,
         suggestion="give a smaller --model_args max_length=, or shard the model with tp= and pp=",
     )
     device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)

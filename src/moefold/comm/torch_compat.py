@@ -197,6 +197,12 @@ def cuda_flash_attention() -> Any:
     return torch.ops.aten._flash_attention_forward
 
 
+def cuda_flash_attention_reads_pages() -> bool:
+    """Return whether flash attention on CUDA takes a block table, by which it reads the pages of a cache."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    return {"seqused_k", "block_table", "num_splits"} <= {argument.name for argument in schema.arguments}
+
+
 def cuda_flash_attention_backward() -> Any:
     """Return the operator of the backward pass of flash attention on CUDA."""
     return torch.ops.aten._flash_attention_backward

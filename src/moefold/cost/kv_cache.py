@@ -13,9 +13,16 @@ from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 
 PAGE_POSITIONS = 64
-"""Positions of a page of the cache."""
+"""Positions of a page of the cache on a CPU."""
+CUDA_PAGE_POSITIONS = 256
+"""The same on CUDA: torch's flash attention reads pages of a multiple of it."""
 CacheKind = Literal["latents", "heads"]
 """What latent attention caches: latents, or keys and values of all heads, computed as in training."""
+
+
+def page_positions(device_type: str) -> int:
+    """Return the positions of a page of the cache on a type of device; "auto" counts as a CPU."""
+    return CUDA_PAGE_POSITIONS if device_type == "cuda" else PAGE_POSITIONS
 
 
 def num_state_slots(slots: int) -> int:
@@ -32,12 +39,14 @@ class CacheSizes:
         plan: the stages of all pipeline ranks.
         tp: tensor-parallel ranks.
         item_bytes: bytes of a cached number.
+        page_positions: positions of a page.
     """
 
     model: ModelConfig
     plan: StagePlan
     tp: int
     item_bytes: int
+    page_positions: int = PAGE_POSITIONS
 
     def kv_bytes(self, num_tokens: int, kind: CacheKind = "latents") -> int:
         """Return the bytes of the KV cache (or MLA latent cache) of some tokens on the rank with the most layers."""
@@ -50,7 +59,7 @@ class CacheSizes:
 
     def total_bytes(self, num_pages: int, num_samples: int, kind: CacheKind = "latents") -> int:
         """Return the bytes of pages, and of the states with which `num_samples` samples are decoded at once."""
-        return self.kv_bytes(num_pages * PAGE_POSITIONS, kind) + num_state_slots(num_samples) * self.state_bytes
+        return self.kv_bytes(num_pages * self.page_positions, kind) + num_state_slots(num_samples) * self.state_bytes
 
     def widths(self, kind: CacheKind) -> Counter[int]:
         """Return the numbers that a rank caches of a token, by pipeline rank."""
@@ -74,9 +83,10 @@ class CacheSizes:
         return [(ranks[number], layer.core) for number, layer in enumerate(self.model.decoder_layers)]
 
 
-def cache_sizes(cfg: Config) -> CacheSizes:
-    """Return what the ranks of a recipe cache."""
-    return CacheSizes(cfg.model, plan_stages(cfg), cfg.parallel.tp, compute_dtype_bytes(cfg.run))
+def cache_sizes(cfg: Config, device_type: str = "") -> CacheSizes:
+    """Return what the ranks of a recipe cache, on a type of device; by default as `run.device` says."""
+    positions = page_positions(device_type or cfg.run.device)
+    return CacheSizes(cfg.model, plan_stages(cfg), cfg.parallel.tp, compute_dtype_bytes(cfg.run), positions)
 
 
 def rollouts_at_once(cfg: Config) -> int:

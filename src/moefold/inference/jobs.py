@@ -20,7 +20,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.passes import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
@@ -193,9 +193,8 @@ def prepare_evaluation(
         batch_size = min(options.batch_size, -(-dataset.num_sequences // cfg.parallel.dp))
         cfg = launched_config(source, replace(inference, batch_size=batch_size), "evaluate", rank_env)
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
-    device_type = choose_inference_device(
-        cfg, source, rank_env, {batch: batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)}, EVAL_OOM_HINT
-    )
+    extra = {batch: batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)}
+    device_type = choose_inference_device(cfg, source, rank_env, lambda _: extra, EVAL_OOM_HINT)
     return EvalJob(
         source=source,
         cfg=cfg,
@@ -249,12 +248,15 @@ def prepare_generation(
         for i, prompt in enumerate(ids)
     )
     settings = EngineSettings(slots=min(MAX_GENERATED_AT_ONCE, len(requests)), cache_gib=options.cache_gib)
-    with reworded_errors((r" with slots=\d+", ""), ("fewer slots", "fewer prompts"), *ENGINE_OPTIONS):
-        settings.check()
-        dp = cfg.parallel.dp
-        num_bytes = cache_of_requests(cfg, [requests[i::dp] for i in range(dp)], settings)
     cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"
-    device_type = choose_inference_device(cfg, source, rank_env, {cache: num_bytes}, GENERATE_OOM_HINT)
+
+    def cache_bytes(device_type: str) -> dict[str, int]:
+        with reworded_errors((r" with slots=\d+", ""), ("fewer slots", "fewer prompts"), *ENGINE_OPTIONS):
+            settings.check()
+            dp = cfg.parallel.dp
+            return {cache: cache_of_requests(cfg, device_type, [requests[i::dp] for i in range(dp)], settings)}
+
+    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, GENERATE_OOM_HINT)
     return GenerateJob(
         source=source,
         cfg=cfg,
@@ -269,29 +271,36 @@ def prepare_generation(
     )
 
 
-def cache_of_requests(cfg: Config, requests: Sequence[Sequence[Request]], settings: EngineSettings) -> int:
+def cache_of_requests(
+    cfg: Config, device_type: str, requests: Sequence[Sequence[Request]], settings: EngineSettings
+) -> int:
     """Return the bytes of the cache of the data-parallel rank that needs most, from the requests of each.
 
     Raises:
         ConfigError: the cache that the settings allow is too small for a request.
     """
-    num_pages = max(pages_needed(one, settings) for one in requests)
-    sizes = cache_sizes(cfg)
+    sizes = cache_sizes(cfg, device_type)
+    num_pages = max(pages_needed(one, settings, sizes.page_positions) for one in requests)
     max_pages = cache_pages(sizes, settings)
     if max_pages is not None:
-        check_requests([request for one in requests for request in one], max_pages)
+        check_requests([request for one in requests for request in one], max_pages, sizes.page_positions)
         num_pages = min(num_pages, max_pages)
     return sizes.total_bytes(num_pages, min(settings.slots, max(map(len, requests))), settings.cache)
 
 
 def choose_inference_device(
-    cfg: Config, source: ModelSource, rank_env: RankEnv | None, extra_bytes: dict[str, int], suggestion: str
+    cfg: Config,
+    source: ModelSource,
+    rank_env: RankEnv | None,
+    extra_bytes: Callable[[str], dict[str, int]],
+    suggestion: str,
 ) -> str:
     """Return the device type, after a check of its memory and of the checkpoint's files.
 
     Args:
         cfg: of the command.
-        extra_bytes: bytes of a rank besides its weights, by their name in the message.
+        extra_bytes: returns the bytes of a rank besides its weights, by their name in the message, on a type of
+            device; may raise.
         suggestion: the way out if the memory is too small.
 
     Raises:

@@ -21,7 +21,7 @@ from moefold.inference.source import ModelSource
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.parallel.inference_model import InferenceModel
-from moefold.parallel.paged_decoder import modules_notice
+from moefold.parallel.paged_decoder import decoding_notice
 from moefold.terminal import print_escaped
 from moefold.validate.config import check_config
 
@@ -49,8 +49,8 @@ def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[t
 
 
 def report_decoding(loaded: LoadedModel, run: RunConfig) -> None:
-    """Report the layers that decode by their modules on stderr, on the first rank; not where the user chose that."""
-    notice = modules_notice(loaded.model)
+    """Report how the model decodes, as `decoding_notice`, on stderr of the first rank; not where the user chose it."""
+    notice = decoding_notice(loaded.model)
     if notice and loaded.groups.rank == 0 and run.kernels != "plain" and run.dtype != "float64":
         print_escaped(f"moefold: {notice}", file=sys.stderr)
 

@@ -116,11 +116,15 @@ def prepare_rollouts(
         slots=request.slots, pass_tokens=max(EngineSettings.pass_tokens, request.slots), cache_gib=request.cache_gib
     )
     one = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
-    with reworded_errors(*ENGINE_OPTIONS):
-        settings.check()
-        at_once = [one] * min(request.slots, num_prompts * request.samples)
-        cache = {f"the cache of {request.slots} rollouts": cache_of_requests(cfg, [at_once], settings)}
-    device_type = choose_inference_device(cfg, source, rank_env, cache, GENERATE_OOM_HINT)
+
+    def cache_bytes(device_type: str) -> dict[str, int]:
+        with reworded_errors(*ENGINE_OPTIONS):
+            settings.check()
+            at_once = [one] * min(request.slots, num_prompts * request.samples)
+            num_bytes = cache_of_requests(cfg, device_type, [at_once], settings)
+        return {f"the cache of {request.slots} rollouts": num_bytes}
+
+    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, GENERATE_OOM_HINT)
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 
 

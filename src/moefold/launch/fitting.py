@@ -66,21 +66,27 @@ def check_training(cfg: Config, device_type: str, rank_env: RankEnv | None) -> N
 
 
 def check_inference(
-    cfg: Config, device_type: str, rank_env: RankEnv | None, *, extra_bytes: dict[str, int], suggestion: str
+    cfg: Config,
+    device_type: str,
+    rank_env: RankEnv | None,
+    *,
+    extra_bytes: Callable[[str], dict[str, int]],
+    suggestion: str,
 ) -> None:
     """Check that a model for inference fits into the memory of this machine.
 
     Args:
         cfg: a config that `check_config` passed.
-        extra_bytes: bytes of each rank in addition to the weights, by name.
+        extra_bytes: returns the bytes of each rank in addition to the weights, by name, on a type of device; may raise.
         suggestion: last part of the error message: smaller settings to try.
 
     Raises:
         ConfigError: weights and extra bytes do not fit.
     """
+    extra = BytesByPart(extra_bytes(device_type))
     if rank_env is not None and rank_env.local_rank:
         return
-    needs = tuple(BytesByPart(part) + BytesByPart(extra_bytes) for part in inference_weight_memory(cfg))
+    needs = tuple(BytesByPart(part) + extra for part in inference_weight_memory(cfg))
     if (shortage := find_shortage(needs, local_host_capacity(cfg.parallel, device_type, rank_env))) is not None:
         raise ConfigError(f"the model does not fit into memory: {shortage_message(shortage)}; {suggestion}")
 

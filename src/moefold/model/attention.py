@@ -203,10 +203,11 @@ class SelfAttention(TokenMixer):
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
         """Return attention over the keys and values of the pages of each row's sample; see base class."""
-        from moefold.model.paged_cache import PagedAttention
+        from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
 
-        limits = self.window, self.kernels.paged_attention, self.chunk_size
-        return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, *limits)}
+        kernels = PageKernels(self.kernels.paged_attention, self.kernels.page_reader)
+        limits = KeyLimits(self.window, self.chunk_size)
+        return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, limits, kernels)}
 
     def limit_to_chunks(self, chunk_size: int) -> None:
         """Let each token attend within its chunk of `chunk_size` tokens of its document; 0: no chunks."""

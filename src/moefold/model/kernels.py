@@ -21,6 +21,7 @@ from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
 if TYPE_CHECKING:
     from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
+    from moefold.ops.paged_flash import FlashPages
 
 
 class RoutingKernel(Protocol):
@@ -95,6 +96,8 @@ class Kernels:
     """Short causal convolutions of linear attention."""
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
+    page_reader: "FlashPages | None" = None
+    """Attention of decoding on CUDA, to the pages of a cache; None: these are gathered."""
     decode: DecodeKernel | None = None
     """Whole layers of decoding; None: the modules, one after another."""
     decode_choice: DecodeChoice | None = None

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm.host_copy import copy_to_device
+from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.ops.decode import DecodeRows
+from moefold.ops.paged_attention import PageSegments
 from moefold.ops.rope import Rope
 
 
@@ -70,6 +73,15 @@ class PassRows:
         return self.tables_NP.repeat_interleave(counts, 0, output_size=len(self.slots_R))
 
     @cached_property
+    def page_segments(self) -> PageSegments:
+        """The segments for `FlashPages`."""
+        key_counts = [last + 1 for last in self.last_positions]
+        bounds = [list(accumulate(sizes, initial=0)) for sizes in (self.counts, key_counts)]
+        arrays = [np.array(values, np.int32) for values in (*bounds, key_counts)]
+        starts, key_starts, counts = copy_together_to_device(arrays, self.slots_R.device)
+        return PageSegments(starts, key_starts, counts, self.tables_NP, max(self.counts), max(key_counts))
+
+    @cached_property
     def lengths(self) -> Tensor:
         """Keys up to each row, its own included, int32 [R]."""
         return (self.positions_R + 1).int()
@@ -111,6 +123,9 @@ class CacheSize:
 
 class LayerCache:
     """Keep what a layer needs of earlier tokens while a model generates, in a form of its own."""
+
+    page_path = ""
+    """How attention without a kernel of the CPU reads the pages, known after the first pass; "" without pages."""
 
     @property
     def nbytes(self) -> int:

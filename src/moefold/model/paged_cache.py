@@ -7,6 +7,7 @@ attends to itself.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
+
+if TYPE_CHECKING:
+    from moefold.ops.paged_flash import FlashPages
 
 MAX_GATHERED_ELEMENTS = 1 << 24
 """Elements of keys that are gathered from the pages at a time, 64 MiB in float32."""
@@ -105,9 +109,8 @@ class PagedAttention(PagedCache):
         current_pass: shared by the layers.
         num_pages: pages of the cache.
         page_positions: positions of a page.
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
-        kernel: used where it supports the tensors, if its pages have as many positions; None: torch operations.
-        chunk_size: tokens of an attention chunk; 0: no chunks.
+        limits: of the keys of a query.
+        kernels: used where they support the tensors.
     """
 
     def __init__(
@@ -115,17 +118,18 @@ class PagedAttention(PagedCache):
         current_pass: CurrentPass,
         num_pages: int,
         page_positions: int,
-        window: int = 0,
-        kernel: PagedAttentionKernel | None = None,
-        chunk_size: int = 0,
+        limits: "KeyLimits | None" = None,
+        kernels: "PageKernels | None" = None,
     ) -> None:
         super().__init__(current_pass, num_pages, page_positions, 2)
         self._keys, self._values = self._pages
-        self._window = window
-        self._chunk_size = chunk_size
+        self._limits = limits or KeyLimits()
+        kernels = kernels or PageKernels()
         # The kernel reads whole pages: it gets the pages of a row's chunk.
-        chunks_are_pages = chunk_size % page_positions == 0
-        self._kernel = kernel if page_positions == PAGE_SIZE and chunks_are_pages else None
+        chunks_are_pages = self._limits.chunk_size % page_positions == 0
+        self._kernel = kernels.rows if page_positions == PAGE_SIZE and chunks_are_pages else None
+        self._reader = kernels.segments
+        self._page_positions = page_positions
 
     def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions] and [P, G, positions, D].
@@ -171,14 +175,28 @@ class PagedAttention(PagedCache):
             values = self._values.write_heads_first(v_RGD, rows.slots_R)
             scaled = scale_queries(q_RAD, scale)
             tables, lengths = rows.row_tables, rows.lengths
-            if self._chunk_size:
-                tables, lengths = chunk_tables(rows, self._chunk_size, self._chunk_size // PAGE_SIZE)
-            out = self._kernel(scaled, keys, values, tables, lengths, self._window, sinks)
+            if chunk_size := self._limits.chunk_size:
+                tables, lengths = chunk_tables(rows, chunk_size, chunk_size // PAGE_SIZE)
+            out = self._kernel(scaled, keys, values, tables, lengths, self._limits.window, sinks)
             return out.unsqueeze(1)
         keys = self._keys.write(k_RGD, rows.slots_R)
         values = self._values.write(v_RGD, rows.slots_R)
-        limits = KeyLimits(self._window, self._chunk_size)
-        return attend_pages(q_RAD, keys, values, rows, limits, sinks, scale).unsqueeze(1)
+        reason = self._gather_reason(q_RAD, k_RGD, v_RGD)
+        self.page_path = f"gathered, as {reason}" if reason else "read by flash attention"
+        if not reason:
+            assert self._reader is not None
+            scaled = scale_queries(q_RAD, scale)
+            out = self._reader(scaled, (keys, values), rows.page_segments, self._limits.window, sinks)
+            return out.unsqueeze(1)
+        return attend_pages(q_RAD, keys, values, rows, self._limits, sinks, scale).unsqueeze(1)
+
+    def _gather_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> str:
+        """Return why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
+        if self._reader is None:
+            return "run.kernels='plain'"
+        if self._limits.chunk_size:
+            return "flash attention knows no attention chunks"
+        return self._reader.unsupported_reason(q_RAD, k_RGD, v_RGD, self._page_positions)
 
 
 class PagedLatents(PagedCache):
@@ -212,9 +230,20 @@ class PagedLatents(PagedCache):
             return query_SBAR[..., :rank]
         pages = self._latents.tensor
         assert pages is not None
+        self.page_path = f"gathered, as flash attention does not take latents of {query_SBAR.shape[-1]} numbers"
         # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
         out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._limits, None, scale)
         return out[..., :rank].unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class PageKernels:
+    """Kernels that read pages without gathering them; None: none does."""
+
+    rows: PagedAttentionKernel | None = None
+    """By a table of each row, if its pages have as many positions."""
+    segments: "FlashPages | None" = None
+    """By a table of each segment."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from moefold.config.part import describe_part
 from moefold.errors import ConfigError
 from moefold.ops.rope import NoRope, Rope, RopeKernel
 
+MIN_TABLE_POSITIONS = 256
+"""Fewest positions of a `RopeTable` that is not empty."""
+
 
 def build_rope(
     settings: RopeSettings,
@@ -36,8 +39,47 @@ def build_rope(
     scale = settings.scaling.rotated_factor(seq_len)
     cos = (scale * angles.cos()).to(dtype)
     sin = (scale * angles.sin()).to(dtype)
-    no_rope = NoRope(positions_SB, _temperature_without_rope(settings, positions_SB, dtype))
-    return Rope(cos, sin, settings.interleaved, kernel, no_rope)
+    return Rope(cos, sin, settings.interleaved, kernel, _no_rope(settings, positions_SB, dtype))
+
+
+class RopeTable:
+    """The RoPE of all positions up to the last that was asked for: decoding looks its rows up, with the same bits.
+
+    Args:
+        settings: sizes, base and scaling.
+        dtype: of `build_rope`; likewise the others.
+        kernel: see there.
+        frequencies: see there; on the device of the table.
+        seq_len: see there.
+    """
+
+    def __init__(
+        self, settings: RopeSettings, dtype: torch.dtype, kernel: RopeKernel | None, frequencies: Tensor, seq_len: int
+    ) -> None:
+        self._settings = settings
+        self._options = dtype, kernel, frequencies, seq_len
+        self._angles_2L11R = torch.zeros(2, 0)
+
+    def rope(self, positions_R: Tensor, last: int) -> Rope:
+        """Return the RoPE of some rows.
+
+        Args:
+            positions_R: int64 [R].
+            last: the largest of them, or more; the host does not read it from the device.
+        """
+        dtype, kernel, frequencies, _ = self._options
+        if last >= self._angles_2L11R.shape[1]:
+            # Twice as many each time, so that all of them take no longer than a few of the last one.
+            length = max(MIN_TABLE_POSITIONS, 1 << last.bit_length())
+            whole = build_rope(self._settings, torch.arange(length, device=frequencies.device), *self._options)
+            self._angles_2L11R = torch.stack((whole.cos, whole.sin))
+        cos, sin = self._angles_2L11R.index_select(1, positions_R).unbind(0)
+        no_rope = _no_rope(self._settings, positions_R.unsqueeze(1), dtype)
+        return Rope(cos, sin, self._settings.interleaved, kernel, no_rope)
+
+
+def _no_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> NoRope:
+    return NoRope(positions_SB, _temperature_without_rope(settings, positions_SB, dtype))
 
 
 def _temperature_without_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:

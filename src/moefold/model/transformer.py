@@ -31,7 +31,7 @@ from moefold.model.moe.layer import LayerOutput, MoELayer
 from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
 from moefold.model.part_modules import build_attention, build_ffn, build_norm
-from moefold.model.rope import build_rope, rope_frequencies
+from moefold.model.rope import RopeTable, build_rope, rope_frequencies
 from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
@@ -389,11 +389,24 @@ class Transformer(nn.Module):
     def set_positions(self, positions: Tensor) -> None:
         """Set the positions of this rank's tokens in their sample, int64 [S/cp] or [S/cp, B]; call before `forward`."""
         self.positions = positions
-        if self._rope_frequencies is None or self._rope_frequencies.device != positions.device:
-            self._rope_frequencies = rope_frequencies(self.config.rope_settings, self.settings.train.seq_len).to(
-                positions.device
-            )
+        self._find_frequencies(positions.device)
         self.rope = self._build_rope(positions)
+
+    def set_rope(self, positions: Tensor, rope: Rope) -> None:
+        """Set positions whose RoPE is known, as of `rope_table`; instead of `set_positions`."""
+        self.positions = positions
+        self.rope = rope
+
+    def rope_table(self, device: torch.device) -> RopeTable:
+        """Return a table of the RoPE of this stage on a device."""
+        frequencies = self._find_frequencies(device)
+        seq_len = self.settings.train.seq_len
+        return RopeTable(self.config.rope_settings, self.dtype, self.kernels.rope, frequencies, seq_len)
+
+    def _find_frequencies(self, device: torch.device) -> Tensor:
+        if self._rope_frequencies is None or self._rope_frequencies.device != device:
+            self._rope_frequencies = rope_frequencies(self.config.rope_settings, self.settings.train.seq_len).to(device)
+        return self._rope_frequencies
 
     def forward(self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor) -> Tensor:
         """Run the layers of this stage.

@@ -155,6 +155,9 @@ class BlockedWindow:
         return mask.expand(num_blocks, batch, size, 2 * size).flatten(0, 1)
 
 
+PROBE_TOLERANCE = 3e-2
+"""Largest error of bfloat16 outputs and gradients of a probe over the largest value: a few roundings, 2**-8."""
+PROBE_LSE_TOLERANCE = 1e-3
 CUDA_FLASH_MAX_HEAD_SIZE = 256
 """Largest head dim of the CUDA flash kernel (torch: sdp_utils.cpp, check_head_dim_size_flash)."""
 CUDA_FLASH_HEAD_MULTIPLE = 8

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from moefold.ops.block_attention import CudaFlash, FlashMask, Mask, MathBlockAttention
+from moefold.ops.block_attention import (
+    PROBE_LSE_TOLERANCE,
+    PROBE_TOLERANCE,
+    CudaFlash,
+    FlashMask,
+    Mask,
+    MathBlockAttention,
+)
 from moefold.ops.documents import Segments
 
 IMPLEMENTATION = "FA3"
@@ -20,9 +27,6 @@ PACKAGE = "flash_attn_interface"
 """Module of the package flash-attn-3, with the kernels."""
 CAPABILITY = (9, 0)
 """The only compute capability of its kernels."""
-PROBE_TOLERANCE = 3e-2
-"""Largest error of bfloat16 outputs and gradients over the largest value: a few times their rounding, 2**-8."""
-PROBE_LSE_TOLERANCE = 1e-3
 NUM_TOKENS = 256
 WINDOW_LEFT = 50
 SECOND_DOCUMENT = 100

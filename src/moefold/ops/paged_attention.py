@@ -8,6 +8,7 @@ them, itself the last. Rows of consecutive tokens of a sample, or of samples wit
 `ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -48,6 +49,22 @@ class PagedAttentionKernel(Protocol):
             [R, A, D], in the dtype of the queries.
         """
         ...
+
+
+@dataclass(frozen=True)
+class PageSegments:
+    """Segments of a pass: consecutive rows of one sample, which are the last of its keys."""
+
+    starts: Tensor
+    """First row of each segment, and the end of the last, int32 [N + 1]."""
+    key_starts: Tensor
+    """The same of their keys, if these lay one segment after another, int32 [N + 1]."""
+    key_counts_N: Tensor
+    """Keys of each segment, int32 [N]."""
+    tables_NP: Tensor
+    """Pages of each segment, int32 [N, pages]."""
+    most_rows: int
+    most_keys: int
 
 
 def new_pages(num_pages: int, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:

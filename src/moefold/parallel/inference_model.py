@@ -10,7 +10,7 @@ from moefold.comm.collectives import gather_to_first
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
-from moefold.parallel.kernel_choices import recall_choices
+from moefold.parallel.kernel_choices import recall_choices, settle_choices
 from moefold.parallel.parallel_model import ShardedStages
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.peer_experts import PeerExperts
@@ -26,9 +26,10 @@ class InferenceModel(ShardedStages):
     """
 
     def __init__(self, sharded: ShardedStages, *, fetches_experts: bool = False) -> None:
-        super().__init__(**vars(sharded))
-        groups = self.groups
-        recall_choices(sharded.autotuner, groups.device, groups.world)
+        groups = sharded.groups
+        recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
+        message = "; ".join(filter(None, (sharded.message, recalled)))
+        super().__init__(**vars(sharded) | {"message": message})
         if groups.world.size > 1:
             # Ranks that serve requests have no common point after which all of them use what was measured.
             sharded.autotuner.stop_measuring()
@@ -43,6 +44,12 @@ class InferenceModel(ShardedStages):
         """Build the model of a recipe that `check_config` passed, without virtual stages."""
         sharded = build_sharded_stages(cfg, groups, for_training=False)
         return cls(sharded, fetches_experts=fetches_experts(cfg.rollout))
+
+    def record_kernel_times(self) -> str:
+        """Record the times of kernels that the passes of one rank measured; return which kernels run, to log."""
+        if self.groups.world.size > 1:
+            return ""
+        return settle_choices(self.autotuner, self.groups.device, self.groups.world)
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:

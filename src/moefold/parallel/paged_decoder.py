@@ -1,5 +1,6 @@
 """Forward passes over a paged KV cache, through the stages of an inference model or of a model in training."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import Dispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import PagedAttention
+from moefold.model.rope import RopeTable
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
@@ -37,14 +39,18 @@ from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
 
+logger = logging.getLogger(__name__)
+
 MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 """Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
 
 
-def modules_notice(model: InferenceModel | ParallelModel) -> str:
-    """Describe the layers of this rank that decode by their modules on a CPU; "" if a kernel computes all of them."""
+def decoding_notice(model: InferenceModel | ParallelModel) -> str:
+    """Describe how this rank decodes: on CUDA its kernels, on a CPU the layers that no kernel computes whole."""
     if model.groups.device.type != "cpu":
-        return ""
+        # The message of a model in training is in its log already.
+        kernels = model.message if isinstance(model, InferenceModel) else ""
+        return "; ".join(filter(None, (kernels, _pages_notice(model))))
     # Blocks of multi-token prediction do not run.
     blocks = [block for stage in model.stages for block in stage.layers.values() if type(block) is not MTPBlock]
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
@@ -52,6 +58,16 @@ def modules_notice(model: InferenceModel | ParallelModel) -> str:
         return ""
     listed = ", ".join(f"{count} for {reason}" for reason, count in reasons.items())
     return f"{reasons.total()} of {len(blocks)} layers decode by modules instead of in C ({listed}): {MODULES_COST}"
+
+
+def _pages_notice(model: InferenceModel | ParallelModel) -> str:
+    """Describe how attention reads pages on CUDA; a log entry of the first pass has the layers with other heads."""
+    if model.stages[0].kernels.page_reader is None:
+        return "pages of the cache are gathered"
+    from moefold.ops.paged_flash import device_refusal
+
+    refusal = device_refusal(model.groups.device)
+    return f"pages of the cache are gathered, as {refusal}" if refusal else "flash attention reads pages of the cache"
 
 
 @contextmanager
@@ -142,6 +158,8 @@ class PagedDecoder:
         self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
         self._positions_before: list[Tensor | None] = []
+        self._has_reported = False
+        self._rope_tables: list[RopeTable] = []
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +170,7 @@ class PagedDecoder:
         dispatcher = _replacement_dispatcher(self._chain)
         for stage in self._chain.stages:
             self._positions_before.append(stage.positions)
+            self._rope_tables.append(stage.rope_table(self._chain.groups.device))
             for module in stage.modules():
                 self._replace_attributes(module)
                 if dispatcher is not None and isinstance(module, MoELayer):
@@ -168,6 +187,7 @@ class PagedDecoder:
             if positions is not None:
                 stage.set_positions(positions)
         self._replaced.clear()
+        self._rope_tables.clear()
         self._caches.clear()
         self._routing.clear()
 
@@ -279,14 +299,20 @@ class PagedDecoder:
         self._pass.rows = rows
         if self._picked_rows is not None:
             self._picked_rows.rows_N = picked_N
-        for stage in self._chain.stages:
-            stage.set_positions(rows.positions_R)
+        last = max(rows.last_positions, default=0)
+        for stage, table in zip(self._chain.stages, self._rope_tables, strict=True):
+            stage.set_rope(rows.positions_R, table.rope(rows.positions_R, last))
         num_local = self._sequence_parallel.set_num_tokens(len(tokens_R))
         for routing in self._routing:
             routing.num_recorded = 0
         logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)
         # A path around the routers would leave choices of other tokens in the cache.
         assert all(routing.num_recorded == num_local for routing in self._routing), "a router did not record its rows"
+        if not self._has_reported:
+            self._has_reported = True
+            paths = Counter(cache.page_path for cache in self._caches if cache.page_path)
+            if paths:
+                logger.info("pages of %s", "; ".join(f"{count} layers: {path}" for path, count in paths.items()))
         if logits is None:
             return None
         return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))

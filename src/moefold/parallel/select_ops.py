@@ -40,8 +40,11 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
     flash_attention = ""
     if device.type == "cuda":
         from moefold.ops.flash_attention_3 import use_flash_attention_3
+        from moefold.ops.paged_flash import FlashPages
 
         flash_attention = use_flash_attention_3(device)
+        reader = None if is_plain else FlashPages(fixed_order=cfg.run.deterministic)
+        kernels = replace(kernels, page_reader=reader)
     message = "; ".join(filter(None, (kernels.message, flash_attention)))
     kernels = replace(kernels, message=message, autotuner=autotuner)
     if cfg.run.compile == "none":

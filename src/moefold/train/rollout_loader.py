@@ -27,7 +27,7 @@ from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
-from moefold.parallel.paged_decoder import modules_notice
+from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.parallel.select_ops import select_kernels, uses_c_kernels
@@ -129,7 +129,7 @@ class RolloutLoader(DataLoader):
         replays, replay_message = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)
         self._is_exact = is_exact
         self._begins_round = False
-        decoding = "" if cfg.rollout.uses_server else modules_notice(sampling.model)
+        decoding = "" if cfg.rollout.uses_server else decoding_notice(sampling.model)
         self._startup_message = "; ".join(filter(None, (exactness_message(cfg.rl, inexact), replay_message, decoding)))
         self._replay: RolloutReplay | None = None
         if replays:

@@ -491,7 +491,7 @@ def check_rollout_cache(cfg: Config) -> None:
         ConfigError: it does not.
     """
     from moefold.cost.kv_cache import cache_sizes
-    from moefold.inference.engine.passes import cache_pages, check_requests
+    from moefold.inference.engine.capacity import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request
 
     rollout = cfg.rollout
@@ -503,9 +503,10 @@ def check_rollout_cache(cfg: Config) -> None:
         if cfg.rl.staleness and cfg.train.eval_every:
             mappings.append(cfg)
         for mapping in mappings:
-            num_pages = cache_pages(cache_sizes(mapping), settings)
+            sizes = cache_sizes(mapping)
+            num_pages = cache_pages(sizes, settings)
             assert num_pages is not None
-            check_requests([longest], num_pages)
+            check_requests([longest], num_pages, sizes.page_positions)
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:

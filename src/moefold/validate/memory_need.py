@@ -15,7 +15,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.cost.kv_cache import PAGE_POSITIONS, cache_sizes, min_rollout_cache_bytes, rollouts_at_once
+from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
@@ -331,8 +331,9 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage) -> float:
     if left <= 0:
         return 0.0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
-    num_pages = -(-cfg.train.seq_len // PAGE_POSITIONS) + 1
-    least = cache_sizes(sampling).total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
+    sizes = cache_sizes(sampling)
+    num_pages = -(-cfg.train.seq_len // sizes.page_positions) + 1
+    least = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
     fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share
     rounded = floor(fitting * 1000) / 1000
     return rounded if rounded * GIB >= least else 0.0

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.data.index_shuffle import hash_ints
-from moefold.inference.engine.passes import PagePool, PageTable, Pass, PassLimits, PassScheduler, pages_for
+from moefold.inference.engine.pages import PagePool, PageTable, pages_for
+from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler
 from moefold.inference.engine.requests import Request
 
 EOS = 0
@@ -18,8 +19,9 @@ class HashModel:
     The recurrent state of a sequence is the list of its tokens, which must be those in the pages.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        self._pages = [[-1] * PAGE_POSITIONS for _ in range(num_pages)]
+    def __init__(self, num_pages: int, page_positions: int) -> None:
+        self._page_positions = page_positions
+        self._pages = [[-1] * page_positions for _ in range(num_pages)]
         self._states: dict[int, list[int]] = {}
 
     def run(self, work: Pass) -> dict[int, int]:
@@ -33,14 +35,14 @@ class HashModel:
             self._states[segment.state_slot] = before + segment.tokens
             for position, token in enumerate(segment.tokens, segment.first):
                 page = self._pages[segment.table.page_of(position)]
-                page[position % PAGE_POSITIONS] = token
+                page[position % self._page_positions] = token
         for segment in work.segments:
             length = segment.first + len(segment.tokens)
             assert self._states[segment.state_slot] == self._history(segment.table, length)
         return {s.number: self._next(s.table, s.first + len(s.tokens)) for s in work.segments if s.number >= 0}
 
     def _history(self, table: PageTable, length: int) -> list[int]:
-        return [self._pages[table.page_of(i)][i % PAGE_POSITIONS] for i in range(length)]
+        return [self._pages[table.page_of(i)][i % self._page_positions] for i in range(length)]
 
     def _next(self, table: PageTable, length: int) -> int:
         return next_token(self._history(table, length))
@@ -63,7 +65,7 @@ def expected(request: Request) -> list[int]:
 def run(requests: list[Request], limits: PassLimits, arrivals: list[int]) -> tuple[dict[int, list[int]], PassScheduler]:
     """The new tokens of all samples; sample i is added before pass arrivals[i]."""
     scheduler = PassScheduler(limits)
-    model = HashModel(limits.num_pages)
+    model = HashModel(limits.num_pages, limits.page_positions)
     found: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     step = 0
     while scheduler.has_work or step <= max(arrivals):
@@ -100,13 +102,16 @@ def schedules(draw: st.DrawFn) -> tuple[list[Request], PassLimits, list[int]]:
         )
         for _ in range(draw(st.integers(1, 12)))
     ]
-    least = max(pages_for(request.max_positions) for request in requests)
+    # Larger and smaller ones than the page of a CPU.
+    page_positions = draw(st.sampled_from((PAGE_POSITIONS, 16, 100)))
+    least = max(pages_for(request.max_positions, page_positions) for request in requests)
     slots = draw(st.integers(1, 12))
     limits = PassLimits(
         slots=slots,
         pass_tokens=draw(st.integers(slots, slots + 150)),
         num_pages=draw(st.integers(least, least + 12)),
         share_prompts=draw(st.booleans()),
+        page_positions=page_positions,
     )
     arrivals = draw(st.lists(st.integers(0, 30), min_size=len(requests), max_size=len(requests)))
     return requests, limits, arrivals

@@ -1,9 +1,11 @@
 """Rollout engine: continuous batching over a paged KV cache, of an inference model or of a model in training."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,18 +15,10 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
-from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes
+from moefold.cost.kv_cache import CacheSizes, page_positions
+from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
-from moefold.inference.engine.passes import (
-    Pass,
-    PassLimits,
-    PassScheduler,
-    PassSegment,
-    cache_pages,
-    check_longest,
-    most_positions,
-    pages_needed,
-)
+from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -43,6 +37,8 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import merge_over_tp
+
+logger = logging.getLogger(__name__)
 
 
 class Constraint(Protocol):
@@ -89,7 +85,8 @@ class _Open:
 def model_cache_sizes(model: InferenceModel | ParallelModel) -> CacheSizes:
     """Return what the ranks of a model cache."""
     stage = model.stages[0]
-    return CacheSizes(stage.config, model.stage_plan, model.groups.layout.tp, stage.dtype.itemsize)
+    positions = page_positions(model.groups.device.type)
+    return CacheSizes(stage.config, model.stage_plan, model.groups.layout.tp, stage.dtype.itemsize, positions)
 
 
 class RolloutEngine:
@@ -120,7 +117,9 @@ class RolloutEngine:
         self._settings = settings
         self._sampling = sampling
         self._records_routing = records_routing
-        self._max_pages = cache_pages(model_cache_sizes(model), settings)
+        sizes = model_cache_sizes(model)
+        self._page_positions = sizes.page_positions
+        self._max_pages = cache_pages(sizes, settings)
 
     @contextmanager
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:
@@ -134,18 +133,21 @@ class RolloutEngine:
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
-            size = CacheSize(num_pages=num_pages, page_positions=PAGE_POSITIONS, kind=self._settings.cache)
+            size = CacheSize(num_pages=num_pages, page_positions=self._page_positions, kind=self._settings.cache)
             decoder = stack.enter_context(PagedDecoder(chain, size, records_routing=self._records_routing))
             limits = PassLimits(
                 slots=self._settings.slots,
                 pass_tokens=self._settings.pass_tokens,
                 num_pages=num_pages,
                 share_prompts=self._settings.share_prompts,
+                page_positions=self._page_positions,
             )
             scheduler = PassScheduler(limits)
             yield OpenGeneration(
                 chain, decoder, scheduler, self._sampling, constrain, records_routing=self._records_routing
             )
+        if isinstance(self._model, InferenceModel) and (message := self._model.record_kernel_times()):
+            logger.info("%s", message)
 
     def generate(
         self,
@@ -163,11 +165,11 @@ class RolloutEngine:
         Raises:
             ConfigError: on all ranks, the cache is too small for a request of one of them.
         """
-        num_pages = pages_needed(requests, self._settings)
+        num_pages = pages_needed(requests, self._settings, self._page_positions)
         if self._max_pages is not None:
             groups = self._model.groups
             longest = torch.tensor([most_positions(requests)], device=groups.device)
-            check_longest(int(all_reduce_max(longest, groups.attn.stage)), self._max_pages)
+            check_longest(int(all_reduce_max(longest, groups.attn.stage)), self._max_pages, self._page_positions)
             num_pages = min(num_pages, self._max_pages)
         completions: list[Completion | None] = [None] * len(requests)
         with self.open(num_pages) as generation:
@@ -265,7 +267,8 @@ class OpenGeneration:
         work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
-        tokens_R, rows, picked_N = _pass_tensors(work.segments, self._chain.groups.device)
+        device, page_positions = self._chain.groups.device, self._scheduler.page_positions
+        tokens_R, rows, picked_N = _pass_tensors(work.segments, device, page_positions)
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
         scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
         if scored:
@@ -437,22 +440,27 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
     return tuple((int(other), log_prob if other == token else value) for other, value in pairs)
 
 
-def _pass_tensors(segments: Sequence[PassSegment], device: torch.device) -> tuple[Tensor, PassRows, Tensor]:
+def _pass_tensors(
+    segments: Sequence[PassSegment], device: torch.device, page_positions: int
+) -> tuple[Tensor, PassRows, Tensor]:
     """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
-    # Consecutive positions of each segment: the row number, less the number of the segment's first row.
-    ends = np.cumsum(counts, dtype=np.int64)
     firsts = np.array([segment.first for segment in segments], np.int64)
-    segment_of_row = np.repeat(np.arange(len(segments)), counts)
-    positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row] if segments else tokens
-    tables = np.zeros((len(segments), max((segment.table.num_pages for segment in segments), default=1)), np.int32)
-    for row, segment in zip(tables, segments, strict=True):
-        num_pages = segment.table.num_pages
+    segment_of_row = np.arange(len(segments))
+    positions = firsts
+    ends = list(accumulate(counts))
+    if len(tokens) > len(segments):
+        segment_of_row = segment_of_row.repeat(counts)
+        # Consecutive positions of each segment: the row number, less the number of the segment's first row.
+        positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row]
+    page_counts = [segment.table.num_pages for segment in segments]
+    tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
+    for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
         row[:num_pages] = segment.table.pages[:num_pages]
-    picked = [end - 1 for end, segment in zip(ends.tolist(), segments, strict=True) if segment.number >= 0]
-    pages = tables[segment_of_row, positions // PAGE_POSITIONS]
-    slots = pages.astype(np.int64) * PAGE_POSITIONS + positions % PAGE_POSITIONS
+    picked = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
+    pages = tables[segment_of_row, positions // page_positions]
+    slots = pages.astype(np.int64) * page_positions + positions % page_positions
     state_slots = np.array([segment.state_slot for segment in segments], np.int64)
     tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
         (tokens, slots, positions, tables, state_slots, np.array(picked, np.int64)), device
@@ -480,6 +488,7 @@ def change_logits(
     Args:
         logits_V: over the whole vocabulary.
         request: the sample.
+        rules: of the request.
         tokens: its new tokens so far.
         constraint: state of the grammar, if there is one.
     """

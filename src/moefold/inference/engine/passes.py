@@ -7,157 +7,15 @@ sequence of their own. If no page is free, the youngest sample gives up its page
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, nlargest
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.cost.kv_cache import PAGE_POSITIONS, CacheSizes, num_state_slots
-from moefold.errors import ConfigError
-from moefold.inference.engine.requests import EngineSettings, Request
-
-
-def pages_for(num_positions: int) -> int:
-    """Return the pages that hold a number of positions."""
-    return -(-num_positions // PAGE_POSITIONS)
-
-
-class PagePool:
-    """Free list and reference counts of the pages of a cache.
-
-    Args:
-        num_pages: pages in all, numbered from 0.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self._num_references = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in all."""
-        return len(self._num_references)
-
-    @property
-    def num_free(self) -> int:
-        """Pages without a reference."""
-        return len(self._free)
-
-    def take(self) -> int | None:
-        """Allocate a page with one reference; None if no page is free."""
-        if not self._free:
-            return None
-        page = self._free.pop()
-        self._num_references[page] = 1
-        return page
-
-    def share(self, page: int) -> None:
-        """Add a reference to a page in use."""
-        assert self._num_references[page] > 0, f"page {page} is free"
-        self._num_references[page] += 1
-
-    def release(self, page: int) -> None:
-        """Remove a reference; the last one frees the page."""
-        assert self._num_references[page] > 0, f"page {page} is free"
-        self._num_references[page] -= 1
-        if not self._num_references[page]:
-            self._free.append(page)
-
-    def is_shared(self, page: int) -> bool:
-        """Return whether a page has more than one reference; it must be copied before it is written."""
-        return self._num_references[page] > 1
-
-
-class StateSlots:
-    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
-
-    Args:
-        num_slots: slots in all, numbered from 0.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots))
-
-    def take(self) -> int | None:
-        """Allocate a slot; None if no slot is free."""
-        return heappop(self._free) if self._free else None
-
-    def release(self, slot: int) -> None:
-        """Free a slot."""
-        heappush(self._free, slot)
-
-
-class PageTable:
-    """Pages of one sequence in the order of its positions.
-
-    Args:
-        max_pages: pages that the sequence can have.
-    """
-
-    def __init__(self, pool: PagePool, max_pages: int) -> None:
-        self._pool = pool
-        self._pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
-        self.num_shared_positions = 0
-        """Positions of the pages that were taken from another table."""
-        self.num_pages = 0
-        """Pages of this sequence."""
-        self.capacity = 0
-        """Positions that fit into the pages of this sequence."""
-
-    @property
-    def pages(self) -> NDArray[np.int32]:
-        """Page numbers, int32 [max_pages]; 0 after the last page."""
-        return self._pages
-
-    def page_of(self, position: int) -> int:
-        """Return the page of a position."""
-        assert position < self.capacity, (position, self.capacity)
-        return int(self._pages[position // PAGE_POSITIONS])
-
-    def shares_page_of(self, position: int) -> bool:
-        """Return whether a position lies in a page that this table took from another one, and others refer to."""
-        return position < self.num_shared_positions and self._pool.is_shared(self.page_of(position))
-
-    def append(self, page: int) -> None:
-        """Add an allocated page at the end; this table takes over its reference."""
-        self._pages[self.num_pages] = page
-        self._set_num_pages(self.num_pages + 1)
-
-    def _set_num_pages(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.capacity = num_pages * PAGE_POSITIONS
-
-    def replace(self, position: int, page: int) -> int:
-        """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
-
-        Args:
-            page: the allocated page, into which the contents of the shared one must be copied.
-        """
-        index = position // PAGE_POSITIONS
-        shared = int(self._pages[index])
-        self._pages[index] = page
-        self._pool.release(shared)
-        return shared
-
-    def share_from(self, other: "PageTable", num_positions: int) -> None:
-        """Refer to the pages of the first positions of another sequence; this table must be empty."""
-        assert not self.num_pages
-        self._set_num_pages(pages_for(num_positions))
-        self.num_shared_positions = self.capacity
-        self._pages[: self.num_pages] = other._pages[: self.num_pages]
-        for page in self._pages[: self.num_pages]:
-            self._pool.share(int(page))
-
-    def clear(self) -> None:
-        """Remove all references."""
-        for page in self._pages[: self.num_pages]:
-            self._pool.release(int(page))
-        self._pages[: self.num_pages] = 0
-        self.num_shared_positions = 0
-        self._set_num_pages(0)
+from moefold.cost.kv_cache import PAGE_POSITIONS, num_state_slots
+from moefold.inference.engine.pages import PagePool, PageTable, StateSlots, pages_for
+from moefold.inference.engine.requests import Request
 
 
 @dataclass(frozen=True)
@@ -171,6 +29,7 @@ class PassLimits:
     num_pages: int
     """Pages of the cache; they must hold the longest sample."""
     share_prompts: bool = True
+    page_positions: int = PAGE_POSITIONS
 
 
 class PassSegment(NamedTuple):
@@ -257,12 +116,15 @@ class PassScheduler:
 
     After each `next_pass`, `append` or `finish` must be called for every segment that has a number. All decisions are
     a function of the calls, so ranks that make the same calls agree.
+
+    Args:
+        limits: of the passes.
     """
 
     def __init__(self, limits: PassLimits) -> None:
         assert limits.pass_tokens >= limits.slots > 0
         self._limits = limits
-        self._pool = PagePool(limits.num_pages)
+        self._pool = PagePool(limits.num_pages, limits.page_positions)
         self._samples: dict[int, _Sample] = {}
         # Both are sorted by number.
         self._waiting: list[_Sample] = []
@@ -273,6 +135,14 @@ class PassScheduler:
         self._slots = StateSlots(num_state_slots(limits.slots))
         self.num_preemptions = 0
         """Times that a sample gave up its pages."""
+
+    @property
+    def page_positions(self) -> int:
+        """Positions of a page."""
+        return self._limits.page_positions
+
+    def _pages_for(self, num_positions: int) -> int:
+        return pages_for(num_positions, self._limits.page_positions)
 
     @property
     def has_work(self) -> bool:
@@ -286,7 +156,7 @@ class PassScheduler:
             number: unique among the unfinished samples, at least 0.
             request: the sample; its positions fit into the cache.
         """
-        max_pages = pages_for(request.max_positions)
+        max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
         assert number not in self._samples, number
         sample = _Sample(number, request, PageTable(self._pool, max_pages), self._slots)
@@ -299,8 +169,9 @@ class PassScheduler:
         sample = self._samples[number]
         assert sample.is_active
         positions = np.arange(sample.num_cached)
-        pages = sample.table.pages[positions // PAGE_POSITIONS].astype(np.int64)
-        slots: NDArray[np.int64] = pages * PAGE_POSITIONS + positions % PAGE_POSITIONS
+        page_positions = self._limits.page_positions
+        pages = sample.table.pages[positions // page_positions].astype(np.int64)
+        slots: NDArray[np.int64] = pages * page_positions + positions % page_positions
         return slots
 
     def append(self, number: int, token: int) -> None:
@@ -387,11 +258,11 @@ class PassScheduler:
         num_free = self._pool.num_free
         while self._waiting and len(self._active) < self._limits.slots:
             sample = self._waiting[0]
-            num_pages = pages_for(len(sample.tokens))
+            num_pages = self._pages_for(len(sample.tokens))
             prefix = None if sample.scores_prompt else self._prefixes.get(sample.prompt)
             if prefix is not None:
                 # The page of the last tokens of the prompt is copied.
-                num_pages += 1 - pages_for(len(prefix.tokens))
+                num_pages += 1 - self._pages_for(len(prefix.tokens))
             if self._active and num_pages > num_free:
                 return
             num_free -= num_pages
@@ -406,7 +277,7 @@ class PassScheduler:
         if not is_shared or len(sample.prompt) == 1:
             return None
         shared = list(sample.prompt[:-1])
-        prefix = _Sequence(shared, PageTable(self._pool, pages_for(len(shared))), self._slots)
+        prefix = _Sequence(shared, PageTable(self._pool, self._pages_for(len(shared))), self._slots)
         self._prefixes[sample.prompt] = prefix
         return prefix
 
@@ -415,6 +286,7 @@ class PassScheduler:
 
         Args:
             sequence: a sample, or the shared part of its prompt.
+            count: tokens.
             number: of the sample; younger ones may have to give up their pages.
         """
         first = sequence.num_cached
@@ -463,62 +335,3 @@ class PassScheduler:
 
 def _number(sample: _Sample) -> int:
     return sample.number
-
-
-MIN_PAGE_BYTES = 1024
-"""Bytes that a page counts at least: in a model with linear attention alone, its entries in the page tables."""
-
-
-def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
-    """Return the pages that fit into the cache of a rank; None if the cache is as large as the requests need.
-
-    Raises:
-        ConfigError: not one fits.
-    """
-    if settings.cache_gib == 0:
-        return None
-    page_bytes = max(sizes.kv_bytes(PAGE_POSITIONS, settings.cache), MIN_PAGE_BYTES)
-    state_bytes = num_state_slots(settings.slots) * sizes.state_bytes
-    num_pages = int((settings.cache_gib * 2**30 - state_bytes) // page_bytes)
-    if num_pages < 1 and state_bytes:
-        raise ConfigError(
-            f"cache_gib={settings.cache_gib:g} is smaller than one page of {PAGE_POSITIONS} tokens and the states of "
-            f"linear attention with slots={settings.slots}, {(state_bytes + page_bytes) / 2**30:.3g} GiB; set at least "
-            "that, or fewer slots"
-        )
-    if num_pages < 1:
-        raise ConfigError(
-            f"cache_gib={settings.cache_gib:g} is smaller than one page of {PAGE_POSITIONS} tokens, "
-            f"{page_bytes / 2**30:.3g} GiB; set at least that"
-        )
-    return num_pages
-
-
-def pages_needed(requests: Sequence[Request], settings: EngineSettings) -> int:
-    """Return the most pages that the requests can use at once, at least 1.
-
-    Samples that share a prompt have a copy of its last page each.
-    """
-    num_samples = Counter(request.prompt for request in requests)
-    shared = settings.share_prompts
-    sizes = (pages_for(r.max_positions) + (shared and num_samples[r.prompt] > 1) for r in requests)
-    return max(1, sum(nlargest(settings.slots, sizes)))
-
-
-def check_requests(requests: Sequence[Request], num_pages: int) -> None:
-    """Check that the cache holds each request by itself; raise ConfigError if it does not."""
-    check_longest(most_positions(requests), num_pages)
-
-
-def most_positions(requests: Sequence[Request]) -> int:
-    """Return the positions of the longest sample, prompt and new tokens; 0 without requests."""
-    return max((request.max_positions for request in requests), default=0)
-
-
-def check_longest(num_positions: int, num_pages: int) -> None:
-    """Check that the cache holds a sample of that many positions; raise ConfigError if it does not."""
-    if pages_for(num_positions) > num_pages:
-        raise ConfigError(
-            f"the cache of {num_pages * PAGE_POSITIONS} tokens holds no sample of {num_positions} (prompt and new "
-            "tokens); set a larger cache_gib, or fewer new tokens"
-        )

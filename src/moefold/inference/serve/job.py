@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS, cache_sizes
+from moefold.cost.kv_cache import cache_sizes
 from moefold.data.reward_prompt import override_want
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.passes import cache_pages
+from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
 from moefold.inference.serve.reasoning import check_reasons
@@ -95,20 +95,28 @@ def prepare_server(
         template = open_chat_template(source, options.tokenizer, options.chat_template)
         check_reasons(template.source_for(None), template.location)
     settings = EngineSettings(slots=options.slots, cache_gib=options.cache_gib)
-    sizes = cache_sizes(cfg)
-    with reworded_errors(*ENGINE_OPTIONS):
-        settings.check()
-        num_pages = cache_pages(sizes, settings)
-    assert num_pages is not None
-    # The last token of a completion is never fed to the model.
-    num_tokens = num_pages * PAGE_POSITIONS + 1
-    if options.max_length > num_tokens:
-        raise ConfigError(
-            f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is {options.max_length}; "
-            "set a larger --cache-gib, or a smaller --max-length"
-        )
-    cache = {f"the cache of --cache-gib {options.cache_gib:g}": sizes.total_bytes(num_pages, options.slots)}
-    device_type = choose_inference_device(cfg, source, rank_env, cache, OOM_HINT)
+
+    def cache_on(device_type: str) -> tuple[int, int, int]:
+        """Return pages, tokens and bytes of the cache."""
+        sizes = cache_sizes(cfg, device_type)
+        with reworded_errors(*ENGINE_OPTIONS):
+            settings.check()
+            num_pages = cache_pages(sizes, settings)
+        assert num_pages is not None
+        # The last token of a completion is never fed to the model.
+        num_tokens = num_pages * sizes.page_positions + 1
+        if options.max_length > num_tokens:
+            raise ConfigError(
+                f"--cache-gib {options.cache_gib:g} holds {num_tokens} tokens, and --max-length is "
+                f"{options.max_length}; set a larger --cache-gib, or a smaller --max-length"
+            )
+        return num_pages, num_tokens, sizes.total_bytes(num_pages, options.slots)
+
+    def cache_bytes(device_type: str) -> dict[str, int]:
+        return {f"the cache of --cache-gib {options.cache_gib:g}": cache_on(device_type)[2]}
+
+    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, OOM_HINT)
+    num_pages, num_tokens, _ = cache_on(device_type)
     max_length = options.max_length or min(source.context, num_tokens)
     name = options.name or Path(model).resolve().name
     return ServeJob(source, cfg, device_type, options, name, settings, num_pages, max_length)

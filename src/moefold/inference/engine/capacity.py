@@ -1,0 +1,76 @@
+"""Pages that a cache holds and that requests need. Torch-free."""
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import nlargest
+
+from moefold.cost.kv_cache import CacheSizes, num_state_slots
+from moefold.errors import ConfigError
+from moefold.inference.engine.pages import pages_for
+from moefold.inference.engine.requests import EngineSettings, Request
+
+MIN_PAGE_BYTES = 1024
+"""Bytes that a page counts at least: in a model with linear attention alone, its entries in the page tables."""
+
+
+def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
+    """Return the pages that fit into the cache of a rank; None if the cache is as large as the requests need.
+
+    Raises:
+        ConfigError: not one fits.
+    """
+    if settings.cache_gib == 0:
+        return None
+    page_bytes = max(sizes.kv_bytes(sizes.page_positions, settings.cache), MIN_PAGE_BYTES)
+    state_bytes = num_state_slots(settings.slots) * sizes.state_bytes
+    num_pages = int((settings.cache_gib * 2**30 - state_bytes) // page_bytes)
+    if num_pages < 1 and state_bytes:
+        raise ConfigError(
+            f"cache_gib={settings.cache_gib:g} is smaller than one page of {sizes.page_positions} tokens and the "
+            f"states of linear attention with slots={settings.slots}, {(state_bytes + page_bytes) / 2**30:.3g} GiB; "
+            "set at least that, or fewer slots"
+        )
+    if num_pages < 1:
+        raise ConfigError(
+            f"cache_gib={settings.cache_gib:g} is smaller than one page of {sizes.page_positions} tokens, "
+            f"{page_bytes / 2**30:.3g} GiB; set at least that"
+        )
+    return num_pages
+
+
+def pages_needed(requests: Sequence[Request], settings: EngineSettings, page_positions: int) -> int:
+    """Return the most pages, of `page_positions` each, that the requests can use at once, at least 1.
+
+    Samples that share a prompt have a copy of its last page each.
+    """
+    num_samples = Counter(request.prompt for request in requests)
+    shared = settings.share_prompts
+    sizes = (pages_for(r.max_positions, page_positions) + (shared and num_samples[r.prompt] > 1) for r in requests)
+    return max(1, sum(nlargest(settings.slots, sizes)))
+
+
+def check_requests(requests: Sequence[Request], num_pages: int, page_positions: int) -> None:
+    """Check that a cache of so many pages holds each request by itself.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    check_longest(most_positions(requests), num_pages, page_positions)
+
+
+def most_positions(requests: Sequence[Request]) -> int:
+    """Return the positions of the longest sample, prompt and new tokens; 0 without requests."""
+    return max((request.max_positions for request in requests), default=0)
+
+
+def check_longest(num_positions: int, num_pages: int, page_positions: int) -> None:
+    """Check that a cache of so many pages holds a sample of that many positions.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if pages_for(num_positions, page_positions) > num_pages:
+        raise ConfigError(
+            f"the cache of {num_pages * page_positions} tokens holds no sample of {num_positions} (prompt and new "
+            "tokens); set a larger cache_gib, or fewer new tokens"
+        )

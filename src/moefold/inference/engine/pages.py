@@ -1,0 +1,151 @@
+"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write.
+
+Also the slots of recurrent states, of which a sequence has one.
+"""
+
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.cost.kv_cache import PAGE_POSITIONS
+
+
+def pages_for(num_positions: int, page_positions: int = PAGE_POSITIONS) -> int:
+    """Return the pages that hold a number of positions."""
+    return -(-num_positions // page_positions)
+
+
+class PagePool:
+    """Free list and reference counts of the pages of a cache.
+
+    Args:
+        num_pages: pages in all, numbered from 0.
+        page_positions: positions of a page.
+    """
+
+    def __init__(self, num_pages: int, page_positions: int = PAGE_POSITIONS) -> None:
+        self.page_positions = page_positions
+        self._num_references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return len(self._num_references)
+
+    @property
+    def num_free(self) -> int:
+        """Pages without a reference."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """Allocate a page with one reference; None if no page is free."""
+        if not self._free:
+            return None
+        page = self._free.pop()
+        self._num_references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a reference to a page in use."""
+        assert self._num_references[page] > 0, f"page {page} is free"
+        self._num_references[page] += 1
+
+    def release(self, page: int) -> None:
+        """Remove a reference; the last one frees the page."""
+        assert self._num_references[page] > 0, f"page {page} is free"
+        self._num_references[page] -= 1
+        if not self._num_references[page]:
+            self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether a page has more than one reference; it must be copied before it is written."""
+        return self._num_references[page] > 1
+
+
+class StateSlots:
+    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
+
+    Args:
+        num_slots: slots in all, numbered from 0.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))
+
+    def take(self) -> int | None:
+        """Allocate a slot; None if no slot is free."""
+        return heappop(self._free) if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        heappush(self._free, slot)
+
+
+class PageTable:
+    """Pages of one sequence in the order of its positions.
+
+    Args:
+        pool: of the pages.
+        max_pages: pages that the sequence can have.
+    """
+
+    def __init__(self, pool: PagePool, max_pages: int) -> None:
+        self._pool = pool
+        self.pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
+        """Page numbers, int32 [max_pages]; 0 after the last page."""
+        self.num_shared_positions = 0
+        """Positions of the pages that were taken from another table."""
+        self.num_pages = 0
+        """Pages of this sequence."""
+        self.capacity = 0
+        """Positions that fit into the pages of this sequence."""
+
+    def page_of(self, position: int) -> int:
+        """Return the page of a position."""
+        assert position < self.capacity, (position, self.capacity)
+        return int(self.pages[position // self._pool.page_positions])
+
+    def shares_page_of(self, position: int) -> bool:
+        """Return whether a position lies in a page that this table took from another one, and others refer to."""
+        return position < self.num_shared_positions and self._pool.is_shared(self.page_of(position))
+
+    def append(self, page: int) -> None:
+        """Add an allocated page at the end; this table takes over its reference."""
+        self.pages[self.num_pages] = page
+        self._set_num_pages(self.num_pages + 1)
+
+    def _set_num_pages(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.capacity = num_pages * self._pool.page_positions
+
+    def replace(self, position: int, page: int) -> int:
+        """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
+
+        Args:
+            position: a position in the shared page.
+            page: the allocated page, into which the contents of the shared one must be copied.
+        """
+        index = position // self._pool.page_positions
+        shared = int(self.pages[index])
+        self.pages[index] = page
+        self._pool.release(shared)
+        return shared
+
+    def share_from(self, other: "PageTable", num_positions: int) -> None:
+        """Refer to the pages of the first positions of another sequence; this table must be empty."""
+        assert not self.num_pages
+        self._set_num_pages(pages_for(num_positions, self._pool.page_positions))
+        self.num_shared_positions = self.capacity
+        self.pages[: self.num_pages] = other.pages[: self.num_pages]
+        for page in self.pages[: self.num_pages]:
+            self._pool.share(int(page))
+
+    def clear(self) -> None:
+        """Remove all references."""
+        for page in self.pages[: self.num_pages]:
+            self._pool.release(int(page))
+        self.pages[: self.num_pages] = 0
+        self.num_shared_positions = 0
+        self._set_num_pages(0)
