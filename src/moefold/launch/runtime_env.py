@@ -1,12 +1,12 @@
-"""Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends."""
+"""Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends.
+
+Torch is imported by the functions that need it: the settings of malloc do not.
+"""
 
 import ctypes
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-
-import torch
-import torch.distributed as dist
 
 from moefold.host.rank_env import RankEnv
 
@@ -44,6 +44,8 @@ def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str
 
     Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ones.
     """
+    import torch
+
     if rank_env.world_size > 1 and OMP_THREADS_VARIABLE not in environment:
         torch.set_num_threads(
             threads_per_rank(_usable_cores(), os.cpu_count() or 1, rank_env.local_world_size, device_type)
@@ -69,6 +71,8 @@ def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mappin
     """
     if rank_env.world_size == 1 or (device_type == "cpu" and rank_env.local_world_size == rank_env.world_size):
         return ""
+    import torch
+
     threads = torch.get_num_threads()
     omp_threads = environment.get(OMP_THREADS_VARIABLE)
     variables = [
@@ -92,6 +96,8 @@ def _usable_cores() -> int:
 
 def available_backends() -> list[str]:
     """Return the names of the available torch.distributed backends; empty if torch was built without it."""
+    import torch.distributed as dist
+
     if not dist.is_available():
         return []
     checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
