@@ -157,7 +157,7 @@ def selected_rows(request) -> dict[str, Row]:
 
 @pytest.fixture(scope="module")
 def plain_run(pool, selected_rows):
-    """The plain run of a class and an optimizer, made once; those of the selected rows by the same ranks."""
+    """The plain run of a class and an optimizer, made once; the selected rows share the ranks of their plain runs."""
     kinds = {_kind(row) for row in selected_rows.values()}
     shared = SharedRanks(pool, {str(kind): Call(2, _run_all, ([_plain(kind)],)) for kind in sorted(kinds)})
 
@@ -223,11 +223,11 @@ def test_a_row_of_the_thin_table(request, ranks_of_rows, plain_run, row):
     _assert_equal(mine, plain_run(_kind(row)), row["dtype"])
 
 
-FAST_CLASSES = [("tp", "dtype", "bfloat16"), ("ep", "dtype", "bfloat16")]
+FAST_CLASSES = [("tp", "dtype", "bfloat16")]
 
 
 def _classes() -> list[object]:
-    """Every axis with every precision and type; fast are two axes in bfloat16: the others have tests of their own."""
+    """Every axis with every precision and type; fast is one axis in bfloat16: the others have tests of their own."""
     return [
         pytest.param(*levels, marks=() if levels in FAST_CLASSES else pytest.mark.slow)
         for levels in product(AXES, PRECISIONS, DTYPES)

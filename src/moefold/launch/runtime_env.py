@@ -23,7 +23,6 @@ LOGGED_PREFIXES = {
 }
 """Prefixes of environment variables that change computation or communication, by device type."""
 
-
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables by which a user configures torch's CUDA allocator, which reads them at its first use."""
 
@@ -47,9 +46,8 @@ def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str
     import torch
 
     if rank_env.world_size > 1 and OMP_THREADS_VARIABLE not in environment:
-        torch.set_num_threads(
-            threads_per_rank(_usable_cores(), os.cpu_count() or 1, rank_env.local_world_size, device_type)
-        )
+        cores = _usable_cores()
+        torch.set_num_threads(threads_per_rank(cores, os.cpu_count() or 1, rank_env.local_world_size, device_type))
 
 
 def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: str) -> int:
@@ -111,13 +109,9 @@ TRIM_DISABLED = -1
 DEFAULT_TRIM_BYTES = 1 << 17
 TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 PRELOAD_VARIABLE = "LD_PRELOAD"
-
 MMAP_THRESHOLD_BYTES = 1 << 20
-
-
 MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
 """Candidates for M_MMAP_THRESHOLD, in order: older glibc versions, such as 2.31, accept at most the second."""
-
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 """Environment variables by which a user configures glibc's malloc."""
