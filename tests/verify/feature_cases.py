@@ -326,7 +326,8 @@ UNEVEN_VOCAB = [
 
 # Muon on shards equals Muon on whole matrices; three steps.
 
-RESET = {"reset_moments_every": 2, "global_batch_size": 4}
+# Under the default schedule the rate is 0 behind the reset, of four steps where the recipe has three.
+RESET = {"reset_moments_every": 2, "global_batch_size": 4, "lr_schedule": "constant"}
 MOMENTS_RESET = [
     {"train": RESET, "world_size": 2, "zero": 3},
     {"train": RESET | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
