@@ -13,6 +13,7 @@ import torch
 from moefold.ops.cpu.build import CompilerError, load_library
 from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
+from tests.same_sharding import shorten_sharding
 
 MODULES = (
     *("pytest", "hypothesis.strategies", "numpy.ma", "pydantic.dataclasses", "multiprocessing.popen_fork"),
@@ -48,6 +49,7 @@ with suppress(CompilerError):
 
 ignore_speed()
 leave_out_plots()
+shorten_sharding()
 torch.set_num_threads(1)
 # As in moefold.verify.ranks.preload.
 gc.collect()

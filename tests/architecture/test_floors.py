@@ -22,6 +22,12 @@ def test_no_import_of_a_higher_floor():
     assert [str(one) for one in imports.upward(imports.imports(SOURCE))] == []
 
 
+def test_nothing_imports_a_part():
+    """`config/find.py` finds a part by its kind; files of a part import their own folder."""
+    of_parts = [one for one in imports.imports(SOURCE) if one.imported.startswith("parts.")]
+    assert [str(one) for one in of_parts if not one.importer.startswith("parts.")] == []
+
+
 def test_every_room_has_a_floor():
     rooms = {name.split(".")[0] for name in imports.modules(SOURCE)}
     assert rooms == set(imports.heights())

@@ -9,7 +9,7 @@ from benchmarks import gpu_stages
 from benchmarks.gpu_report import EMPTY, KINDS, PAGE, render
 from benchmarks.gpu_suites import PREDICTIONS, suite_stages
 from moefold.cost.hardware import load_device
-from tests.gpu_static.uninterpreted import run_uninterpreted
+from tests.gpu_static.uninterpreted import trace_uninterpreted
 
 STORED = json.loads(PREDICTIONS.read_text())
 COPY = {"stage": "rates", "name": "copy", "unit": "GB/s", "h100": [10, 20], "h200": [20, 40], "copy": 0, "gemm": 0,
@@ -238,7 +238,7 @@ print(json.dumps(shares))
 def test_shares_of_layers_equal_the_estimate():
     """The share of a rate is by how much the estimate falls where the rate rises."""
     pytest.importorskip("triton")
-    found = run_uninterpreted("-c", SHARES)
+    found = trace_uninterpreted("-c", SHARES)
     for name, shares in found.items():
         (row,) = [row for row in STORED["rows"] if row["name"] == name]
         assert {share: row[share] for share in shares} == pytest.approx(shares, abs=0.02), name

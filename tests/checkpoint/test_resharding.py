@@ -23,6 +23,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
 from tests.slow import slow
 from tests.verify.recipes import LATENT, tiny, without_mapping
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -41,11 +42,15 @@ NEWER: dict[str, dict[str, object]] = {
     "zero bubble": {"world_size": 4, "pp": 2, "tp": 2, "schedule": "zero-bubble", "ep": 2, "zero": 2},
     "DualPipeV": {"world_size": 4, "pp": 2, "ep": 2, "schedule": "dualpipev", "virtual_stages": 2},
     "leftover layers": {"world_size": 4, "pp": 2, "cp": 2, "pipeline_layout": "Ettt|tL", "schedule": "zero-bubble"},
+    "DualPipeV of two ranks": {"world_size": 2, "pp": 2, "schedule": "dualpipev", "virtual_stages": 2, "zero": 2},
+    "zero bubble of two ranks": {"world_size": 2, "pp": 2, "schedule": "zero-bubble", "zero": 2},
+    "two shards of sequences": {"world_size": 2, "cp": 2, "ep": 2, "zero": 3},
 }
 NEWER_PAIRS = [
-    pytest.param("DualPipeV", "zero bubble"),
+    pytest.param("DualPipeV of two ranks", "zero bubble of two ranks"),
     *slow(
         [
+            ("DualPipeV", "zero bubble"),
             ("zero bubble", "V"),
             ("V", "DualPipeV"),
             ("one rank", "DualPipeV"),
@@ -138,7 +143,7 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "between"),
-    [("muon", "replicated data"), *slow([("adamw", "uneven experts"), ("muon", "uneven experts")])],
+    [("muon", "two replicas"), *slow([("adamw", "uneven experts"), ("muon", "uneven experts")])],
 )
 def test_rounded_moments_come_through_other_mappings_bit_for_bit(pool, tmp_path, optimizer, between):
     """Steps with them agree to 8 bits between mappings; what is stored must agree to the last."""
@@ -188,10 +193,11 @@ def test_a_vocabulary_that_tp_does_not_divide_comes_through_other_mappings_bit_f
 def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, tmp_path):
     """The last stage of a pipeline has the embedding too, and the checkpoint has it once."""
     first, second = (
-        _recipe(name, tmp_path, **LATENT_MODEL) for name in ("tensor and pipeline", "context, experts, zero 3")
+        _recipe(name, tmp_path, **LATENT_MODEL) for name in ("zero bubble of two ranks", "two shards of sequences")
     )
-    losses = pool.run(4, _train, first, 0, 2, "")[0]
-    losses += pool.run(4, _train, second, 2, 4, str(tmp_path / "checkpoints" / "step-000002"))[0]
+    saved = str(tmp_path / "checkpoints" / "step-000002")
+    before, after = run_each(pool, 2, _train, (first, 0, 2, ""), (second, 2, 4, saved))
+    losses = before[0] + after[0]
     assert losses == pytest.approx(_losses_of_oracle(first), rel=1e-9)
 
 

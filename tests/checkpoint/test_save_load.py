@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -51,6 +52,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.models import edit_model
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -194,8 +196,14 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "moefold.json"])
-@pytest.mark.parametrize("damage", DAMAGES)
+FILES = ("__1_0.distcp", ".metadata", "moefold.json")
+FAST = list(zip(DAMAGES, FILES, strict=True))
+"""Each damage and each file once."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"), [*FAST, *slow(pair for pair in product(DAMAGES, FILES) if pair not in FAST)]
+)
 def test_a_damaged_checkpoint_is_passed_over_and_named(pool, tmp_path, damage, file):
     cfg = recipe(tmp_path, **PIPELINE)
     pool.run(2, _save, cfg, [1, 2])

@@ -20,6 +20,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.train.test_trainer import _train, recipe, records
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -33,8 +34,7 @@ def _beside_training(cfg: Config) -> Config:
 def test_what_is_written_beside_training_is_what_is_written_at_once(pool, tmp_path):
     at_once = recipe(tmp_path / "at-once", 2, every=1, **MAPPING)
     beside = _beside_training(recipe(tmp_path / "beside", 2, every=1, **MAPPING))
-    pool.run(4, _train, at_once)
-    pool.run(4, _train, beside)
+    run_each(pool, 4, _train, (at_once,), (beside,))
     saved = [complete_checkpoints(tmp_path / name / "checkpoints") for name in ("at-once", "beside")]
     assert [path.name for path in saved[1]] == [f"step-00000{step}" for step in (1, 2)]
     assert [differing_tensors(*pair) for pair in zip(*saved, strict=True)] == [[]] * 2

@@ -17,8 +17,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first six of these steps on eight folded ranks, deterministic, with everything that a run can write."""
+    """The first four of these steps on eight folded ranks, deterministic, with everything that a run can write."""
     run_dir = tmp_path_factory.mktemp("eight") / "run"
-    extras = ("train.eval_every=4", "train.eval_samples=6", "checkpoint.every=4", "metrics.tensorboard=true")
-    train(run_dir, "run.deterministic=true", "run.steps=6", *extras, *FOLDED, command=fresh)
+    extras = ("train.eval_every=3", "train.eval_samples=6", "checkpoint.every=3", "metrics.tensorboard=true")
+    train(run_dir, "run.deterministic=true", "run.steps=4", *extras, *FOLDED, command=fresh)
     return run_dir

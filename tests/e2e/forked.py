@@ -30,14 +30,18 @@ def run_forked(
 
 
 def run_program(
-    program: str, *words: str, timeout_s: float = 60.0, environment: Mapping[str, str] = os.environ
+    program: str,
+    *words: str,
+    timeout_s: float = 60.0,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end as `python -c PROGRAM WORDS` does, but with torch in memory.
 
     Raises:
         subprocess.TimeoutExpired: it did not end in time, and was ended.
     """
-    return _run(_program, (program, *words), timeout_s, Path.cwd(), environment)
+    return _run(_program, (program, *words), timeout_s, cwd or Path.cwd(), environment)
 
 
 def start_program(

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.gpu_static.uninterpreted import run_uninterpreted
+from tests.gpu_static.uninterpreted import trace_uninterpreted
 
 LAUNCHES = {
     "none": 133,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package
 @pytest.fixture(scope="module")
 def traced():
     # Interpreted kernels are not launched.
-    return run_uninterpreted("-m", "tests.gpu_static.trace_graphs")
+    return trace_uninterpreted("-m", "tests.gpu_static.trace_graphs")
 
 
 def test_no_more_launches_are_left_than_the_table_says(traced):

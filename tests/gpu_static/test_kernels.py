@@ -8,7 +8,7 @@ import pytest
 
 from tests.gpu_static.kernel_compile import KernelResources
 from tests.gpu_static.kernel_table import COMMAND, TABLE, from_json, launched_kernels, rule_faults, table_faults
-from tests.gpu_static.uninterpreted import run_uninterpreted
+from tests.gpu_static.uninterpreted import compile_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 PRODUCT = KernelResources(
@@ -18,7 +18,7 @@ PRODUCT = KernelResources(
 
 def compile_apart(*options):
     """Return the column of the table and the resources by launch, compiled in a process that does not interpret."""
-    found = run_uninterpreted("-m", "tests.gpu_static.kernel_table", *options, timeout_s=590)
+    found = compile_uninterpreted("-m", "tests.gpu_static.kernel_table", *options)
     return found["column"], {name: from_json(row) for name, row in found["rows"].items()}
 
 

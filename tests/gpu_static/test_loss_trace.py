@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.gpu_static.trace_loss import TOKENS, VOCAB_SIZE
-from tests.gpu_static.uninterpreted import run_uninterpreted
+from tests.gpu_static.uninterpreted import trace_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 NUM_CHUNKS = 10
@@ -15,7 +15,7 @@ NUM_CHUNKS = 10
 @pytest.fixture(scope="module")
 def traced():
     # Interpreted kernels are not launched.
-    return run_uninterpreted("-m", "tests.gpu_static.trace_loss")
+    return trace_uninterpreted("-m", "tests.gpu_static.trace_loss")
 
 
 @pytest.mark.parametrize(

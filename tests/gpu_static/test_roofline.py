@@ -19,7 +19,7 @@ from benchmarks.gpu_roofline import (
     part_of,
 )
 from moefold.ops.autotune import Autotuner, TuningKey
-from tests.gpu_static.uninterpreted import run_uninterpreted
+from tests.gpu_static.uninterpreted import trace_uninterpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
 GEMM = Event("op", "mm", "model/linear.py:1", flops=790e9, contraction=8192, width=8192)
@@ -126,7 +126,7 @@ def test_parts_of_a_layer():
 
 
 def test_traced_experts_have_the_models_flops_and_no_layer_is_ideal():
-    found = run_uninterpreted("-c", COUNT_FLOPS)
+    found = trace_uninterpreted("-c", COUNT_FLOPS)
     assert set(found) == {layer.name for layer in LAYERS}
     for name, (traced, of_model, share) in found.items():
         assert traced == pytest.approx(of_model), name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_static.uninterpreted import run_uninterpreted
+from tests.gpu_static.uninterpreted import trace_uninterpreted
 
 TABLE = Path(__file__).parent / "traces.json"
 MAPPINGS = json.loads(TABLE.read_text())
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package
 @pytest.fixture(scope="module")
 def traced():
     # Interpreted kernels are not launched.
-    return run_uninterpreted("-m", "tests.gpu_static.trace_mappings")
+    return trace_uninterpreted("-m", "tests.gpu_static.trace_mappings")
 
 
 def test_the_table_has_every_mapping(traced):

@@ -111,18 +111,19 @@ def _largest_errors(
     dtype=torch.float64,
     cut_as: str = "",
     cases=CASES,
-    limits=NO_LIMITS,
+    limits: Sequence[Limits] = (NO_LIMITS,),
     attend_on_shards=_attend_on_shards,
-) -> dict[str, list[float]]:
+) -> dict[tuple[str, Limits], list[float]]:
     """For out, dq, dk and dv of each kind: the largest error over the cases, relative to the tensor's largest value.
 
-    The same ranks compute one kind after another: their start takes longer.
+    The same ranks compute one kind and one limit after another: their start takes longer.
     """
-    each = [(kind, sizes, cases, dtype, cut_as or kind, limits) for kind in kinds]
+    pairs = list(itertools.product(kinds, limits))
+    each = [(kind, sizes, cases, dtype, cut_as or kind, limit) for kind, limit in pairs]
     found = run_each(pool, sizes["world_size"], attend_on_shards, *each)
     return {
-        kind: _errors(ranks, sizes, cases, dtype, cut_as or kind, limits)
-        for kind, ranks in zip(kinds, found, strict=True)
+        (kind, limit): _errors(ranks, sizes, cases, dtype, cut_as or kind, limit)
+        for (kind, limit), ranks in zip(pairs, found, strict=True)
     }
 
 
@@ -168,51 +169,47 @@ def _sinks_last(attend):
     return lambda q, k, v, sinks: attend(q, k, v, sinks=sinks)
 
 
-def _assert_small(errors: dict[str, list[float]], tolerance: float) -> None:
-    assert {kind: max(found) for kind, found in errors.items() if max(found) >= tolerance} == {}
+def _assert_small(errors: dict[tuple[str, Limits], list[float]], tolerance: float) -> None:
+    assert {which: max(found) for which, found in errors.items() if max(found) >= tolerance} == {}
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_equals_the_whole_sequence(pool, cp):
-    _assert_small(_largest_errors(pool, KINDS, {"world_size": cp, "cp": cp}), 1e-10)
-
-
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_documents_do_not_see_each_other(pool, cp):
-    _assert_small(_largest_errors(pool, KINDS, {"world_size": cp, "cp": cp}, limits=Limits(documents=True)), 1e-10)
+def test_equals_the_whole_sequence_and_documents_do_not_see_each_other(pool, cp):
+    limits = (NO_LIMITS, Limits(documents=True))
+    _assert_small(_largest_errors(pool, KINDS, {"world_size": cp, "cp": cp}, limits=limits), 1e-10)
 
 
 EVERYTHING = Limits(documents=True, window=5, sinks=True)
-LIMITS = [
+LIMITS = (
     Limits(sinks=True),
     Limits(window=1, sinks=True),
     Limits(window=4),
     Limits(window=7, sinks=True),
     Limits(window=23),
-]
+    EVERYTHING,
+)
 """At cp = 4 a chunk has three tokens: windows within it, of one more, of several and of nearly all."""
 
 
-@pytest.mark.parametrize("limits", [*LIMITS, EVERYTHING], ids=str)
-def test_windows_and_sinks(pool, limits):
+def test_windows_and_sinks(pool):
     cases = [((8, 4, 8), 2), ((4, 1, 5), 1)]
-    _assert_small(_largest_errors(pool, KINDS, {"world_size": 4, "cp": 4}, cases=cases, limits=limits), 1e-10)
+    _assert_small(_largest_errors(pool, KINDS, {"world_size": 4, "cp": 4}, cases=cases, limits=LIMITS), 1e-10)
 
 
-@pytest.mark.parametrize("limits", [Limits(documents=True), Limits(window=7), EVERYTHING], ids=str)
-def test_windows_and_documents_through_the_cuda_operators(pool, limits):
+def test_windows_and_documents_through_the_cuda_operators(pool):
     """No call has a mask in memory: the reference of the operators takes none."""
     cases = [((8, 4, 8), 2), ((4, 1, 8), 1)]
+    limits = (Limits(documents=True), Limits(window=7), EVERYTHING)
     errors = _largest_errors(
         pool, KINDS, {"world_size": 4, "cp": 4}, cases=cases, limits=limits, attend_on_shards=_attend_through_flash
     )
     _assert_small(errors, 1e-10)
 
 
-@pytest.mark.parametrize("limits", [NO_LIMITS, Limits(sinks=True)], ids=str)
-def test_blocks_through_the_operators_of_cudnn(pool, limits):
+def test_blocks_through_the_operators_of_cudnn(pool):
     cases = [((8, 4, 8), 2), ((4, 1, 8), 1)]
     sizes = {"world_size": 4, "cp": 4}
+    limits = (NO_LIMITS, Limits(sinks=True))
     errors = _largest_errors(
         pool, ("ring", "allgather"), sizes, cases=cases, limits=limits, attend_on_shards=_attend_through_cudnn
     )
@@ -223,12 +220,12 @@ def test_blocks_through_the_operators_of_cudnn(pool, limits):
 def test_a_long_sequence_goes_tile_by_tile(pool, limits):
     cases = [((2, 1, 4), 2)]
     assert BlockedWindow.is_worthwhile(limits.window, limits.seq_len // 4)
-    _assert_small(_largest_errors(pool, KINDS, {"world_size": 2, "cp": 2}, cases=cases, limits=limits), 1e-10)
+    _assert_small(_largest_errors(pool, KINDS, {"world_size": 2, "cp": 2}, cases=cases, limits=[limits]), 1e-10)
 
 
 def test_limits_in_bfloat16(pool):
     sizes = {"world_size": 2, "cp": 2}
-    _assert_small(_largest_errors(pool, KINDS, sizes, dtype=torch.bfloat16, limits=EVERYTHING), 3e-2)
+    _assert_small(_largest_errors(pool, KINDS, sizes, dtype=torch.bfloat16, limits=[EVERYTHING]), 3e-2)
 
 
 def test_members_need_not_be_neighbours(pool):
@@ -256,7 +253,7 @@ def test_ulysses_repeats_heads_that_cp_does_not_divide(pool):
 @pytest.mark.parametrize(("kind", "cut_as"), [("ring", "ulysses"), ("allgather", "ulysses"), ("ulysses", "ring")])
 def test_chunks_of_the_wrong_rank_are_noticed(pool, kind, cut_as):
     errors = _largest_errors(pool, [kind], {"world_size": 2, "cp": 2}, cut_as=cut_as)
-    assert min(errors[kind]) > 1e-2
+    assert min(errors[kind, NO_LIMITS]) > 1e-2
 
 
 class _CountPairs(TorchDispatchMode):
@@ -326,15 +323,14 @@ def _kind_of_core(kind: str) -> str:
 
 def test_the_core_follows_the_kind(pool):
     names = {"ring": "RingAttention", "allgather": "AllGatherAttention", "ulysses": "UlyssesAttention"}
-    for kind, name in names.items():
-        assert pool.run(2, _kind_of_core, kind) == [name] * 2
+    found = run_each(pool, 2, _kind_of_core, *((kind,) for kind in names))
+    assert found == [[name] * 2 for name in names.values()]
 
 
 @pytest.mark.parametrize("kind", ["ring", "allgather"])
 def test_chunks_outside_the_window_are_not_computed(pool, kind):
-    pairs = pool.run(4, _count_pairs, kind, 4, 4)
+    four, two = run_each(pool, 4, _count_pairs, (kind, 4, 4), (kind, 4, 2))
     # Each of eight chunks of three tokens has the triangle with itself and the square with the one before it.
-    assert pairs == [(6 + 6 + 9,) * 2, *[(6 + 9 + 6 + 9,) * 2] * 3]
-    pairs = pool.run(4, _count_pairs, kind, 4, 2)
+    assert four == [(6 + 6 + 9,) * 2, *[(6 + 9 + 6 + 9,) * 2] * 3]
     # Of two tokens, the second is the neighbour: the square with the chunk before is one pair; within, there is a mask.
-    assert pairs == [(9 + 9 + 1,) * 2, *[(9 + 1 + 9 + 1,) * 2] * 3]
+    assert two == [(9 + 9 + 1,) * 2, *[(9 + 1 + 9 + 1,) * 2] * 3]

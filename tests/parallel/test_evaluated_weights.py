@@ -11,7 +11,9 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 
 def _losses(cfg: Config, evaluates_first: bool):
@@ -32,15 +34,15 @@ def _losses(cfg: Config, evaluates_first: bool):
     "mapping",
     [
         {"world_size": 1},
-        {"zero": 0},
         {"zero": 1, "ep": 2},
         {"zero": 3},
         {"zero": 1, "ep": 2, "overlap_experts": True},
         {"world_size": 4, "pp": 2, "zero": 2},
+        *slow([({"zero": 0},)]),
     ],
     ids=str,
 )
 def test_a_change_after_an_evaluation_is_seen(pool, mapping):
     cfg = tiny(**{"world_size": 2} | mapping)
-    changed, expected = (pool.run(cfg.parallel.world_size, _losses, cfg, first) for first in (True, False))
+    changed, expected = run_each(pool, cfg.parallel.world_size, _losses, (cfg, True), (cfg, False))
     assert changed == expected

@@ -90,7 +90,7 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
             {},
             [4],
         ),
-        ({}, {"choice": "sinkhorn"}, {"world_size": 2, "zero": 2, "ep": 2}, [4, 4]),
+        pytest.param({}, {"choice": "sinkhorn"}, {"world_size": 2, "zero": 2, "ep": 2}, [4, 4], marks=pytest.mark.slow),
         pytest.param(
             {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True},
             {"choice": "quantile"},

@@ -27,6 +27,7 @@ MAPPINGS = [
     {"world_size": 2, "ep": 2},
     {"world_size": 2, "pp": 2},
     {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
+    {"world_size": 2, "cp": 2, "ep": 2},
     {"world_size": 4, "cp": 2, "pp": 2, "ep": 2, "context": "allgather"},
     {"world_size": 4, "tp": 2, "order": "pp-tp-cp-dp", "etp": 2},
     {"world_size": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2, "ep": 2},
@@ -91,7 +92,7 @@ def single(pool, tmp_path_factory):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, [MAPPINGS[2]]), ids=str)
+@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, [MAPPINGS[3]]), ids=str)
 def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
     pool.run(mapping["world_size"], _train, _recipe(tmp_path, **mapping), STEPS)
     assert sorted(_files(tmp_path)) == ["step-000001.npy", "step-000002.npy", "trace.json"]

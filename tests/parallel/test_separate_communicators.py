@@ -10,6 +10,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
 from tests.verify.shared_ranks import run_each
 
@@ -27,7 +28,7 @@ def _train(cfg: Config, separates: bool) -> list[tuple[float, float]]:
     return [(result.loss, result.grad_norm) for result in results]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [3, *slow([(0,)])])
 def test_a_step_does_not_depend_on_the_communicators(pool, zero):
     cfg = tiny(world_size=4, cp=2, ep=2, zero=zero)
     shared, separate = run_each(pool, 4, _train, (cfg, False), (cfg, True))

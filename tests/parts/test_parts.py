@@ -19,7 +19,6 @@ from moefold.config.suggestions import choices_of, default_of, part_keys
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from tests.architecture import imports
 from tests.models import edit_model
 from tests.parts.formula_rule import formula_reads
 
@@ -31,13 +30,6 @@ ids = [f"{group.group}-{kind}" for group, kind in KINDS]
 def test_each_folder_of_parts_is_a_group():
     folders = {path.name for path in PARTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {*(group.group for group in groups()), "attention", "ffn", "indexer", "norm", "span"}
-
-
-def test_nothing_imports_a_part():
-    """`config/find.py` finds a part by its kind; files of a part import their own folder."""
-    found = imports.imports(PARTS.parent)
-    outside = [one for one in found if one.imported.startswith("parts.") and not one.importer.startswith("parts.")]
-    assert [str(one) for one in outside] == []
 
 
 @pytest.mark.parametrize("group", groups(), ids=lambda group: group.group)

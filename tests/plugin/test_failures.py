@@ -1,7 +1,6 @@
 """A part from outside that fails is named by its key, its distribution or file, the method and the line."""
 
 import math
-import subprocess
 import sys
 from dataclasses import dataclass
 from inspect import getattr_static, isfunction
@@ -18,6 +17,7 @@ from moefold.config.suggestions import part_marks, slot_fault
 from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
+from tests.e2e.command import here, moefold
 from tests.plugin.recipes import PACKAGE, PARTS, SIZES
 
 
@@ -191,9 +191,9 @@ def recipe_with(tmp_path):
     ],
     ids=["one rank", "ranks of train", "ranks of verify"],
 )
-def test_a_command_names_the_part_in_one_line(recipe_with, command, key, line, where, overrides):
+def test_a_command_names_the_part_in_one_line(recipe_with, capsys, command, key, line, where, overrides):
     words, start, end = recipe_with(key, line, *overrides)
-    run = subprocess.run([sys.executable, "-m", "moefold", command, *words], capture_output=True, text=True)
+    run = here(capsys, command, *words) if command == "verify" else moefold(command, *words)
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
     assert run.stderr.splitlines()[-1] == f"moefold: error: {start}{where}: {end}"

@@ -174,8 +174,14 @@ def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
     "mapping",
     [
         ("world_size=2", "cp=2"),
-        ("world_size=2", "pp=2", "zero=2"),
-        *slow((words,) for words in (("world_size=4", "tp=2", "cp=2"), ("world_size=2", "ep=2", "zero=3"))),
+        *slow(
+            (words,)
+            for words in (
+                ("world_size=2", "pp=2", "zero=2"),
+                ("world_size=4", "tp=2", "cp=2"),
+                ("world_size=2", "ep=2", "zero=3"),
+            )
+        ),
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.train.trainer import STEPS_BETWEEN_COLLECTIONS, Trainer, collect_at_fixed_steps
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 
@@ -134,13 +135,12 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
     [
         ({}, {}),
         ({}, {"recompute": ("layer",)}),
-        ({}, {"recompute": ("norms", "moe")}),
-        ({"ep": 2}, {}),
         ({"ep": 2, "overlap_experts": True}, {}),
         ({"zero": 3}, {}),
         ({"tp": 2}, {}),
         ({"cp": 2}, {}),
         ({"pp": 2}, {}),
+        *slow([({}, {"recompute": ("norms", "moe")}), ({"ep": 2}, {})]),
     ],
     ids=str,
 )

@@ -32,6 +32,7 @@ from tests.train.test_rollout_loader import records, under
 from tests.verify.lora_cases import LORA, MIXED
 from tests.verify.oracle import errors_of_broken_run
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -128,9 +129,8 @@ def test_adapters_resume_under_another_mapping_and_merge(pool, tmp_path, base, b
     straight = _recipe(tmp_path, "straight", base)
     pool.run(1, _train, straight)
     first = _recipe(tmp_path, "resumed", base, **before)
-    pool.run(before["world_size"], _train, replace(first, run=replace(first.run, steps=2)))
     second = _recipe(tmp_path, "resumed", base, **after)
-    pool.run(after["world_size"], _train, second)
+    run_each(pool, before["world_size"], _train, (replace(first, run=replace(first.run, steps=2)),), (second,))
     losses = [[record["loss"] for record in records(cfg)] for cfg in (straight, second)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     saved = Path(second.run.dir) / "checkpoints" / "step-000004"

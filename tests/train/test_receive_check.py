@@ -15,6 +15,7 @@ from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 from tests.models import config_of
 from tests.slow import slow
+from tests.verify.shared_ranks import run_each
 
 STEPS = 3
 
@@ -57,13 +58,13 @@ def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "sections",
-    [{}, {"train": {"recompute": ["moe"]}}, *slow([({"moe": {"weight_in_expert": True}},)])],
+    [{"train": {"recompute": ["moe"]}}, *slow([({},), ({"moe": {"weight_in_expert": True}},)])],
     ids=str,
 )
 def test_steps_equal_the_steps_of_the_all_to_all(pool, sections):
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
     sections = sections | {"train": train | sections.get("train", {})}
-    found, expected = (pool.run(2, _train, _recipe(name, **sections)) for name in ("symm_mem", "alltoall"))
+    found, expected = run_each(pool, 2, _train, *((_recipe(name, **sections),) for name in ("symm_mem", "alltoall")))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine[0] == pytest.approx(theirs[0], rel=1e-12)
         assert mine[1] == pytest.approx(theirs[1], rel=1e-10)

@@ -17,6 +17,7 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.models import edit_model
 from tests.train.test_trainer import recipe
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -69,6 +70,16 @@ def _checked(run_dir: Path, **parallel: object) -> Config:
     return replace(cfg, faults=replace(cfg.faults, replica_check_every=1))
 
 
+HARMS = (_draw, _step_a_router, _take_other_samples, _lose_a_file)
+
+
+@pytest.fixture(scope="module")
+def messages(pool, tmp_path_factory) -> dict[Callable[[Trainer], None], list[str]]:
+    """What each of three ranks says of each harm to one of them."""
+    runs = [(_checked(tmp_path_factory.mktemp("harmed") / "run", world_size=3), harm, 1) for harm in HARMS]
+    return dict(zip(HARMS, run_each(pool, 3, _message, *runs), strict=True))
+
+
 @pytest.mark.parametrize(
     ("harm", "what", "axis"),
     [
@@ -78,8 +89,8 @@ def _checked(run_dir: Path, **parallel: object) -> Config:
         (_lose_a_file, "the data position", "world"),
     ],
 )
-def test_a_rank_that_draws_or_reads_elsewhere_is_named(pool, tmp_path, harm, what, axis):
-    found = pool.run(3, _message, _checked(tmp_path / "run", world_size=3), harm, 1)
+def test_a_rank_that_draws_or_reads_elsewhere_is_named(messages, harm, what, axis):
+    found = messages[harm]
     assert found[0] == found[1] == found[2]
     assert found[0].startswith(f"step 2: replicas have diverged: {what} on rank 1 differs from the 2 other ranks")
     assert f"hold it ({axis})" in found[0]
@@ -91,14 +102,15 @@ def test_a_rank_elsewhere_in_a_stream_is_named(pool, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{i} words " * 40}) + "\n" for i in range(400)))
 
-    def streaming(**parallel: int) -> Config:
-        cfg = _checked(tmp_path / "run", **parallel)
+    def streaming(name: str) -> Config:
+        cfg = _checked(tmp_path / name, world_size=4, tp=4, ep=4)
         data = DataConfig(kind="huggingface", path=str(texts), streaming=True)
         return replace(cfg, data=data, model=edit_model(cfg.model, {"vocab_size": 256, "attention.num_kv_heads": 4}))
 
-    found = pool.run(4, _message, streaming(world_size=4, tp=4, ep=4), _move_in_the_stream, 2)
+    runs = (streaming("sound"), _nothing, 2), (streaming("run"), _move_in_the_stream, 2)
+    sound, found = run_each(pool, 4, _message, *runs)
+    assert sound == [""] * 4
     assert "the stream position on rank 2 differs from the 3 other ranks that hold it (tp)" in found[0]
-    assert pool.run(2, _message, streaming(world_size=2, tp=2, ep=2), _nothing, 1) == [""] * 2
 
 
 def _nothing(trainer: Trainer) -> None:

@@ -226,10 +226,10 @@ def reward(prompts, completions, completion_ids, **columns):
 @pytest.mark.parametrize(
     ("mapping", "loss_mean"),
     [
-        ({"world_size": 2, "pp": 2}, "token"),
         ({"world_size": 2, "ep": 2, "zero": 3}, "rollout"),
         *slow(
             [
+                ({"world_size": 2, "pp": 2}, "token"),
                 ({"world_size": 4, "pp": 2, "tp": 2, "ep": 2}, "token"),
                 ({"world_size": 4, "ep": 2, "zero": 3}, "rollout"),
                 ({"world_size": 4, "pp": 2, "cp": 2}, "constant"),

@@ -31,6 +31,7 @@ from moefold.validate.config import check_config
 from tests.metrics.faults import read_faults
 from tests.slow import slow
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -141,10 +142,11 @@ def test_weights_equal_a_run_that_lacks_the_batch(pool, tmp_path, without, actio
 
 def test_a_resume_after_a_skip_goes_on_bit_equal(pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy")
-    for name, stops in (("whole", [8]), ("cut", [4, 8])):
-        for steps in stops:
-            cfg = recipe(tmp_path / name, data, steps, {"nonfinite": "skip"}, world_size=2)
-            assert pool.run(2, train, cfg) == ["", ""]
+    runs = [
+        (recipe(tmp_path / name, data, steps, {"nonfinite": "skip"}, world_size=2),)
+        for name, steps in (("whole", 6), ("cut", 4), ("cut", 6))
+    ]
+    assert run_each(pool, 2, train, *runs) == [["", ""]] * 3
     assert differing_tensors(last_checkpoint(tmp_path / "cut"), last_checkpoint(tmp_path / "whole")) == []
 
 
@@ -319,7 +321,7 @@ class _Sigterm:
 @pytest.mark.parametrize(
     ("checkpoint", "steps", "run", "seen_at"),
     [
-        pytest.param(CheckpointConfig(every=2), 8, _train_with_a_flip, 4, id="every"),
+        pytest.param(CheckpointConfig(every=2), 8, _train_with_a_flip, 4, id="every", marks=pytest.mark.slow),
         pytest.param(
             CheckpointConfig(every=2, async_save=True), 8, _train_with_a_flip, 4, id="async", marks=pytest.mark.slow
         ),
@@ -353,11 +355,13 @@ def test_the_last_check_is_known_after_a_resume_and_none_is_made_up(pool, tmp_pa
 
 def test_a_check_before_each_save_lets_sound_replicas_go_on(pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
+    runs = []
     for name, every in (("checked", 3), ("unchecked", 0)):
         # Evaluating leaves FSDP's weights as a check finds them at no other time.
         cfg = recipe(tmp_path / name, data, 3, {"replica_check_every": every}, world_size=4, zero=2, pp=2, ep=2)
         cfg = replace(cfg, data=replace(cfg.data, validation_fraction=0.2), train=replace(cfg.train, eval_every=2))
-        assert pool.run(4, train, cfg) == [""] * 4
+        runs.append((cfg,))
+    assert run_each(pool, 4, train, *runs) == [[""] * 4] * 2
     assert differing_tensors(last_checkpoint(tmp_path / "checked"), last_checkpoint(tmp_path / "unchecked")) == []
     assert [line["replicas"] is not None for line in records(tmp_path / "checked")] == [False] * 2 + [True]
 

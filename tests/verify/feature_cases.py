@@ -326,7 +326,8 @@ UNEVEN_VOCAB = [
 
 # Muon on shards equals Muon on whole matrices; three steps.
 
-RESET = {"reset_moments_every": 2, "global_batch_size": 4}
+# Under the default schedule the rate is 0 behind the reset, of four steps where the recipe has three.
+RESET = {"reset_moments_every": 2, "global_batch_size": 4, "lr_schedule": "constant"}
 MOMENTS_RESET = [
     {"train": RESET, "world_size": 2, "zero": 3},
     {"train": RESET | {"optimizer": "muon"}, "world_size": 2, "tp": 2, "ep": 2},
@@ -519,13 +520,13 @@ def _memory_strategies() -> list[Case]:
 
 
 CASES = [
-    *cases("documents", DOCUMENTS_MAPPED[1:3], [*DOCUMENTS_MAPPED[:1], *DOCUMENTS_MAPPED[3:], *DOCUMENTS_FOLDED]),
+    *cases("documents", DOCUMENTS_MAPPED[1:2], [*DOCUMENTS_MAPPED[:1], *DOCUMENTS_MAPPED[2:], *DOCUMENTS_FOLDED]),
     *cases("documents of model kinds", DOCUMENT_KINDS[::4], [DOCUMENT_KINDS[i] for i in (1, 2, 3, 5, 6, 7)]),
     *cases("gpt-oss", GPT_OSS_AXES[1:2], [GPT_OSS_AXES[0], *GPT_OSS_AXES[2:], *GPT_OSS_FOLDED]),
     *cases("gpt-oss with documents", GPT_OSS_DOCUMENTS[:1], GPT_OSS_DOCUMENTS[1:]),
     *cases("gpt-oss with least-loaded dispatch", GPT_OSS_LOANS[:1], GPT_OSS_LOANS[1:]),
     *cases("gpt-oss with dropping", GPT_OSS_DROPS),
-    *cases("deepseek-v3", _with(V3, LATENT_AXES[1:3]), _with(V3, (LATENT_AXES[0], *LATENT_AXES[3:], *LATENT_FOLDED))),
+    *cases("deepseek-v3", _with(V3, LATENT_AXES[1:2]), _with(V3, (LATENT_AXES[0], *LATENT_AXES[2:], *LATENT_FOLDED))),
     *cases("deepseek-v2", _with(V2, LATENT_AXES[:1]), _with(V2, (*LATENT_AXES[1:], *LATENT_FOLDED))),
     *cases(
         "norm over all heads", _with(OLMOE, LATENT_AXES[:1]), [*TP4, *_with(OLMOE, (*LATENT_AXES[1:], *LATENT_FOLDED))]
@@ -533,16 +534,19 @@ CASES = [
     *cases("options of families", FAMILY_OPTIONS, FAMILY_OPTIONS_WIDE),
     *cases(
         "latent experts",
-        _with(LATENT_EXPERTS, LATENT_EXPERTS_AXES),
-        [*_with(LATENT_EXPERTS, LATENT_EXPERTS_WIDE), *_with(LATENT_EXPERTS_BIAS, LATENT_EXPERTS_WIDE)],
+        _with(LATENT_EXPERTS, LATENT_EXPERTS_AXES[1:]),
+        [
+            *_with(LATENT_EXPERTS, (LATENT_EXPERTS_AXES[0], *LATENT_EXPERTS_WIDE)),
+            *_with(LATENT_EXPERTS_BIAS, LATENT_EXPERTS_WIDE),
+        ],
     ),
-    *cases("multi-token prediction", [MTP[1], MTP[2], MTP[4]], [MTP[0], MTP[3], *MTP_WIDE]),
+    *cases("multi-token prediction", [MTP[2], MTP[4]], [MTP[0], MTP[1], MTP[3], *MTP_WIDE]),
     *cases("loss in chunks", LOSS_CHUNK[:1], LOSS_CHUNK[1:]),
     *cases("vocabulary that tp does not divide", UNEVEN_VOCAB[:1], UNEVEN_VOCAB[1:]),
     *cases("muon", MUON_MAPPED[5:6], [*MUON_MAPPED[:5], *MUON_MAPPED[6:]], steps=3),
-    *cases("moments reset", MOMENTS_RESET[:2], MOMENTS_RESET[2:], steps=4),
+    *cases("moments reset", MOMENTS_RESET[1:2], [MOMENTS_RESET[0], *MOMENTS_RESET[2:]], steps=4),
     *cases("muon on kinds of matrices", MUON_KINDS[:1], MUON_KINDS[1:], steps=3),
-    *cases("rows in 8 bits", [FP8_ROWS[0], FP8_ROWS[2]], [FP8_ROWS[1], *FP8_ROWS[3:]]),
+    *cases("rows in 8 bits", FP8_ROWS[:1], FP8_ROWS[1:]),
     *cases("dispatch without duplicates", DEDUP[:1], DEDUP[1:]),
     *cases("tensor-parallel overlap", OVERLAP_TP[:2], OVERLAP_TP[2:]),
     *cases("recomputation with a split backward", RECOMPUTE_SPLIT[:1], RECOMPUTE_SPLIT[1:]),

@@ -77,8 +77,13 @@ class SharedRanks:
 
 def selected_cases(request: pytest.FixtureRequest, test: str) -> dict[str, Case]:
     """Return the cases of a parametrized test of this file that this run has selected, by the names of their tests."""
+    return selected_params(request, test, "case")
+
+
+def selected_params(request: pytest.FixtureRequest, test: str, param: str) -> dict[str, Any]:
+    """Return a parameter of a parametrized test of this file in each row that this run has selected, by its name."""
     items = [item for item in request.session.items if item.path == request.path and item.originalname == test]
-    return {item.name: item.callspec.params["case"] for item in items}
+    return {item.name: item.callspec.params[param] for item in items}
 
 
 def run_each(

@@ -33,6 +33,7 @@ from tests.models import edit_model
 from tests.verify.covering import Row, all_rows, covering_rows, few_else_slow, levels_of
 from tests.verify.mapping_cases import CASES
 from tests.verify.recipes import tiny, without_mapping, write_split_rows
+from tests.verify.shared_ranks import Call, SharedRanks, selected_params
 
 pytestmark = pytest.mark.parity
 
@@ -149,14 +150,32 @@ def _run(pool, recipes: list[Config]) -> list[Found]:
 
 
 @pytest.fixture(scope="module")
-def plain_run(pool):
-    """The plain run of a class and an optimizer, made once."""
+def selected_rows(request) -> dict[str, Row]:
+    """The rows of the table that this run has selected, by the names of their tests."""
+    return selected_params(request, "test_a_row_of_the_thin_table", "row")
+
+
+@pytest.fixture(scope="module")
+def plain_run(pool, selected_rows):
+    """The plain run of a class and an optimizer, made once; the selected rows share the ranks of their plain runs."""
+    kinds = {_kind(row) for row in selected_rows.values()}
+    shared = SharedRanks(pool, {str(kind): Call(2, _run_all, ([_plain(kind)],)) for kind in sorted(kinds)})
 
     @cache
     def run(kind: Kind) -> Found:
-        return _run(pool, [_plain(kind)])[0]
+        if kind not in kinds:
+            return _run(pool, [_plain(kind)])[0]
+        return _together(tuple(record for (record,) in shared.results(str(kind))))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def ranks_of_rows(pool, selected_rows, tmp_path_factory) -> SharedRanks:
+    """The ranks of the selected rows."""
+    recipes = {name: _recipe(row, tmp_path_factory.mktemp("row")) for name, row in selected_rows.items()}
+    calls = {name: Call(cfg.parallel.world_size, _run_all, ([cfg],)) for name, cfg in recipes.items()}
+    return SharedRanks(pool, calls)
 
 
 def _distances(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
@@ -199,16 +218,16 @@ def test_the_fast_rows_have_every_level_and_fast_cases_every_schedule():
 
 
 @pytest.mark.parametrize("row", few_else_slow(THIN, FAST), ids=lambda row: "-".join(row.values()))
-def test_a_row_of_the_thin_table(pool, plain_run, tmp_path, row):
-    mine = _run(pool, [_recipe(row, tmp_path)])[0]
+def test_a_row_of_the_thin_table(request, ranks_of_rows, plain_run, row):
+    mine = _together(tuple(record for (record,) in ranks_of_rows.results(request.node.name)))
     _assert_equal(mine, plain_run(_kind(row)), row["dtype"])
 
 
-FAST_CLASSES = [("tp", "dtype", "bfloat16"), ("ep", "dtype", "bfloat16")]
+FAST_CLASSES = [("tp", "dtype", "bfloat16")]
 
 
 def _classes() -> list[object]:
-    """Every axis with every precision and type; fast are two axes in bfloat16: the others have tests of their own."""
+    """Every axis with every precision and type; fast is one axis in bfloat16: the others have tests of their own."""
     return [
         pytest.param(*levels, marks=() if levels in FAST_CLASSES else pytest.mark.slow)
         for levels in product(AXES, PRECISIONS, DTYPES)

@@ -24,7 +24,7 @@ from tests.objectives.losses import policy, preference
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
-from tests.verify.shared_ranks import Call, SharedRanks
+from tests.verify.shared_ranks import Call, SharedRanks, run_each, selected_params
 
 Loss = PolicyGradientLoss | PreferenceLoss
 STEPS = 3
@@ -187,10 +187,23 @@ def test_each_kind_equals_the_oracle_on_one_rank(rank_of_kinds, name):
     assert worst.error <= TOLERANCE, worst
 
 
+@pytest.fixture(scope="module")
+def ranks_of_mappings(request, pool) -> SharedRanks:
+    """The ranks of the selected mappings and losses."""
+    test = "test_an_objective_equals_the_oracle"
+    mappings, losses = (selected_params(request, test, param) for param in ("mapping", "objective"))
+    calls = {}
+    for name, mapping in mappings.items():
+        cfg = _recipe(mapping)
+        calls[name] = Call(cfg.parallel.world_size, _run, (cfg, STEPS, (OBJECTIVES | PREFERENCES)[losses[name]]))
+    return SharedRanks(pool, calls)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(("mapping", "objective"), [*FAST, *slow([case for case in ALL if case not in FAST])])
-def test_an_objective_equals_the_oracle(pool, mapping, objective):
-    worst = _compare(pool, mapping, (OBJECTIVES | PREFERENCES)[objective])[0]
+def test_an_objective_equals_the_oracle(request, ranks_of_mappings, mapping, objective):
+    ranks = ranks_of_mappings.results(request.node.name)
+    worst = _against_the_oracle(ranks, mapping, (OBJECTIVES | PREFERENCES)[objective])[0]
     assert worst.error <= TOLERANCE, worst
 
 
@@ -203,9 +216,8 @@ def test_metrics_do_not_depend_on_the_mapping(pool):
     assert set(expected) == {metric.name for metric in loss.metrics} - {"kl"}
     assert 0 < expected["clipped"] < 1
     assert 0 < expected["corrected"] < 1
-    for mapping in ("cp2-ulysses", "pp2"):
-        cfg = _recipe(mapping)
-        for record in pool.run(cfg.parallel.world_size, _run, cfg, 2, loss):
+    for records in run_each(pool, 2, _run, *((_recipe(mapping), 2, loss) for mapping in ("cp2-ulysses", "pp2"))):
+        for record in records:
             for step, other in zip(alone.steps, record.steps, strict=True):
                 assert other.loss_metrics == pytest.approx(step.loss_metrics, rel=1e-9)
 

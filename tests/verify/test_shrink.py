@@ -36,10 +36,11 @@ def mappings() -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_any_legal_recipe_shrinks_to_a_legal_one_with_its_mapping(name):
+@pytest.mark.parametrize(("number", "name"), enumerate(PRESETS), ids=PRESETS)
+def test_any_legal_recipe_shrinks_to_a_legal_one_with_its_mapping(number, name):
+    """Each preset has every other mapping: two presets have all."""
     tried = 0
-    for mapping in mappings():
+    for mapping in mappings()[number % 2 :: 2]:
         cfg = preset(name, **mapping)
         try:
             check_config(cfg)

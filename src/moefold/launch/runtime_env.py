@@ -1,12 +1,12 @@
-"""Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends."""
+"""Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends.
+
+Torch is imported by the functions that need it: the settings of malloc do not.
+"""
 
 import ctypes
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-
-import torch
-import torch.distributed as dist
 
 from moefold.host.rank_env import RankEnv
 
@@ -22,7 +22,6 @@ LOGGED_PREFIXES = {
     ),
 }
 """Prefixes of environment variables that change computation or communication, by device type."""
-
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables by which a user configures torch's CUDA allocator, which reads them at its first use."""
@@ -44,10 +43,11 @@ def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str
 
     Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ones.
     """
+    import torch
+
     if rank_env.world_size > 1 and OMP_THREADS_VARIABLE not in environment:
-        torch.set_num_threads(
-            threads_per_rank(_usable_cores(), os.cpu_count() or 1, rank_env.local_world_size, device_type)
-        )
+        cores = _usable_cores()
+        torch.set_num_threads(threads_per_rank(cores, os.cpu_count() or 1, rank_env.local_world_size, device_type))
 
 
 def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: str) -> int:
@@ -68,6 +68,8 @@ def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mappin
     """
     if rank_env.world_size == 1 or (device_type == "cpu" and rank_env.local_world_size == rank_env.world_size):
         return ""
+    import torch
+
     threads = torch.get_num_threads()
     omp_threads = environment.get(OMP_THREADS_VARIABLE)
     variables = [
@@ -91,6 +93,8 @@ def _usable_cores() -> int:
 
 def available_backends() -> list[str]:
     """Return the names of the available torch.distributed backends; empty if torch was built without it."""
+    import torch.distributed as dist
+
     if not dist.is_available():
         return []
     checks = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
@@ -104,13 +108,9 @@ TRIM_DISABLED = -1
 DEFAULT_TRIM_BYTES = 1 << 17
 TUNABLES_VARIABLE = "GLIBC_TUNABLES"
 PRELOAD_VARIABLE = "LD_PRELOAD"
-
 MMAP_THRESHOLD_BYTES = 1 << 20
-
-
 MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
 """Candidates for M_MMAP_THRESHOLD, in order: older glibc versions, such as 2.31, accept at most the second."""
-
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 """Environment variables by which a user configures glibc's malloc."""
