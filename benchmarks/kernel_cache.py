@@ -35,7 +35,7 @@ def triton_wheel() -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What the keys of kernels depend on, apart from the kernels; empty without Triton."""
+    """Compiler of kernels, as far as their keys in the cache depend on it; empty without Triton."""
 
     code: str = ""
     """Hash of Triton's files, its compiled library among them, which two builds of one version need not share."""
@@ -135,7 +135,8 @@ def _other_compiler(manifest: dict[str, Any]) -> Iterator[str]:
     if "compiler" not in manifest:
         yield "the archive does not say which build of Triton compiled it"
         return
-    there, here = manifest["compiler"], asdict(Compiler.installed(manifest["capability"]))
+    there = manifest["compiler"]
+    here = asdict(Compiler.installed(manifest["capability"]))
     if there["code"] != here["code"]:
         yield f"compiled by another build of Triton {manifest['triton']}"
     if there["ptxas"] != here["ptxas"]:

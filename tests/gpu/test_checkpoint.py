@@ -13,6 +13,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.launch.ranks import init_distributed, single_rank_env
+from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
@@ -60,7 +61,8 @@ def test_every_tensor_arrives_to_the_bit(tmp_path, writer, reader):
     cfg = replace(cfg, run=replace(cfg.run, device=reader))
     with init_distributed(single_rank_env(), reader) as device:
         trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device))
-        run = trainer._context(StopSignals())
+        parts = trainer._groups, trainer._train_step, trainer._data_loader, trainer._position
+        run = TrainingContext(Path(cfg.run.dir), *parts, StopSignals())
         trainer._checkpointing.resume(run)
         trainer._checkpointing.save(run)
     (again,) = complete_checkpoints(tmp_path / "second" / "checkpoints")

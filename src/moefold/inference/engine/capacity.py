@@ -50,7 +50,7 @@ def pages_needed(requests: Sequence[Request], settings: EngineSettings, page_pos
 
 
 def check_requests(requests: Sequence[Request], num_pages: int, page_positions: int) -> None:
-    """Check that a cache of so many pages holds each request by itself.
+    """Check that a cache of this size holds each request by itself.
 
     Raises:
         ConfigError: it does not.
@@ -64,7 +64,7 @@ def most_positions(requests: Sequence[Request]) -> int:
 
 
 def check_longest(num_positions: int, num_pages: int, page_positions: int) -> None:
-    """Check that a cache of so many pages holds a sample of that many positions.
+    """Check that a cache of this size holds a sample of that many positions.
 
     Raises:
         ConfigError: it does not.

@@ -267,8 +267,8 @@ class OpenGeneration:
         work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
-        device, page_positions = self._chain.groups.device, self._scheduler.page_positions
-        tokens_R, rows, picked_N = _pass_tensors(work.segments, device, page_positions)
+        device = self._chain.groups.device
+        tokens_R, rows, picked_N = _pass_tensors(work.segments, device, self._scheduler.page_positions)
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
         scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
         if scored:
