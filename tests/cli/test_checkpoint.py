@@ -103,7 +103,7 @@ def _seal(checkpoint: Path) -> None:
     [
         (lambda meta: meta.clear(), "has a broken moefold.json"),
         (lambda meta: meta.update(format=99), "has format 99"),
-        (lambda meta: meta.update(step="two"), "has a broken moefold.json: step is 'two'"),
+        (lambda meta: meta["states"]["position"].update(step="two"), "has a broken moefold.json: step is 'two'"),
         (lambda meta: meta["model"].update(hidden_size=2**50), "model.hidden_size=1125899906842624 must be"),
         (lambda meta: meta["model"].update(num_experts=2**40), "model.ffn.moe.num_experts=1099511627776 must be"),
         (
@@ -117,7 +117,7 @@ def _seal(checkpoint: Path) -> None:
         (lambda meta: meta["model"].update(layer_pattern="M999999999999"), "layer_pattern"),
         (lambda meta: meta["model"].update(nope=3), "has a model that this version does not know"),
         (lambda meta: meta["parallel"].update(world_size=0), "parallel.world_size is 0"),
-        (lambda meta: meta.update(lora={"rank": "x"}), "lora.rank is 'x'"),
+        (lambda meta: meta["states"].update(lora={"rank": "x"}), "lora.rank is 'x'"),
     ],
 )
 def test_verify_names_a_description_that_cannot_be_loaded(copy, capsys, change, fault):
