@@ -168,6 +168,19 @@ def test_states_are_loaded_after_those_they_ask_for():
     assert log == [("b", {}), ("c", saved["c"]), ("a", saved["a"])]
 
 
+def test_a_callback_that_the_checkpoint_of_a_rollback_lacks_is_as_it_was_built():
+    states, callback = RunStates(), Losses()
+    states.add("callbacks.Losses", callback)
+    callback.losses.append(2.0)
+    states.load({}, None)
+    assert callback.losses == []
+    saved = {"callbacks.Losses": {"losses": [1.0]}}
+    for _ in range(2):
+        states.load(saved, None)
+        callback.losses.append(3.0)
+    assert callback.losses == [1.0, 3.0]
+
+
 def test_a_position_keeps_the_samples_that_it_skips_through_a_rollback():
     position = Position(step=4, samples=20, skipped=[(8, 12)])
     saved = json.loads(json.dumps(position.state_dict()))
@@ -176,3 +189,9 @@ def test_a_position_keeps_the_samples_that_it_skips_through_a_rollback():
     position.load_state_dict(saved)
     assert (position.step, position.skipped_ranges) == (4, (range(8, 12), range(12, 17)))
     assert json.loads(json.dumps(position.state_dict()))["skipped"] == [[8, 12], [12, 17]]
+    # Samples of other data: what this run skips of its own stays.
+    other = Position(samples=20, skipped=[(0, 4)])
+    other.restarts_data = True
+    other.load_state_dict(saved)
+    assert (other.step, other.samples, other.skipped) == (4, 0, [(0, 4)])
+    assert "restarts_data" not in other.state_dict()

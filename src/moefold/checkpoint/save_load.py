@@ -137,12 +137,13 @@ class RunStates:
     """Registry of the objects whose state a resumed run needs; saver and loader walk it, and nothing else lists them.
 
     The owner of an object adds it under a name. A name that a checkpoint lacks is loaded as {}, which stands for the
-    state of a new run; the callback of a program is left as it was built.
+    state of a new run; the callback of a program gets the state back with which it was added.
     """
 
     def __init__(self) -> None:
         self._owners: dict[str, Stateful] = {}
         self._after: dict[str, tuple[str, ...]] = {}
+        self._initial: States = {}
 
     def add(self, name: str, owner: Stateful, *, after: tuple[str, ...] = ()) -> None:
         """Register an object.
@@ -151,10 +152,15 @@ class RunStates:
             name: its name in checkpoints.
             owner: the object.
             after: names of the objects that must be loaded before it.
+
+        Raises:
+            ConfigError: the state of a callback cannot be saved.
         """
         assert name not in self._owners, name
         self._owners[name] = owner
         self._after[name] = after
+        if name.startswith(CALLBACKS):
+            self._initial[name] = _plain(owner.state_dict(), name)
 
     def state_dict(self, *, has_records: bool = True) -> States:
         """Return a copy of the states without tensors, by name.
@@ -192,11 +198,11 @@ class RunStates:
         """
         for name in TopologicalSorter(self._after).static_order():
             owner = self._owners[name]
-            if name in states or not name.startswith(CALLBACKS):
-                try:
-                    owner.load_state_dict(states.get(name, {}))
-                except _LOAD_ERRORS as error:
-                    raise ConfigError(f"the state of {name!r} in the checkpoint cannot be loaded: {error!r}") from error
+            try:
+                # A copy, as a snapshot in memory may be loaded again.
+                owner.load_state_dict(_plain(states.get(name, self._initial.get(name, {})), name))
+            except _LOAD_ERRORS as error:
+                raise ConfigError(f"the state of {name!r} in the checkpoint cannot be loaded: {error!r}") from error
             if path is not None and isinstance(owner, TensorState):
                 owner.load_tensors(path)
 

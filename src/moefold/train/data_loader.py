@@ -118,6 +118,10 @@ class Position:
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Samples to skip, each as first and end."""
 
+    def __post_init__(self) -> None:
+        """Note that the next state to load counts samples of the same data; the loader of the data knows."""
+        self.restarts_data = False
+
     @property
     def skipped_ranges(self) -> tuple[range, ...]:
         """The samples of the run to skip."""
@@ -129,11 +133,13 @@ class Position:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set all fields that a checkpoint has; samples to skip are added: a state before a rollback lacks them."""
-        earlier = [(int(first), int(end)) for first, end in state_dict["skipped"]]
-        skipped = list(dict.fromkeys(earlier + self.skipped))
         # Old checkpoints count one kind of tokens.
-        found = {"tokens_consumed": state_dict["tokens"]} | state_dict | {"skipped": skipped}
-        vars(self).update({name: value for name, value in found.items() if name in vars(self)})
+        found = {"tokens_consumed": state_dict["tokens"]} | state_dict
+        if self.restarts_data:
+            found |= {"samples": 0, "skipped": []}
+        earlier = [(int(first), int(end)) for first, end in found["skipped"]]
+        found["skipped"] = list(dict.fromkeys(earlier + self.skipped))
+        vars(self).update({name: value for name, value in found.items() if name in asdict(self)})
 
 
 class DataLoader:
@@ -171,7 +177,6 @@ class DataLoader:
         self._positions = positions
         self._program_data = program_data
         self._position = position or Position()
-        self._data_restarts = False
         self.order = sample_order(cfg)
         """The settings that determine the text of sample n."""
         self._data_files = resolve_data_files(cfg.data, current_world())
@@ -240,7 +245,7 @@ class DataLoader:
         Call it before the state of the checkpoint is loaded.
         """
         change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._can_drop_files)
-        self._data_restarts = bool(change)
+        self._position.restarts_data = bool(change)
         return change
 
     def sharder(self, sampler: Sampler) -> BatchSharder:
@@ -259,11 +264,8 @@ class DataLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in the stream of a checkpoint, whose position is loaded; other data starts at sample 0."""
-        if self._data_restarts:
-            self._position.samples = 0
-            self._position.skipped.clear()
-        else:
+        """Go on in the stream of a checkpoint; other data starts at sample 0."""
+        if not self._position.restarts_data:
             self.train_sampler.restore(state_dict.get("stream"))
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:

@@ -254,7 +254,7 @@ class RolloutLoader(DataLoader):
         self._restarts = True
         self._table = RolloutTable()
         headers = table_headers(self._loaded)
-        if not headers or self._data_restarts:
+        if not headers or self._position.restarts_data:
             return
         check_headers(headers, self._cfg.train, self._cfg.rl)
         arrays = empty_arrays(headers)

@@ -186,7 +186,7 @@ class Trainer:
         """Register what a resumed run needs."""
         states.add("position", self._position)
         self._train_step.add_states(states)
-        # Other data than the checkpoint's sets the position back to its first sample.
+        # Rollouts that are too old for the step of the position are sampled again.
         states.add("data", self._data_loader, after=("position",))
         for prefix, callbacks in (("", self._callbacks), (CALLBACKS, self._further_callbacks)):
             for callback in callbacks:

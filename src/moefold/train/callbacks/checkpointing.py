@@ -158,8 +158,6 @@ class Checkpointing(Callback):
 
     def on_start(self, run: TrainingContext) -> None:
         """Take a snapshot before the first step: a loss in it needs one of this mapping."""
-        # A state that cannot be saved ends the run now.
-        run.states.state_dict()
         self._take_snapshot(run)
 
     def _take_snapshot(self, run: TrainingContext) -> None:
