@@ -15,7 +15,7 @@ import statistics
 import torch.distributed as dist
 from rank_trainer import RankTrainer, build_parser, run_recipe
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.saver import BackgroundSaver
 from moefold.config.schema import Config
@@ -43,7 +43,7 @@ class _SavingTrainer:
     def _begin_save(self) -> float:
         training = self._trainer.training
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        return self._saver.save(state, TrainState(step=self._trainer.num_steps, samples=0, tokens=0))
+        return self._saver.save(state, TrainState(states=counted(step=self._trainer.num_steps, samples=0, tokens=0)))
 
     def _first_rank_is_saving(self) -> bool:
         is_saving = [self._saver._pending_save is not None and not self._saver._pending_save.done()]

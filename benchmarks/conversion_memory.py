@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.streaming_io import TensorChunk, write_chunks
 from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
@@ -148,7 +148,7 @@ def _write_checkpoint(folder: Path, model: ModelConfig) -> None:
         folder, shapes, dict.fromkeys(shapes, torch.float32), chunks, lambda chunk: torch.randn(shapes[chunk.name])
     )
     meta = CheckpointMeta(
-        format=FORMAT, step=1, samples=0, tokens=0, order={}, model=model_sizes(model), parallel={}, dtype="bfloat16"
+        format=FORMAT, states=counted(step=1), order={}, model=model_sizes(model), parallel={}, dtype="bfloat16"
     )
     write_meta(folder, meta)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rank_trainer import RECIPE
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.peer_snapshot import PeerSnapshots, local_boxes
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
@@ -65,7 +65,9 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
     host = {key: torch.empty_like(values) for key, values in boxes.items()}
     found: dict[str, list[float]] = {}
     for number in range(1, rounds + 2):
-        progress = TrainState(step=number, samples=0, tokens=0, moment_updates=training.moment_updates + 1)
+        progress = TrainState(
+            states=counted(step=number) | {"weights": {"moment_updates": training.moment_updates + 1}}
+        )
         parts: dict[str, Callable[[], Any]] = {
             "step": lambda number=number: training.run(batch, number),
             "snapshot": lambda progress=progress: snapshots.take(state, progress, groups),
@@ -87,7 +89,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
             step = rounds + 1
             found["restore"] = [_seconds(lambda: snapshots.restore(step, state, groups.world, groups.device))]
             share = range(groups.rank * 4, groups.rank * 4 + 4)
-            restored = RestoredRun(snapshots.snapshot(step).train_state or progress, {}, share, 12)
+            restored = RestoredRun((snapshots.snapshot(step).train_state or progress).states, {}, share, 12)
             found["certificate"] = [_seconds(lambda: certify(snapshots, step, state, restored, groups))]
             dist.destroy_process_group()
     return found, sum(values.nbytes for values in boxes.values()), snapshots.num_bytes

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_trainer import RECIPE
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.save_load import load_weights, write_checkpoint
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import ParallelGroups
@@ -69,7 +69,7 @@ def _measure(
                     wanted = {f"model.{name}": p.data for name, p in loaded.named_parameters.items()}
                     dcp.load(wanted, checkpoint_id=path)
                 else:
-                    saved = write_checkpoint(train, state, TrainState(step=number, samples=0, tokens=0))
+                    saved = write_checkpoint(train, state, TrainState(states=counted(step=number, samples=0, tokens=0)))
                     load_weights(saved, loaded.named_parameters, loaded.named_buffers)
             dist.barrier()
             seconds.append(time.perf_counter() - started_s)

@@ -28,7 +28,7 @@ def test_a_resume_with_a_pending_gradient_gives_the_same_bits(pool, tmp_path, op
     saved = [tmp_path / "whole" / "checkpoints" / f"step-{step:06d}" for step in (1, 2, 3, 4)]
     weights = [{difference.name for difference in differing_tensors(*pair, "model.")} for pair in pairwise(saved)]
     assert all("embedding.weight" in " ".join(names) for names in weights)
-    assert [read_meta(path).moment_updates for path in saved] == [0, 1, 2, 3]
+    assert [read_meta(path).state_of("weights")["moment_updates"] for path in saved] == [0, 1, 2, 3]
     for first in (saved[0], saved[2]):
         cfg = test_trainer.recipe(tmp_path / first.name, 4, every=4, train=train, world_size=2, ep=2, zero=3)
         pool.run(2, test_trainer._train, replace(cfg, checkpoint=replace(cfg.checkpoint, resume=str(first))))

@@ -168,7 +168,7 @@ def test_sites_that_own_experts_resume_bit_by_bit(pool, tmp_path, last, mapping)
     with Server().running() as server:
         jobs = [of_site(parts, n, server.port) for n in (0, 1)]
         run_sites(pool, jobs, train_until, last)
-        assert read_meta(checkpoint(Path(jobs[0].run.dir), last)).sites["pending.due"] == last + 1
+        assert read_meta(checkpoint(Path(jobs[0].run.dir), last)).state_of("sites")["pending.due"] == last + 1
         run_sites(pool, jobs, train)
     for number in (0, 1):
         paths = [checkpoint(tmp_path / run / f"site-{number}", 6) for run in ("whole", "parts")]

@@ -10,6 +10,7 @@ from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     best_of,
     complete_checkpoints,
+    counted,
     locate_checkpoint,
     names_best,
     read_meta,
@@ -36,7 +37,8 @@ def run(tmp_path) -> Path:
     described_run(tmp_path / "run", tuple(LOSSES))
     for step, loss in LOSSES.items():
         path = step_path(tmp_path / "run/checkpoints", step)
-        write_meta(path, replace(read_meta(path), eval_loss=loss))
+        meta = read_meta(path)
+        write_meta(path, replace(meta, states=meta.states | {"evaluation": {"eval_loss": loss}}))
         seal(path)
     return tmp_path / "run"
 
@@ -96,8 +98,10 @@ def test_the_list_marks_it(run, capsys):
     assert "2.2500 (best)" in lines[3]
     assert main(["checkpoint", "list", str(run), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [(row["meta"]["step"], row["meta"]["eval_loss"]) for row in rows] == list(LOSSES.items())
-    assert [row["meta"]["step"] for row in rows if row["is_best"]] == [15]
+    assert [[row["meta"]["states"][name] for name in ("position", "evaluation")] for row in rows] == [
+        [counted(step=step)["position"], {"eval_loss": loss}] for step, loss in LOSSES.items()
+    ]
+    assert [Path(row["path"]).name for row in rows if row["is_best"]] == ["step-000015"]
     assert main(["checkpoint", "verify", str(run / "best")]) == 1  # it holds no tensors
     assert capsys.readouterr().out.startswith(str(step_path(run / "checkpoints", 15)))
 

@@ -11,6 +11,7 @@ from moefold.checkpoint.checkpoint_dir import (
     CheckpointMeta,
     checkpoint_folder,
     complete_checkpoints,
+    counted,
     data_order_change,
     find_resume,
     model_sizes,
@@ -18,10 +19,10 @@ from moefold.checkpoint.checkpoint_dir import (
     read_meta,
     sample_order,
     step_path,
-    tmp_checkpoint_path,
     write_meta,
 )
 from moefold.checkpoint.commit import commit, remove_older
+from moefold.checkpoint.folder_writer import tmp_checkpoint_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
@@ -39,9 +40,7 @@ MODEL = model_of({"num_layers": 2})
 def meta(step: int, model: ModelConfig = MODEL) -> CheckpointMeta:
     return CheckpointMeta(
         format=FORMAT,
-        step=step,
-        samples=8 * step,
-        tokens=64 * step,
+        states=counted(step=step, samples=8 * step, tokens=64 * step),
         order=sample_order(Config()),
         model=model_sizes(model),
         parallel={},
@@ -104,9 +103,14 @@ def test_meta_comes_back(tmp_path):
         ('{"format": 1}', f"has a broken {META_FILE}"),
         ("[]", f"has a broken {META_FILE}"),
         ("[" * 100_000, f"has a broken {META_FILE}"),
-        (json.dumps(asdict(meta(1)) | {"step": "1"}), f"has a broken {META_FILE}: step is '1'"),
-        (json.dumps(asdict(meta(1)) | {"tokens": None}), f"has a broken {META_FILE}: tokens is None"),
-        (json.dumps(asdict(meta(1)) | {"checked_step": "1"}), f"has a broken {META_FILE}: checked_step is '1'"),
+        (json.dumps(asdict(meta(1)) | {"states": {"position": {"step": "1"}}}), f"broken {META_FILE}: step is '1'"),
+        (json.dumps(asdict(meta(1)) | {"states": {}}), f"broken {META_FILE}: step is None"),
+        (json.dumps(asdict(meta(1)) | {"states": []}), f"broken {META_FILE}: states is no object"),
+        (json.dumps(asdict(meta(1)) | {"states": {"data": 3}}), f"broken {META_FILE}: data is no object"),
+        (
+            json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": "1"}}}),
+            f"broken {META_FILE}: moment_updates is '1'",
+        ),
         (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is no object"),
         (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),
         (json.dumps(asdict(meta(1)) | {"parallel": {"tp": 0}}), f"broken {META_FILE}: parallel.tp is 0"),

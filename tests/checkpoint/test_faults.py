@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints
+from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints, counted
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
@@ -65,7 +65,7 @@ def _save_twice(cfg: Config, fault: str) -> str:
     """Save step 1, then step 2 with a fault in the middle; the error of this rank."""
     folder = Path(cfg.run.dir) / "checkpoints"
     saver = _saver(cfg)
-    saver.save(_state(), TrainState(step=1, samples=0, tokens=0))
+    saver.save(_state(), TrainState(states=counted(step=1, samples=0, tokens=0)))
     saver.finish()
     saver = _saver(cfg)
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -76,7 +76,7 @@ def _save_twice(cfg: Config, fault: str) -> str:
     if fault == "draft removed" and is_last:
         _when_being_written(folder, lambda: shutil.rmtree(_draft(folder), ignore_errors=True))
     try:
-        saver.save(_state(), TrainState(step=2, samples=0, tokens=0))
+        saver.save(_state(), TrainState(states=counted(step=2, samples=0, tokens=0)))
         saver.finish()
     except ConfigError as error:
         return str(error)
@@ -132,7 +132,7 @@ def _save_around_a_loss(cfg: Config, is_lost: bool) -> list[str]:
     folder = Path(cfg.run.dir) / "checkpoints"
     saver = _saver(cfg)
     for step in (1, 2):
-        saver.save(_state(), TrainState(step=step, samples=0, tokens=0))
+        saver.save(_state(), TrainState(states=counted(step=step, samples=0, tokens=0)))
         saver.drain()
         dist.barrier()
         if is_lost and step == 1 and dist.get_rank() == 0:

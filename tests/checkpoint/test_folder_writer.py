@@ -27,13 +27,13 @@ from moefold.checkpoint.checkpoint_dir import (
     TrainState,
     checkpoint_folder,
     complete_checkpoints,
+    counted,
     named_checkpoints,
     step_of,
-    tmp_checkpoint_path,
     unfinished_checkpoints,
     validate_files,
 )
-from moefold.checkpoint.folder_writer import WRITER_FILE
+from moefold.checkpoint.folder_writer import WRITER_FILE, tmp_checkpoint_path
 from moefold.checkpoint.safe_metadata import SafeReader
 from moefold.checkpoint.save_load import load_entries, resolve_resume
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.parity
 
 
 def _position(step: int) -> TrainState:
-    return TrainState(step=step, samples=0, tokens=0)
+    return TrainState(states=counted(step=step, samples=0, tokens=0))
 
 
 def _saver(cfg: Config) -> CheckpointSaver:

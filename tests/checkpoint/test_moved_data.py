@@ -12,6 +12,7 @@ from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     CheckpointMeta,
     SampleOrder,
+    counted,
     data_order_change,
     model_sizes,
     moved_data_message,
@@ -53,16 +54,16 @@ def meta_of(data: DataConfig) -> CheckpointMeta:
     tokens = {name: 1000 for name in files if name.endswith(".npy")}
     meta = CheckpointMeta(
         format=FORMAT,
-        step=2,
-        samples=16,
-        tokens=0,
+        states=counted(step=2, samples=16) | {"data": {"data_files": files, "data_tokens": tokens}},
         order=sample_order(cfg),
         model=model_sizes(cfg.model),
         parallel={},
-        data_files=files,
-        data_tokens=tokens,
     )
     return replace(meta, order=json.loads(json.dumps(meta.order)))
+
+
+def _with(meta: CheckpointMeta, **data: dict[str, str]) -> CheckpointMeta:
+    return replace(meta, states=meta.states | {"data": meta.states["data"] | data})
 
 
 def order_of(data: DataConfig) -> SampleOrder:
@@ -159,15 +160,15 @@ def test_tokenizer_and_template_count_by_all_of_their_bytes(place: Path, kind: s
 def test_checkpoints_of_old_versions_go_on(place: Path):
     data = DataConfig(kind="text", path="text", tokenizer="tok")
     meta = meta_of(data)
-    old = replace(meta, data_files={name: " ".join(seen.split()[:2]) for name, seen in meta.data_files.items()})
+    old = _with(meta, data_files={name: " ".join(seen.split()[:2]) for name, seen in meta.data_files.items()})
     assert not change(old, replace(data, path="./text"))
     # They had no fingerprint of a tokenizer that only shows token files: it counts by its name.
     data = DataConfig(kind="tokens", path="tokens", tokenizer="tok")
     meta = meta_of(data)
-    old = replace(meta, data_files={name: seen for name, seen in meta.data_files.items() if name.endswith(".npy")})
+    old = _with(meta, data_files={name: seen for name, seen in meta.data_files.items() if name.endswith(".npy")})
     assert not change(old, replace(data, path="./tokens"))
     assert "tokenizer 'tok' there, './tok' here" in change(old, replace(data, tokenizer="./tok"))
-    assert "path" in change(replace(meta, data_files={}), replace(data, path="./tokens"))
+    assert "path" in change(_with(meta, data_files={}), replace(data, path="./tokens"))
 
 
 def test_names_on_the_hub_count_as_names(place: Path):
@@ -180,7 +181,7 @@ def test_names_on_the_hub_count_as_names(place: Path):
 
 def test_files_that_were_lost_stay_lost_at_another_path(place: Path):
     data = DataConfig(kind="tokens", path="tokens", corrupt="skip")
-    meta = replace(meta_of(data), data_lost={"tokens/1.npy": "it was short"})
+    meta = _with(meta_of(data), data_lost={"tokens/1.npy": "it was short"})
     moved = replace(data, path="./tokens")
     assert not change(meta, moved)
     assert list(relocated(meta, order_of(moved), fingerprint(moved)).data_lost) == ["tokens/1.npy"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.peer_snapshot import (
     PeerSnapshots,
     SnapshotLayout,
@@ -68,7 +68,9 @@ def _restore_after_loss(
     for step in (1, 2, 3):
         snapshots.take(
             _numbered(training, step),
-            TrainState(step=step, samples=step * 8, tokens=step * 100, moment_updates=7),
+            TrainState(
+                states=counted(step=step, samples=step * 8, tokens=step * 100) | {"weights": {"moment_updates": 7}}
+            ),
             groups,
         )
     snapshots.forget_groups()
@@ -96,7 +98,7 @@ def _restore(cfg: Config, snapshots: PeerSnapshots, step: int, damages: tuple[st
     counts = dict.fromkeys(training.parameters, 7.0)
     share = 24 // groups.attn.dp.size
     first = groups.attn.dp.rank * share
-    restored = RestoredRun(progress, counts, range(first, first + share), 24)
+    restored = RestoredRun(progress.states, counts, range(first, first + share), 24)
     messages = {name: _certify(snapshots, step, state, restored, groups, name) for name in damages}
     wrong = []
     for name, tensor in state.items():
@@ -145,7 +147,9 @@ def _certify(
     if damage == "wrong step count" and is_here:
         restored = replace(restored, step_counts=dict(restored.step_counts) | {"embedding.weight": 8.0})
     if damage == "wrong position" and is_here:
-        restored = replace(restored, progress=replace(restored.progress, samples=25))
+        restored = replace(
+            restored, states=counted(step=3, samples=25, tokens=300) | {"weights": {"moment_updates": 7}}
+        )
     if damage == "sample twice" and is_here:
         restored = replace(restored, samples=range(restored.samples.start - 1, restored.samples.stop))
     message = ""
@@ -165,7 +169,7 @@ DAMAGES = {
     "swapped moments": "optimizer.layers.0.attention.wq.exp_avg on rank 1 differs from its value on rank",
     "wrong weight": "model.embedding.weight on rank 1 differs from its value on rank",
     "wrong step count": "the optimizer has counted 8 updates of embedding.weight on rank 1, and 7 in the snapshot",
-    "wrong position": "samples is 25 on rank 1, and 24 in the snapshot",
+    "wrong position": "samples of 'position' is 25 on rank 1, and 24 in the snapshot",
     "sample twice": "sample 11 of the next batch, and its random numbers, belong to 2 replicas",
 }
 

@@ -17,6 +17,7 @@ from moefold.checkpoint.checkpoint_dir import (
     TrainState,
     checkpoint_folder,
     complete_checkpoints,
+    counted,
     named_checkpoints,
     quick_validate,
     step_of,
@@ -201,7 +202,7 @@ def _failed_save(cfg: Config) -> str:
 
     state = {f"model.{dist.get_rank()}": torch.ones(3)}
     with patch.object(RemotePath, "open", fail), pytest.raises(ConfigError) as caught:
-        save_load.write_checkpoint(cfg, state, TrainState(step=1, samples=1, tokens=1))
+        save_load.write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=1, tokens=1)))
     return str(caught.value)
 
 

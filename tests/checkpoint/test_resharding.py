@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
@@ -108,6 +108,7 @@ def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
     samples = 0
     if resume:
         meta = load_checkpoint(Path(resume), training.parameters, training.buffers, training.optimizer)
+        training.load_state_dict({"moment_updates": first})
         assert meta.step == first
         samples = meta.samples
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
@@ -117,7 +118,7 @@ def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
         losses.append(training.run(loader.batch(samples), step).loss)
         samples += cfg.train.global_batch_size
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, TrainState(step=last, samples=samples, tokens=0))
+    write_checkpoint(cfg, state, TrainState(states=counted(step=last, samples=samples, tokens=0)))
     return losses
 
 
@@ -138,7 +139,7 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
     training = TrainingStep(parallelize(cfg, groups), cfg)
     load_checkpoint(Path(saved), training.parameters, training.buffers, training.optimizer)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, TrainState(step=step, samples=0, tokens=0))
+    write_checkpoint(cfg, state, TrainState(states=counted(step=step, samples=0, tokens=0)))
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     CheckpointMeta,
     TrainState,
+    counted,
     model_sizes,
     sample_order,
     step_path,
-    tmp_checkpoint_path,
     write_meta,
 )
 from moefold.checkpoint.commit import commit
+from moefold.checkpoint.folder_writer import tmp_checkpoint_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.save_load import (
     checkpoint_state,
@@ -78,7 +79,7 @@ def _save(cfg: Config, steps: list[int]) -> None:
     training = _training(cfg)
     for step in steps:
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-        write_checkpoint(cfg, state, TrainState(step=step, samples=4 * step, tokens=64 * step))
+        write_checkpoint(cfg, state, TrainState(states=counted(step=step, samples=4 * step, tokens=64 * step)))
 
 
 def _save_with_slow_rename(cfg: Config) -> bool:
@@ -92,7 +93,7 @@ def _save_with_slow_rename(cfg: Config) -> bool:
         commit(draft, final)
 
     with patch.object(save_load, "commit", wait_and_commit):
-        saved = write_checkpoint(cfg, state, TrainState(step=1, samples=4, tokens=64))
+        saved = write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=4, tokens=64)))
     return saved.is_dir()
 
 
@@ -113,7 +114,12 @@ def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
     path = step_path(Path(cfg.run.dir) / "checkpoints", 1)
     dcp.save(state, checkpoint_id=path)
     model, order = model_sizes(cfg.model), sample_order(cfg)
-    write_meta(path, CheckpointMeta(format=FORMAT, step=1, samples=4, tokens=64, order=order, model=model, parallel={}))
+    write_meta(
+        path,
+        CheckpointMeta(
+            format=FORMAT, states=counted(step=1, samples=4, tokens=64), order=order, model=model, parallel={}
+        ),
+    )
     _seal(path)
 
 

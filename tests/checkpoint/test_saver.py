@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints
+from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints, counted
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.saver import BackgroundSaver
 from moefold.comm.groups import ParallelGroups
@@ -58,7 +58,7 @@ def _saver(cfg: Config) -> BackgroundSaver:
 
 
 def _position(step: int) -> TrainState:
-    return TrainState(step=step, samples=0, tokens=0)
+    return TrainState(states=counted(step=step, samples=0, tokens=0))
 
 
 def _change_what_is_being_saved(cfg: Config) -> None:

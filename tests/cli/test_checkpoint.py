@@ -60,7 +60,7 @@ def test_list(run, capsys):
 def test_list_as_json(run, capsys):
     assert main(_words("list", run / "checkpoints", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(Path(row["path"]).name, row["meta"]["step"], row["faults"]) for row in found] == [
+    assert [(Path(row["path"]).name, row["meta"]["states"]["position"]["step"], row["faults"]) for row in found] == [
         (STEPS[0], 2, []),
         (STEPS[1], 4, []),
     ]
@@ -70,7 +70,7 @@ def test_list_as_json(run, capsys):
 def test_show_takes_the_newest_of_a_run(run, capsys):
     assert main(_words("show", run, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 4
+    assert found["states"]["position"]["step"] == 4
     experts = next(tensor for tensor in found["tensors"] if tensor["name"] == "model.layers.1.ffn.experts.w_up")
     assert (experts["shape"], experts["dtype"], experts["num_chunks"]) == ([8, 16, 8], "float32", 2)
     assert experts["size_bytes"] == 8 * 16 * 8 * 4
@@ -103,7 +103,7 @@ def _seal(checkpoint: Path) -> None:
     [
         (lambda meta: meta.clear(), "has a broken moefold.json"),
         (lambda meta: meta.update(format=99), "has format 99"),
-        (lambda meta: meta.update(step="two"), "has a broken moefold.json: step is 'two'"),
+        (lambda meta: meta["states"]["position"].update(step="two"), "has a broken moefold.json: step is 'two'"),
         (lambda meta: meta["model"].update(hidden_size=2**50), "model.hidden_size=1125899906842624 must be"),
         (lambda meta: meta["model"].update(num_experts=2**40), "model.ffn.moe.num_experts=1099511627776 must be"),
         (
@@ -117,7 +117,7 @@ def _seal(checkpoint: Path) -> None:
         (lambda meta: meta["model"].update(layer_pattern="M999999999999"), "layer_pattern"),
         (lambda meta: meta["model"].update(nope=3), "has a model that this version does not know"),
         (lambda meta: meta["parallel"].update(world_size=0), "parallel.world_size is 0"),
-        (lambda meta: meta.update(lora={"rank": "x"}), "lora.rank is 'x'"),
+        (lambda meta: meta["states"].update(lora={"rank": "x"}), "lora.rank is 'x'"),
     ],
 )
 def test_verify_names_a_description_that_cannot_be_loaded(copy, capsys, change, fault):
@@ -151,7 +151,7 @@ def test_diff_of_equals_and_of_others(run, copy, capsys):
     assert capsys.readouterr().out == "all tensors are equal\n"
     assert main(_words("diff", run / "checkpoints" / STEPS[0], run, "--json", "--weights")) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["description"]["step"] == [2, 4]
+    assert found["description"]["position.step"] == [2, 4]
     names = [difference["name"] for difference in found["tensors"]]
     assert "model.layers.1.ffn.experts.w_up" in names
     assert not any(name.startswith("optimizer.") for name in names)

@@ -8,6 +8,7 @@ from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     META_FILE,
     CheckpointMeta,
+    counted,
     model_sizes,
     sample_order,
     step_path,
@@ -50,7 +51,7 @@ def write_checkpoint(run_dir: Path, step: int) -> Path:
     order, model = sample_order(cfg), model_sizes(cfg.model)
     path = step_path(run_dir / "checkpoints", step)
     path.mkdir(parents=True)
-    meta = CheckpointMeta(format=FORMAT, step=step, samples=0, tokens=0, order=order, model=model, parallel={})
+    meta = CheckpointMeta(format=FORMAT, states=counted(step=step), order=order, model=model, parallel={})
     write_meta(path, meta)
     write_manifest(path, {META_FILE: digest_file(path / META_FILE)})
     return path

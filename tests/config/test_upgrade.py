@@ -271,7 +271,7 @@ def test_an_old_run_has_the_same_settings():
 def test_an_old_checkpoint_has_the_schedule_of_its_run():
     cfg = parse_run_config(old_settings(), OLD_RUN / "config.json")
     meta = read_meta(OLD_RUN / "step-000004")
-    assert meta.schedule == schedule_settings(cfg.run, cfg.train)
+    assert meta.state_of("schedule") == schedule_settings(cfg.run, cfg.train)
     assert meta.format == FORMAT
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moefold.checkpoint.checkpoint_dir import TrainState, read_meta
+from moefold.checkpoint.checkpoint_dir import TrainState, counted, read_meta
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main
@@ -94,7 +94,7 @@ def _save_under(cfg: Config) -> None:
     load_initial_weights(cfg.run, cfg.model, cfg.data, cfg.checkpoint, model, is_first_rank=groups.rank == 0)
     training = TrainingStep(model, cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, TrainState(step=0, samples=0, tokens=0))
+    write_checkpoint(cfg, state, TrainState(states=counted(step=0, samples=0, tokens=0)))
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, read_meta
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.streaming_io import CheckpointSource
@@ -204,7 +204,7 @@ class _Weights:
         self.path = Path("x")
         self._values = {name.replace("_", "."): tensor for name, tensor in values.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._values.items()}
-        self.meta = CheckpointMeta(step=1, samples=0, tokens=0, format=1, order={"seed": 3}, model={}, parallel={})
+        self.meta = CheckpointMeta(states=counted(step=1), format=1, order={"seed": 3}, model={}, parallel={})
 
     def dtype(self, name: str) -> torch.dtype:
         return self._values[name].dtype

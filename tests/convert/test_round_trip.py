@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
 from moefold.config.upgrade import FORMAT
@@ -255,7 +255,7 @@ def test_transformers_loads_an_export_in_another_type(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(("kind", "length"), [("none", 2048), ("linear", 2048), ("llama3", 100), ("yarn", 100)])
 def test_a_stretched_model_takes_as_many_positions_as_its_rotation_reaches(kind, length):
     model = model_of({"rope.scaling": kind, "rope.scaling.factor": 2.5, "rope.scaling.original_seq_len": 40})
-    fields = dict.fromkeys(("step", "samples", "tokens"), 0) | {"format": FORMAT, "model": {}, "parallel": {}}
+    fields = {"states": counted(), "format": FORMAT, "model": {}, "parallel": {}}
     assert max_positions(model, CheckpointMeta(order={}, **fields)) == length
     assert max_positions(model, CheckpointMeta(order={"seq_len": 4096}, **fields)) == 4096
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_dir import counted, read_meta
 from moefold.cli.main import main
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.tokenizer_folder import JsonTokenizer
@@ -243,7 +243,7 @@ def test_the_template_of_the_recipe_goes_out(place, capsys):
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 1]
     meta = read_meta(Path("run/checkpoints/step-000001"))
     assert choose_tokenizer(meta, None).sidecar_files["chat_template.jinja"] == Path("own.jinja")
-    unknown = choose_tokenizer(replace(meta, data_files={}), None)
+    unknown = choose_tokenizer(replace(meta, states=counted()), None)
     assert unknown.sidecar_files["chat_template.jinja"] == Path("words/chat_template.jinja")
 
 

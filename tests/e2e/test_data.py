@@ -41,7 +41,7 @@ def test_stream_resumes_where_it_was(tmp_path: Path):
     train(tmp_path / "whole", *words, "run.steps=6")
     train(tmp_path / "halves", *words, "run.steps=3")
     meta = json.loads((tmp_path / "halves" / "checkpoints" / "step-000003" / "moefold.json").read_text())
-    assert len(meta["stream"]) == 2
+    assert len(meta["states"]["data"]["stream"]) == 2
     train(tmp_path / "halves", *words, "run.steps=6", "parallel.world_size=1")
     assert checkpoints(tmp_path / "halves") == ["step-000003", "step-000006"]
     assert losses(tmp_path / "halves") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

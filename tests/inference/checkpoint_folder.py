@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, sample_order, write_meta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, model_sizes, sample_order, write_meta
 from moefold.config.part import words_of
 from moefold.config.schema import Config, write_config_json
 from moefold.config.upgrade import FORMAT
@@ -19,9 +19,7 @@ def described_run(run_dir: Path, steps: tuple[int, ...] = (10,), **sections: dic
             path,
             CheckpointMeta(
                 format=FORMAT,
-                step=step,
-                samples=0,
-                tokens=0,
+                states=counted(step=step),
                 order=sample_order(cfg),
                 model=model_sizes(cfg.model),
                 parallel=words_of(cfg.parallel),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.save_load import write_checkpoint as write
 from moefold.comm.groups import ParallelGroups
@@ -111,7 +111,7 @@ def write_checkpoint(cfg: Config) -> None:
     """Save the initial weights as step 7 of a run; on one rank of a process group."""
     training = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), CPU)), cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write(cfg, state, TrainState(step=7, samples=0, tokens=0))
+    write(cfg, state, TrainState(states=counted(step=7, samples=0, tokens=0)))
     write_config_json(cfg, Path(cfg.run.dir) / "config.json")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
@@ -72,7 +72,7 @@ def _train(cfg: Config, keeps: bool):
         step(number)
         if number == 1:
             state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-            saved = write_checkpoint(cfg, state, TrainState(step=1, samples=size, tokens=0))
+            saved = write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=size, tokens=0)))
     load_checkpoint(saved, training.parameters, training.buffers, training.optimizer)
     for number in (2, 3):
         step(number)

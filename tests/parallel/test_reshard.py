@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_weights, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice
@@ -82,7 +82,7 @@ def _save(model: ParallelModel, cfg: Config, run_dir: str) -> Path:
     cfg = replace(cfg, run=replace(cfg.run, dir=run_dir))
     training = TrainingStep(model, cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    return write_checkpoint(cfg, state, TrainState(step=1, samples=0, tokens=0))
+    return write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=0, tokens=0)))
 
 
 @torch.no_grad()

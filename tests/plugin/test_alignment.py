@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, data_order_change, sample_order
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.recipe import load_config
@@ -52,7 +52,9 @@ def recipe(file: Path, kind: str, **settings: float) -> Config:
 
 def meta_of(cfg: Config) -> CheckpointMeta:
     """Return the metadata of a checkpoint of a recipe."""
-    return CheckpointMeta(format=1, step=1, samples=1, tokens=16, order=sample_order(cfg), model={}, parallel={})
+    return CheckpointMeta(
+        format=1, states=counted(step=1, samples=1, tokens=16), order=sample_order(cfg), model={}, parallel={}
+    )
 
 
 def test_a_part_inherits_the_settings_of_a_built_in_base(file):

@@ -170,42 +170,42 @@ def test_machines_with_other_files_are_found_out_on_every_rank(pool, tmp_path):
 
 
 def _outside(meta: dict[str, Any], data: str) -> None:
-    meta["data_tokens"] = {f"{data}/../outside/0.npy": 2000}
+    meta["states"]["data"]["data_tokens"] = {f"{data}/../outside/0.npy": 2000}
 
 
 def _outside_and_listed(meta: dict[str, Any], data: str) -> None:
-    meta["data_tokens"] = {f"{data}/../outside/0.npy": 2000}
-    meta["data_files"][f"{data}/../outside/0.npy"] = "1 0"
+    meta["states"]["data"]["data_tokens"] = {f"{data}/../outside/0.npy": 2000}
+    meta["states"]["data"]["data_files"][f"{data}/../outside/0.npy"] = "1 0"
 
 
 def _elsewhere(meta: dict[str, Any], data: str) -> None:
-    meta["data_files"] = {f"{data}/x.npy": "1 0"}
-    meta["data_tokens"] = {f"{data}/x.npy": 2000}
+    meta["states"]["data"]["data_files"] = {f"{data}/x.npy": "1 0"}
+    meta["states"]["data"]["data_tokens"] = {f"{data}/x.npy": 2000}
 
 
 def _one_alone(meta: dict[str, Any], data: str) -> None:
-    meta["data_tokens"] = {f"{data}/1.npy": 2000}
+    meta["states"]["data"]["data_tokens"] = {f"{data}/1.npy": 2000}
 
 
 def _shorter(meta: dict[str, Any], data: str) -> None:
-    meta["data_tokens"][f"{data}/1.npy"] = 1000
+    meta["states"]["data"]["data_tokens"][f"{data}/1.npy"] = 1000
 
 
 def _turned_round(meta: dict[str, Any], data: str) -> None:
-    meta["data_tokens"] = dict(reversed(meta["data_tokens"].items()))
+    meta["states"]["data"]["data_tokens"] = dict(reversed(meta["states"]["data"]["data_tokens"].items()))
 
 
 def _all_turned_round(meta: dict[str, Any], data: str) -> None:
     _turned_round(meta, data)
-    meta["data_files"] = dict(reversed(meta["data_files"].items()))
+    meta["states"]["data"]["data_files"] = dict(reversed(meta["states"]["data"]["data_files"].items()))
 
 
 def _strange_loss(meta: dict[str, Any], data: str) -> None:
-    meta["data_lost"] = {"/etc/passwd": "gone"}
+    meta["states"]["data"]["data_lost"] = {"/etc/passwd": "gone"}
 
 
 def _nameless(meta: dict[str, Any], data: str) -> None:
-    meta["data_files"]["."] = "skipped"
+    meta["states"]["data"]["data_files"]["."] = "skipped"
 
 
 _CHANGES: list[tuple[Callable[[dict[str, Any], str], None], str]] = [

@@ -129,7 +129,7 @@ def test_tokens_equal_the_texts_under_every_mapping(
     assert on_ranks == pytest.approx(flops, rel=1e-12)
     assert undefined(last) == []
     (path,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert (read_meta(path).tokens, read_meta(path).tokens_consumed) == (expected, expected)
+    assert (read_meta(path).tokens, read_meta(path).state_of("position")["tokens_consumed"]) == (expected, expected)
 
 
 @pytest.mark.parametrize("make", [conversations, pairs])
@@ -185,8 +185,8 @@ def test_a_checkpoint_that_counted_padding_is_told_apart(pool, tmp_path):
     pool.run(1, _train, cfg)
     (path,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     meta = json.loads((path / META_FILE).read_text())
-    del meta["tokens_consumed"], meta["schedule"]
-    meta["tokens"] = 2 * 4 * S
+    del meta["states"]["position"]["tokens_consumed"], meta["states"]["schedule"]
+    meta["states"]["position"]["tokens"] = 2 * 4 * S
     (path / META_FILE).write_text(json.dumps(meta))
     write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
     (printed,) = pool.run(1, _train_loudly, replace(cfg, run=replace(cfg.run, steps=4)))

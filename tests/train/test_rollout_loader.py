@@ -553,7 +553,7 @@ def test_a_run_may_go_on_without_its_reset_reference_and_with_the_reference_of_i
     cfg = recipe(tmp_path, 3, kl=0.1, reset_patience=1)
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-9), checkpoint=CheckpointConfig(every=1))
     pool.run(1, _train, cfg)
-    state = json.loads((tmp_path / "run/checkpoints/step-000003/moefold.json").read_text())["rl"]
+    state = json.loads((tmp_path / "run/checkpoints/step-000003/moefold.json").read_text())["states"]["data"]["rl"]
     assert state["num_resets"] > 0
     without = replace(cfg, rl=replace(cfg.rl, kl=0.0, reset_patience=0), run=replace(cfg.run, steps=4))
     pool.run(1, _train, without)

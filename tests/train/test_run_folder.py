@@ -13,6 +13,7 @@ from moefold.checkpoint.checkpoint_dir import (
     FORMAT,
     META_FILE,
     CheckpointMeta,
+    counted,
     model_sizes,
     sample_order,
     step_path,
@@ -47,13 +48,10 @@ def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None
         path,
         CheckpointMeta(
             format=FORMAT,
-            step=saved,
-            samples=0,
-            tokens=0,
+            states=counted(step=saved) | {"data": {"data_files": fingerprint(cfg.data)}},
             order=order,
             model=model,
             parallel={},
-            data_files=fingerprint(cfg.data),
         ),
     )
     write_manifest(path, {META_FILE: digest_file(path / META_FILE)})

@@ -390,7 +390,9 @@ def test_rollback_forgets_the_round_under_way(pool, tmp_path):
     # step 2 loads.
     assert pool.run(1, train, cfg, _Damage(tmp_path / "run" / "checkpoints", 2)) == [""]
     assert [fault["step"] for fault in read_faults(tmp_path / "run")] == [6]
-    saved = {step: read_meta(tmp_path / "run" / "checkpoints" / f"step-{step:06d}").sites for step in (4, 8)}
+    saved = {
+        step: read_meta(tmp_path / "run" / "checkpoints" / f"step-{step:06d}").state_of("sites") for step in (4, 8)
+    }
     assert saved[4]["rounds"] == 0
     assert "pending.due" not in saved[4]
     assert saved[8]["rounds"] == 2

@@ -41,4 +41,4 @@ def test_moments_are_reset_after_a_round(pool, tmp_path):
         path = checkpoint(tmp_path / "site-1", step)
         moments = tensors(path, "optimizer.")
         assert all(not moment.any() for moment in moments.values()) == is_zero
-        assert read_meta(path).moment_updates == updates
+        assert read_meta(path).state_of("weights")["moment_updates"] == updates

@@ -298,7 +298,7 @@ def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
     with Server().running() as server:
         jobs = [of_site(parts, n, server.port) for n in (0, 1)]
         run_sites(pool, jobs, train_until, last)
-        state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).sites
+        state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).state_of("sites")
         # CODED has two fragments, one of them each second step.
         assert state["rounds"] == last // 2
         overlap = whole.sites.overlap
@@ -535,7 +535,7 @@ def check_return(pool, tmp_path: Path, cfg: Config, every: int) -> None:
         paths = [checkpoint(tmp_path / f"site-{n}", jobs[n].run.steps) for n in (0, number)]
         assert differing_tensors(*paths, "model.") == []
         assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
-    assert read_meta(checkpoint(tmp_path / "site-2", last)).sites["rounds"] == (7 if is_co2 else 5)
+    assert read_meta(checkpoint(tmp_path / "site-2", last)).state_of("sites")["rounds"] == (7 if is_co2 else 5)
 
 
 def test_the_log_says_for_what_a_site_waits():

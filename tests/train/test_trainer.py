@@ -276,7 +276,7 @@ def test_a_resume_between_two_resets_of_the_moments_gives_the_same_bits(pool, tm
     last = [tmp_path / name / "checkpoints" / "step-000007" for name in ("whole", "parts")]
     assert differing_tensors(*last) == []
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
-    assert [read_meta(path).moment_updates for path in last] == [1, 1]
+    assert [read_meta(path).state_of("weights")["moment_updates"] for path in last] == [1, 1]
 
 
 def test_a_reset_zeroes_the_moments_after_its_step_and_no_other(pool, tmp_path):

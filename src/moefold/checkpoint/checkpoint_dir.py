@@ -9,9 +9,9 @@ import json
 import math
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
@@ -30,7 +30,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_numbers, part_keys, tables
 from moefold.config.tree import value_at
-from moefold.config.upgrade import FORMAT, flat_settings, upgraded, upgraded_keys
+from moefold.config.upgrade import FORMAT, flat_settings, states_by_object, upgraded, upgraded_keys
 from moefold.data.fingerprint import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
 from moefold.data.input_paths import SKIPPED, check_data_file_names, file_differences, separate_dropped_files
 from moefold.errors import ConfigError, format_list
@@ -42,49 +42,68 @@ if TYPE_CHECKING:
     from moefold.comm.groups import World
 
 
-T = TypeVar("T")
 META_FILE = "moefold.json"
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{6,})")
 
 
+States = dict[str, dict[str, Any]]
+"""State of each object of a run by its name, as JSON values: see `save_load.RunStates`."""
+
+
+def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
+    """Return the states of a run of which only its progress is known."""
+    return {"position": {"step": step, "samples": samples, "tokens": tokens, "skipped": []}}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Progress of a run."""
+    """State of a run after a step. The properties are what commands read of it; whoever owns a state loads it."""
 
-    step: int
-    """Optimizer steps completed."""
-    samples: int
-    """Training samples consumed."""
-    tokens: int
-    """Tokens trained on: input tokens without padding, of the updates that were applied. In checkpoints without
-    `tokens_consumed`, of old versions: with padding, and of skipped updates too."""
-    tokens_consumed: int | None = None
-    """Input tokens without padding of all steps, skipped updates included; None in old checkpoints."""
-    schedule: dict[str, Any] = field(default_factory=dict)
-    """Settings of the learning-rate schedule (`schedule_settings`); empty in old checkpoints."""
-    stream: Any = None
-    """State of a streaming data set, so that it need not be read from its start; None for other data."""
-    guard: Any = None
-    """State of the step guard (faults and recent losses): `StepGuard.state`; None in old checkpoints."""
-    checked_step: int | None = None
-    """Step of the last successful replica check; None if there was none."""
-    moment_updates: int | None = None
-    """Updates since the optimizer moments were zero; None in old checkpoints: all of the run's."""
-    data_files: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
-    data_tokens: dict[str, int] = field(default_factory=dict)
-    """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
-    data_lost: dict[str, str] = field(default_factory=dict)
-    """Token files that the run has dropped since, each with the reason."""
-    lora: dict[str, Any] = field(default_factory=dict)
-    """Adapters of a run that trains them alone: rank, alpha, targets, and the base weights (`adapter_settings`);
-    empty if the checkpoint has all weights."""
-    rl: Any = None
-    """State of reinforcement learning: held-out rewards since the last reset of the reference model; else None."""
-    sites: Any = None
-    """State of the outer optimizer: `OuterOptimizer.state`; None in a run of one site without an outer step."""
-    eval_loss: float | None = None
-    """Held-out loss of these weights; None if they were not evaluated, or it is not finite."""
+    states: States
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return the state of an object; empty if there is none."""
+        return self.states.get(name, {})
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return int(self.state_of("position")["step"])
+
+    @property
+    def samples(self) -> int:
+        """Training samples consumed."""
+        return int(self.state_of("position")["samples"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on. In checkpoints without `tokens_consumed`: with padding, and of skipped updates too."""
+        return int(self.state_of("position")["tokens"])
+
+    @property
+    def data_files(self) -> dict[str, str]:
+        """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
+        return self.state_of("data").get("data_files", {})
+
+    @property
+    def data_tokens(self) -> dict[str, int]:
+        """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
+        return self.state_of("data").get("data_tokens", {})
+
+    @property
+    def data_lost(self) -> dict[str, str]:
+        """Token files that the run has dropped since, each with the reason."""
+        return self.state_of("data").get("data_lost", {})
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        """Settings of adapters (`adapter_settings`) trained alone; empty if the checkpoint has all weights."""
+        return self.state_of("lora")
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss of these weights; None if they were not evaluated, or it is not finite."""
+        return self.state_of("evaluation").get("eval_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +144,6 @@ def checkpoint_folder_key(checkpoint: CheckpointConfig) -> str:
 def step_path(folder: Path, step: int) -> Path:
     """Return the path of the complete checkpoint of a step."""
     return folder / f"step-{step:06d}"
-
-
-def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
-    """Return the path under which a job writes a checkpoint before `commit.commit`; in a remote folder, the final one.
-
-    No two jobs write into one folder: a job that was suspended in a save may go on at any time.
-    """
-    if isinstance(folder, RemotePath):
-        return step_path(folder, step)
-    return folder / f".step-{step:06d}.{job}.partial"
 
 
 def unfinished_checkpoints(folder: Path) -> list[Path]:
@@ -240,15 +249,11 @@ def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[st
     now = data_files(order, fingerprints)
     names = names_now(then, meta.data_files, now, fingerprints)
 
-    def renamed(values: dict[str, T]) -> dict[str, T]:
-        return {names.get(name, name): value for name, value in values.items()}
-
-    return replace(
-        meta,
-        data_files=renamed(meta.data_files),
-        data_tokens=renamed(meta.data_tokens),
-        data_lost=renamed(meta.data_lost),
-    )
+    data = {
+        field: {names.get(name, name): value for name, value in getattr(meta, field).items()}
+        for field in ("data_files", "data_tokens", "data_lost")
+    }
+    return replace(meta, states=meta.states | {"data": meta.state_of("data") | data})
 
 
 def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
@@ -455,8 +460,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         ConfigError: the folder is no moefold checkpoint, or has a format that this version cannot read.
     """
     try:
-        fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
-        meta = CheckpointMeta(**_of_format(fields))
+        meta = CheckpointMeta(**_of_format(read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)))
         _check_meta(meta)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
@@ -477,11 +481,11 @@ def _of_format(fields: Any) -> dict[str, Any]:
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
-    found = fields | ({"format": FORMAT} if fields.get("format", 1) == 1 else {})
+    found = dict(fields) if "states" in fields else states_by_object(fields)
+    if fields.get("format", 1) == 1:
+        found["format"] = FORMAT
     if isinstance(model := fields.get("model"), dict):
         found["model"] = upgraded({"model": model})[0]["model"]
-    if isinstance(schedule := fields.get("schedule"), dict):
-        found["schedule"] = upgraded_keys(schedule)
     if isinstance(order := fields.get("order"), dict) and AlignmentPart.key in order:
         align = upgraded_keys({key: value for key, value in order.items() if key.startswith("align.")})
         align[AlignmentPart.key] = _method_of_samples(align[AlignmentPart.key])
@@ -491,34 +495,27 @@ def _of_format(fields: Any) -> dict[str, Any]:
 
 def _check_meta(meta: CheckpointMeta) -> None:
     """Raise TypeError for values of types that a run never writes; the contents of the sections are checked later."""
-    for name in ("format", "step", "samples", "tokens"):
-        value = getattr(meta, name)
-        if type(value) is not int or value < 0:
-            raise TypeError(f"{name} is {value!r}")
-    for name in ("checked_step", "moment_updates", "tokens_consumed"):
-        value = getattr(meta, name)
-        if value is not None and (type(value) is not int or value < 0):
-            raise TypeError(f"{name} is {value!r}")
+    for name, state in {"states": meta.states, **(meta.states if isinstance(meta.states, dict) else {})}.items():
+        if not isinstance(state, dict):
+            raise TypeError(f"{name} is no object")
     if meta.eval_loss is not None and not (type(meta.eval_loss) in (int, float) and math.isfinite(meta.eval_loss)):
         raise TypeError(f"eval_loss is {meta.eval_loss!r}")
-    if meta.sites is not None and not (
-        isinstance(meta.sites, dict) and all(type(value) is int for value in meta.sites.values())
-    ):
-        raise TypeError(f"sites is {meta.sites!r}")
-    if meta.rl is not None:
+    if not all(type(value) is int for value in meta.state_of("sites").values()):
+        raise TypeError(f"sites is {meta.state_of('sites')!r}")
+    if (rl := meta.state_of("data").get("rl")) is not None:
         from moefold.rl.plateau import Plateau
         from moefold.rl.table import table_headers
 
-        Plateau.from_json(meta.rl)
-        table_headers(meta.rl)
+        Plateau.from_json(rl)
+        table_headers(rl)
     if meta.lora != {}:
         from moefold.checkpoint.adapter_settings import check_adapter_settings
 
         check_adapter_settings(meta.lora)
-    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost", "schedule"):
+    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
             raise TypeError(f"{name} is no object")
-    check_schedule_settings(meta.schedule)
+    check_schedule_settings(meta.state_of("schedule"))
     sizes = meta.model
     try:
         _model_of(sizes)
@@ -533,11 +530,15 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError(f"model.layers={layers!r} {error}") from None
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is no mapping of ranks")
-    numbers = {"order.seq_len": meta.order.get("seq_len", 1)}
-    numbers |= {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
-    for name, value in numbers.items():
-        if type(value) is not int or value < 1:
-            raise TypeError(f"{name} is {value!r}")
+    position = meta.state_of("position")
+    counts = {"format": meta.format} | {name: position.get(name) for name in ("step", "samples", "tokens")}
+    optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
+    counts |= {name: meta.state_of(owner).get(name, 0) for name, owner in optional.items()}
+    degrees = {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
+    for least, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
+        for name, value in numbers.items():
+            if type(value) is not int or value < least:
+                raise TypeError(f"{name} is {value!r}")
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
         raise TypeError("data_tokens are no counts")
     if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):

@@ -18,7 +18,6 @@ from moefold.checkpoint.checkpoint_dir import (
     remote_step_folders,
     step_of,
     step_path,
-    tmp_checkpoint_path,
     unfinished_checkpoints,
 )
 from moefold.checkpoint.commit import remove_checkpoint, remove_folder
@@ -30,6 +29,16 @@ from moefold.remote_path import RemotePath
 WRITER_FILE = ".writer.json"
 """Name of the job in a checkpoint; hidden, so that no upload contains the name of a host."""
 _DRAFT_PATTERN = re.compile(r"\.step-(\d+)\..*")
+
+
+def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
+    """Return the path under which a job writes a checkpoint before `commit.commit`; in a remote folder, the final one.
+
+    No two jobs write into one folder: a job that was suspended in a save may go on at any time.
+    """
+    if isinstance(folder, RemotePath):
+        return step_path(folder, step)
+    return folder / f".step-{step:06d}.{job}.partial"
 
 
 @dataclass(frozen=True)

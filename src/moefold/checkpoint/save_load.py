@@ -6,10 +6,12 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     CheckpointMeta,
+    States,
     TrainState,
     check_compatible,
     check_integrity,
@@ -49,7 +53,7 @@ from moefold.config.part import words_of
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError, format_list
-from moefold.optim.states import named_moments, set_step_count
+from moefold.optim.states import named_moments
 from moefold.remote_path import RemoteError, RemotePath
 
 
@@ -73,6 +77,9 @@ class ShardSavePlanner(DefaultSavePlanner):
             yield replace(item, index=MetadataIndex(item.index.fqn, chunk.offsets), tensor_data=data)
 
 
+CALLBACKS = "callbacks."
+"""Prefix of the names of a program's callbacks."""
+_LOAD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 SETTINGS_FILE = "config.json"
 """Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
@@ -99,6 +106,136 @@ _CORRUPT_FILE_ERRORS = (
 )
 """Exceptions that the library raises on files that contradict their index."""
 _RESUME_HINT = "name another one with checkpoint.resume, or move it away"
+
+
+@runtime_checkable
+class TensorState(Protocol):
+    """Object with state that has tensors besides JSON values."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of its entries of a checkpoint, by mapping-independent names."""
+
+    def load_tensors(self, path: Path | None) -> None:
+        """Load its entries of a checkpoint, after `load_state_dict`; None: of a new run. Collective."""
+
+
+class Record:
+    """State that describes a checkpoint and that no run goes on with; `read` returns it."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self._read = read
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the description."""
+        return self._read()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+class RunStates:
+    """Registry of the objects whose state a resumed run needs; saver and loader walk it, and nothing else lists them.
+
+    The owner of an object adds it under a name. A name that a checkpoint lacks is loaded as {}, which stands for the
+    state of a new run; the callback of a program gets the state back with which it was added.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[str, Stateful] = {}
+        self._after: dict[str, tuple[str, ...]] = {}
+        self._initial: States = {}
+
+    def add(self, name: str, owner: Stateful, *, after: tuple[str, ...] = ()) -> None:
+        """Register an object.
+
+        Args:
+            name: its name in checkpoints.
+            owner: the object.
+            after: names of the objects that must be loaded before it.
+
+        Raises:
+            ConfigError: the state of a callback cannot be saved.
+        """
+        assert name not in self._owners, name
+        self._owners[name] = owner
+        self._after[name] = after
+        if name.startswith(CALLBACKS):
+            self._initial[name] = _plain(owner.state_dict(), name)
+
+    def state_dict(self, *, has_records: bool = True) -> States:
+        """Return a copy of the states without tensors, by name.
+
+        Args:
+            has_records: whether descriptions are among them.
+
+        Raises:
+            ConfigError: a callback returns something else than JSON values.
+        """
+        return {
+            name: _plain(owner.state_dict(), name)
+            for name, owner in self._owners.items()
+            if has_records or not isinstance(owner, Record)
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of all entries of a checkpoint."""
+        return {name: tensor for owner in self._with_tensors() for name, tensor in owner.tensors().items()}
+
+    def start(self) -> None:
+        """Begin a new run, after the initial weights were loaded; collective."""
+        for owner in self._with_tensors():
+            owner.load_tensors(None)
+
+    def load(self, states: States, path: Path | None) -> None:
+        """Restore all objects in the order that they ask for; collective.
+
+        Args:
+            states: what `state_dict` returned.
+            path: the checkpoint; None: the tensors are restored by other means.
+
+        Raises:
+            ConfigError: a state is malformed, or the checkpoint lacks a tensor.
+        """
+        for name in TopologicalSorter(self._after).static_order():
+            owner = self._owners[name]
+            try:
+                # A copy, as a snapshot in memory may be loaded again.
+                owner.load_state_dict(_plain(states.get(name, self._initial.get(name, {})), name))
+            except _LOAD_ERRORS as error:
+                raise ConfigError(f"the state of {name!r} in the checkpoint cannot be loaded: {error!r}") from error
+            if path is not None and isinstance(owner, TensorState):
+                owner.load_tensors(path)
+
+    def notices(self, states: States) -> tuple[str, ...]:
+        """Return messages about callbacks that a checkpoint knows and the run does not, or the other way round."""
+        known, stored = ({name for name in names if name.startswith(CALLBACKS)} for names in (self._owners, states))
+        messages = {
+            "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": stored
+            - known,
+            "the checkpoint has no state of {}, which starts as the program built it": known - stored,
+        }
+        return tuple(text.format(format_list(sorted(names))) for text, names in messages.items() if names)
+
+    def _with_tensors(self) -> list[TensorState]:
+        return [owner for owner in self._owners.values() if isinstance(owner, TensorState)]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a copy of JSON values.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(part, f"{where}.{key}") for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, f"{where}[{index}]") for index, part in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"the state {where} is of type {type(value).__name__}, and a checkpoint stores JSON values: let state_dict() "
+        "return numbers, texts, lists and tables with keys of text"
+    )
 
 
 @dataclass(frozen=True)
@@ -252,7 +389,7 @@ def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:
         model=model_sizes(cfg.model),
         parallel=words_of(cfg.parallel),
         dtype=cfg.run.dtype,
-        **asdict(train_state),
+        states=train_state.states,
     )
 
 
@@ -265,7 +402,8 @@ def load_checkpoint(
 ) -> CheckpointMeta:
     """Load weights, buffers and optimizer moments into this rank's shards; collective over all ranks.
 
-    Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep their values.
+    Step counts of the moments are not among them. Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep
+    their values.
 
     Args:
         path: the checkpoint.
@@ -282,7 +420,6 @@ def load_checkpoint(
     with translate_read_errors(path):
         _check_has_moments(path, read_metadata(path), named_moments(optimizer, optimized) if optimized else None)
     _load_state(path, checkpoint_state(parameters, buffers, optimizer, optimized))
-    set_step_count(optimizer, meta.step if meta.moment_updates is None else meta.moment_updates)
     return meta
 
 

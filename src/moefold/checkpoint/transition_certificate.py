@@ -9,29 +9,26 @@ numbers go on where they were. Field bugs of all these kinds are listed in docs/
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_dir import States
 from moefold.checkpoint.peer_snapshot import BoxKey, Digest, PeerSnapshots, Snapshot, local_boxes
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import ParallelGroups
 from moefold.errors import RunError, format_list
 from moefold.ops.tensor_hash import TensorHasher
 
-NOT_RESTORED = frozenset({"schedule", "eval_loss"})
-"""Fields of the progress that come from the recipe, or describe one checkpoint: training does not go on with them."""
-
 
 @dataclass(frozen=True)
 class RestoredRun:
     """State of a rank of the new mapping besides its tensors."""
 
-    progress: TrainState
-    """As the next checkpoint would store it."""
+    states: States
+    """As the next checkpoint would store them, without records."""
     step_counts: Mapping[str, float]
     """Updates that the optimizer has counted, by parameter."""
     samples: range
@@ -135,21 +132,19 @@ def _differing_parts(
 def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGroups) -> Iterator[str]:
     """Yield the differences of progress and step counts from the snapshot."""
     assert slot.train_state is not None
-    taken = _json_fields(slot.train_state)
-    for name, value in _json_fields(restored.progress).items():
-        if value != taken[name] and name not in NOT_RESTORED:
-            yield f"{name} is {value} on rank {groups.rank}, and {taken[name]} in the snapshot"
-    updates = slot.train_state.moment_updates
+    for name, state in restored.states.items():
+        taken = slot.train_state.state_of(name)
+        for key in sorted(state.keys() | taken.keys()):
+            values = [json.dumps(found.get(key), sort_keys=True) for found in (state, taken)]
+            if values[0] != values[1]:
+                yield f"{key} of {name!r} is {values[0]} on rank {groups.rank}, and {values[1]} in the snapshot"
+    updates = slot.train_state.state_of("weights").get("moment_updates")
     for name, count in restored.step_counts.items():
         if updates is not None and count != updates:
             yield (
                 f"the optimizer has counted {count:g} updates of {name} on rank {groups.rank}, and {updates} in the "
                 "snapshot"
             )
-
-
-def _json_fields(progress: TrainState) -> dict[str, str]:
-    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in asdict(progress).items()}
 
 
 def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:

@@ -263,7 +263,8 @@ def _resolve_checkpoints(path: Path) -> list[Path]:
 
 
 def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, tuple[object, object]]:
-    flat = [flat_settings(_flatten(asdict(meta))) for meta in (left, right)]
+    trees = [{name: value for name, value in asdict(meta).items() if name != "states"} for meta in (left, right)]
+    flat = [flat_settings(_flatten(tree | meta.states)) for tree, meta in zip(trees, (left, right), strict=True)]
     keys = sorted(flat[0].keys() | flat[1].keys())
     return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
 

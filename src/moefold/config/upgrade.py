@@ -287,6 +287,34 @@ def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in upgraded(tree)[0].items() for key, value in keys.items()}
 
 
+_FORMER_STATES = {
+    "position": ("step", "samples", "tokens", "tokens_consumed"),
+    "weights": ("moment_updates",),
+    "evaluation": ("eval_loss",),
+    "replica_check": ("checked_step",),
+    "data": ("stream", "data_files", "data_tokens", "data_lost", "rl"),
+}
+"""Fields of checkpoints up to 0.2.0 by the object whose state they are now."""
+
+
+def states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a checkpoint up to 0.2.0 with the state of each object under its name in "states".
+
+    Raises:
+        TypeError: a field is of another type.
+    """
+    found = {name: value for name, value in fields.items() if value is not None}
+    states = {name: {key: found.pop(key) for key in keys if key in found} for name, keys in _FORMER_STATES.items()}
+    states |= {name: found.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in found}
+    for name in ("guard", "schedule"):
+        if not isinstance(states.get(name, {}), dict):
+            raise TypeError(f"{name} is no object")
+    guard = states.get("guard", {})
+    states["position"]["skipped"] = guard.get("left_out", [])
+    states["weights"].setdefault("moment_updates", states["position"].get("step", 0) - guard.get("num_skipped", 0))
+    return found | {"states": states | {"schedule": upgraded_keys(states.get("schedule", {}))}}
+
+
 def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by "section.key", with a part as its kind and the settings of tables by "section.key.setting".
 

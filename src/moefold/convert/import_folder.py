@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.manifest import FileDigest
 from moefold.checkpoint.streaming_io import (
     CheckpointSource,
@@ -220,15 +220,12 @@ def finish_checkpoint(
     """
     meta = CheckpointMeta(
         format=FORMAT,
-        step=0,
-        samples=0,
-        tokens=0,
+        states=counted() | ({"lora": dict(lora)} if lora else {}),
         order={},
         model=model_sizes(model),
         parallel={},
         dtype=dtype,
         origin=origin,
-        lora=dict(lora or {}),
     )
     write_meta(tmp_dir, meta)
     if (file := tokenizer_file(tmp_dir / SIDECAR_DIR)).is_file():

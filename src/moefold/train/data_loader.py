@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -103,6 +103,45 @@ class DroppedEvaluation:
         return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
 
 
+@dataclass
+class Position:
+    """Progress of a run. Each field is saved and restored."""
+
+    step: int = 0
+    """Steps done."""
+    samples: int = 0
+    """Samples of the data read."""
+    tokens: int = 0
+    """Tokens trained on: input tokens of all ranks, padding aside, of the updates that were applied."""
+    tokens_consumed: int = 0
+    """Such tokens of all steps, including the tokens of skipped updates."""
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    """Samples to skip, each as first and end."""
+
+    def __post_init__(self) -> None:
+        """Note that the next state to load counts samples of the same data; the loader of the data knows."""
+        self.restarts_data = False
+
+    @property
+    def skipped_ranges(self) -> tuple[range, ...]:
+        """The samples of the run to skip."""
+        return tuple(range(first, end) for first, end in self.skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set all fields that a checkpoint has; samples to skip are added: a state before a rollback lacks them."""
+        # Old checkpoints count one kind of tokens.
+        found = {"tokens_consumed": state_dict["tokens"]} | state_dict
+        if self.restarts_data:
+            found |= {"samples": 0, "skipped": []}
+        earlier = [(int(first), int(end)) for first, end in found["skipped"]]
+        found["skipped"] = list(dict.fromkeys(earlier + self.skipped))
+        vars(self).update({name: value for name, value in found.items() if name in asdict(self)})
+
+
 class DataLoader:
     """Loads this rank's shard of each batch; with data.corrupt="skip" a corrupt file is dropped on all ranks."""
 
@@ -114,7 +153,12 @@ class DataLoader:
     """Log-probabilities of preference data under the reference model; None for other data."""
 
     def __init__(
-        self, cfg: Config, groups: ParallelGroups, positions: Tensor, program_data: ProgramData | None = None
+        self,
+        cfg: Config,
+        groups: ParallelGroups,
+        positions: Tensor,
+        program_data: ProgramData | None = None,
+        position: Position | None = None,
     ) -> None:
         """Fingerprint the data files; collective.
 
@@ -123,6 +167,7 @@ class DataLoader:
             groups: the process groups of this rank.
             positions: sequence positions of this rank.
             program_data: the samples of data.kind="program".
+            position: progress of the run; None for a new one.
 
         Raises:
             ConfigError: ranks see different files.
@@ -131,6 +176,7 @@ class DataLoader:
         self._groups = groups
         self._positions = positions
         self._program_data = program_data
+        self._position = position or Position()
         self.order = sample_order(cfg)
         """The settings that determine the text of sample n."""
         self._data_files = resolve_data_files(cfg.data, current_world())
@@ -194,22 +240,33 @@ class DataLoader:
         self._add_events({name: reason for name, reason in dropped.items() if name not in already_dropped})
 
     def order_change(self, meta: CheckpointMeta) -> str:
-        """Describe why the run does not go on after the samples of a checkpoint, but at sample 0; empty if it does."""
-        return data_order_change(meta, self.order, self.fingerprints, drops_files=self._can_drop_files)
+        """Describe why the run does not go on after the samples of a checkpoint, but at sample 0; empty if it does.
+
+        Call it before the state of the checkpoint is loaded.
+        """
+        change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._can_drop_files)
+        self._position.restarts_data = bool(change)
+        return change
 
     def sharder(self, sampler: Sampler) -> BatchSharder:
         """Return the reader of this rank's shards of global batches of a sampler."""
         cfg = self._cfg
         return BatchSharder(sampler, cfg.run, cfg.model, cfg.parallel, cfg.train, self._groups, self._positions)
 
-    def data_state(self) -> dict[str, Any]:
-        """Return the data fields of `TrainState` for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the files, and the position in a stream, so that it need not be read from its start."""
         shards = self._shards or TokenFileSet()
         return {
             "data_files": dict(self._initial_fingerprints),
             "data_tokens": dict(shards.num_tokens),
             "data_lost": dict(shards.dropped),
+            "stream": self.train_sampler.state(self._position.samples),
         }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the stream of a checkpoint; other data starts at sample 0."""
+        if not self._position.restarts_data:
+            self.train_sampler.restore(state_dict.get("stream"))
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
         """Return this rank's shard of the next global batch, and the sample numbers of the batch; collective.
@@ -247,16 +304,17 @@ class DataLoader:
         """Return whether no data is held that a stop would lose."""
         return True
 
-    def start(self) -> None:
-        """Prepare the data of a new run, after the initial weights were loaded; collective."""
+    def load_tensors(self, path: Path | None) -> None:
+        """Prepare the data of a run, after `open` and once the weights are loaded; collective.
 
-    def restore(self, path: Path, meta: CheckpointMeta) -> None:
-        """Prepare the data of a run that goes on from a checkpoint, after `open`; collective."""
+        Args:
+            path: the checkpoint that the run goes on from; None for a new run.
+        """
 
     def prepare_save(self) -> None:
         """Wait for data that a checkpoint must have; collective."""
 
-    def entries(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return this rank's shards of further entries of a checkpoint."""
         return {}
 

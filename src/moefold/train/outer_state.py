@@ -4,22 +4,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta
 from moefold.checkpoint.save_load import load_entries
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import expert_names
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_weights import EXPERT_OWNER, EXPERT_OWNERS
+from moefold.optim.outer_weights import EXPERT_OWNER, EXPERT_OWNERS, FragmentsDue
 from moefold.optim.states import StateStore, named_moments
 from moefold.parallel.gradients import num_replicas
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.topology.fragments import fragments_due, recipe_fragments
+from moefold.topology.fragments import recipe_fragments
 
 
 def make_outer_optimizer(
@@ -57,14 +57,37 @@ def make_outer_optimizer(
     return made
 
 
-def load_outer_states(
-    outer: OuterOptimizer, path: Path, meta: CheckpointMeta, run: RunConfig, model: ModelConfig, sites: SitesConfig
-) -> None:
-    """Restore the outer optimizer from a checkpoint, or start it from the loaded weights; collective."""
-    if meta.sites is None:
-        outer.start()
-        return
-    outer.restore(meta.sites, partial(load_entries, path), partial(fragments_due, run, model, sites))
+class OuterState:
+    """State of an outer optimizer in checkpoints, for the registry of a run.
+
+    Args:
+        outer: the outer optimizer.
+        due: returns the fragments of the round after a step.
+    """
+
+    def __init__(self, outer: OuterOptimizer, due: FragmentsDue) -> None:
+        self._outer = outer
+        self._due = due
+        self._loaded: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts of its rounds."""
+        return self._outer.state()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take the counts, for `load_tensors`."""
+        self._loaded = state_dict
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of its entries of a checkpoint."""
+        return self._outer.checkpoint_entries()
+
+    def load_tensors(self, path: Path | None) -> None:
+        """Restore the outer optimizer from a checkpoint, or start it from the loaded weights; collective."""
+        if path is not None and self._loaded:
+            self._outer.restore(self._loaded, partial(load_entries, path), self._due)
+        else:
+            self._outer.start()
 
 
 def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
@@ -73,7 +96,8 @@ def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
     Raises:
         ConfigError: they are moments of other experts.
     """
-    stored = (meta.sites or {}).get(EXPERT_OWNERS, 1), (meta.sites or {}).get(EXPERT_OWNER, 0)
+    outer = meta.state_of("sites")
+    stored = outer.get(EXPERT_OWNERS, 1), outer.get(EXPERT_OWNER, 0)
     found = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0
     if stored == found:
         return

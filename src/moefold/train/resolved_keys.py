@@ -77,10 +77,10 @@ def settings_of_checkpoint(
 ) -> dict[str, Any]:
     """Return what a checkpoint tells of the settings of its run, as "section.key"; an optimizer is the recipe's."""
     order = meta.order
-    return dict(meta.schedule) | {
+    return meta.state_of("schedule") | {
         "data.kind": order.get("kind", data.kind),
         "align.method": order.get("align.method", align.method),
-        "rl.group_size": 0 if meta.rl is None else max(1, rl.group_size),
+        "rl.group_size": 0 if meta.state_of("data").get("rl") is None else max(1, rl.group_size),
         "lora.rank": meta.lora.get("rank", 0),
         "train.optimizer": train.optimizer,
     }

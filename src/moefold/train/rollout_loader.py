@@ -46,7 +46,7 @@ from moefold.rl.table import (
     table_headers,
 )
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.data_loader import DataLoader
+from moefold.train.data_loader import DataLoader, Position
 from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
@@ -101,6 +101,7 @@ class RolloutLoader(DataLoader):
         model: ParallelModel,
         columns: Sequence[str],
         link: JobLink | None = None,
+        position: Position | None = None,
     ) -> None:
         """Fingerprint the prompt files; collective.
 
@@ -110,8 +111,9 @@ class RolloutLoader(DataLoader):
             model: the model in training.
             columns: the columns of a batch that the loss reads.
             link: to the ranks of rollout.ranks; None without them.
+            position: progress of the run; None for a new one.
         """
-        super().__init__(cfg, groups, model.positions)
+        super().__init__(cfg, groups, model.positions, position=position)
         self._model = model
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         end_id = self._tokenizer.separator_id
@@ -156,6 +158,7 @@ class RolloutLoader(DataLoader):
         if "trainer_log_probs" in columns:
             self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
         self._plateau = Plateau()
+        self._loaded: dict[str, Any] | None = None
         self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()
         self._step = 0
@@ -191,21 +194,25 @@ class RolloutLoader(DataLoader):
             target = WeightSharding.from_config(rollout_config(cfg), for_training=False)
             self._source = RemoteRollouts(source, target, self._groups, self._model, self._link, start)
 
-    def start(self) -> None:
-        """Load the reference model of a new run; collective."""
-        if self._reference is not None:
-            self._load_reference()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the headers of the rollouts and the state of the reference model, for `load_tensors`."""
+        super().load_state_dict(state_dict)
+        self._pending = []
+        self._step = self._position.step
+        self._loaded = state_dict.get("rl")
+        self._plateau = Plateau.from_json(self._loaded)
 
-    def restore(self, path: Path, meta: CheckpointMeta) -> None:
+    def load_tensors(self, path: Path | None) -> None:
         """Load the rollouts that are not trained on yet, and the reference model; collective.
 
         Raises:
             ConfigError: the weights of the reference model cannot be read, or the rollouts are of other batches.
         """
-        self._pending = []
-        self._step = meta.step
-        self._restore_table(path, meta)
-        self._plateau = Plateau.from_json(meta.rl)
+        if path is None:
+            if self._reference is not None:
+                self._load_reference()
+            return
+        self._restore_table(path)
         if self._reference is None:
             # Without a KL penalty the next checkpoint has no weights of a reset.
             self._plateau = replace(self._plateau, num_resets=0)
@@ -217,7 +224,7 @@ class RolloutLoader(DataLoader):
         if self._reference.is_reset:
             # A rollback to a checkpoint before the reset; random weights are drawn again.
             self._reference = ReferenceModel(self._cfg, self._groups)
-        if meta.rl is None and self._cfg.rl.reference == "start":
+        if self._loaded is None and self._cfg.rl.reference == "start":
             raise ConfigError(
                 f"{path} is of a run without reinforcement learning, so rl.reference='start' is no longer at hand: "
                 f"start a new run with checkpoint.init_from={str(path)!r}, or name the weights by rl.reference"
@@ -236,7 +243,7 @@ class RolloutLoader(DataLoader):
             )
         self._plateau = replace(self._plateau, reference=source, reference_folder=self._reference.load(folder))
 
-    def _restore_table(self, path: Path, meta: CheckpointMeta) -> None:
+    def _restore_table(self, path: Path) -> None:
         """Load the rounds of a checkpoint, if it has the prompts of this run; collective."""
         assert self._source is not None
         while self._source.num_ordered:
@@ -244,15 +251,15 @@ class RolloutLoader(DataLoader):
             self._source.receive()
         self._restarts = True
         self._table = RolloutTable()
-        headers = table_headers(meta.rl)
-        if not headers or self.order_change(meta):
+        headers = table_headers(self._loaded)
+        if not headers or self._position.restarts_data:
             return
         check_headers(headers, self._cfg.train, self._cfg.rl)
         arrays = empty_arrays(headers)
         load_entries(path, {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()})
         self._table = restore_table(headers, arrays, self._prompts.train.prompt, self._cfg.rl.group_size)
         rl = self._cfg.rl
-        if num_dropped := self._table.drop_older(meta.step, rl.staleness, rl.updates):
+        if num_dropped := self._table.drop_older(self._step, rl.staleness, rl.updates):
             self.message += (
                 f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
                 f"rl.staleness={rl.staleness} allows, are sampled again"
@@ -264,7 +271,7 @@ class RolloutLoader(DataLoader):
         while self._source.num_ordered:
             self._table.add(self._source.receive())
 
-    def entries(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference model after a reset, and on the first rank the rows of the table.
 
         The reference weights before a reset can be loaded again.
@@ -275,11 +282,11 @@ class RolloutLoader(DataLoader):
             found |= {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()}
         return found
 
-    def data_state(self) -> dict[str, Any]:
-        """Return the fields of `TrainState` for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the files, the state of the reference model, and the headers of the rollouts."""
         headers = self._table.headers()
         table = {TABLE_KEY: headers} if headers else {}
-        return super().data_state() | {"rl": asdict(self._plateau) | table}
+        return super().state_dict() | {"rl": asdict(self._plateau) | table}
 
     def resets_reference(self, reward: float) -> bool:
         """Record a held-out reward; return whether to reset the reference model."""

@@ -451,7 +451,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     cfg = setup.folder.cfg
     meta = read_meta(setup.resume)
     if not data_order_change(meta, sample_order(cfg), fingerprint(cfg.data)):
-        check_headers(table_headers(meta.rl), cfg.train, cfg.rl)
+        check_headers(table_headers(meta.state_of("data").get("rl")), cfg.train, cfg.rl)
 
 
 def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any, Literal
 
 from moefold.config.faults import FaultsConfig
-from moefold.errors import ConfigError
 
 FaultAction = Literal["update", "log", "skip", "rollback", "stop"]
 
@@ -62,7 +61,7 @@ class StepGuard:
         88,
     1993), which is robust against a few spikes in the window. Only steps that change the weights enter the window.
 
-    `state` has everything that a resumed run needs for the same decisions.
+    Its state is everything that a resumed run needs for the same decisions.
     """
 
     def __init__(self, cfg: FaultsConfig, spike_metrics: Sequence[str] = SPIKE_METRICS) -> None:
@@ -71,7 +70,6 @@ class StepGuard:
         self._recent_values = {name: deque[float](maxlen=cfg.spike_window) for name in SPIKE_METRICS}
         self._consecutive_skips = 0
         self._rollbacks = 0
-        self._skipped_ranges: list[tuple[int, int]] = []
         self.num_skipped = 0
         """Number of steps since the start of the run that were not applied."""
 
@@ -95,46 +93,28 @@ class StepGuard:
             self._rollbacks += 1
         return decision
 
-    def skip_samples(self, first: int, end: int) -> None:
-        """Skip samples first .. end - 1 of the run from now on."""
-        self._skipped_ranges.append((first, end))
-
-    @property
-    def skipped_ranges(self) -> tuple[range, ...]:
-        """The samples of the run to skip."""
-        return tuple(range(start, end) for start, end in self._skipped_ranges)
-
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
         return {
             "last": {name: list(values) for name, values in self._recent_values.items()},
             "skips_in_row": self._consecutive_skips,
             "num_skipped": self.num_skipped,
             "rollbacks": self._rollbacks,
-            "left_out": [list(part) for part in self._skipped_ranges],
         }
 
-    def restore(self, state: Any) -> None:
-        """Restore a history that `state` returned; None stands for the history of a run without faults.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a history; {} stands for the history of a run without faults.
 
-        Rollbacks and skipped ranges of this object are kept, as a state saved before a rollback lacks them.
-
-        Raises:
-            ConfigError: the state is malformed.
+        Rollbacks of this object are kept, as a state saved before a rollback lacks them.
         """
-        state = StepGuard(self._cfg).state() if state is None else state
-        try:
-            last = {name: [float(value) for value in state["last"][name]] for name in SPIKE_METRICS}
-            counts = [int(state[name]) for name in ("skips_in_row", "num_skipped", "rollbacks")]
-            left_out = [(int(start), int(end)) for start, end in state["left_out"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the checkpoint's fault history is broken: {error!r}") from None
+        state = state_dict or StepGuard(self._cfg).state_dict()
+        last = {name: [float(value) for value in state["last"][name]] for name in SPIKE_METRICS}
+        counts = [int(state[name]) for name in ("skips_in_row", "num_skipped", "rollbacks")]
         for name, values in last.items():
             self._recent_values[name].clear()
             self._recent_values[name].extend(values)
         self._consecutive_skips, self.num_skipped, rollbacks = counts
         self._rollbacks = max(self._rollbacks, rollbacks)
-        self._skipped_ranges = list(dict.fromkeys(left_out + self._skipped_ranges))
 
     def _initial_decision(self, metrics: Mapping[str, float], mismatch: Mismatch | None) -> StepDecision:
         """Return the decision about this step by itself, without the limits on skips and rollbacks."""

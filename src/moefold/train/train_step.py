@@ -3,18 +3,21 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from moefold.checkpoint.save_load import Record, RunStates, checkpoint_state, load_checkpoint
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
-from moefold.cost.adapter_spec import expert_names
+from moefold.cost.adapter_spec import expert_names, is_adapter
 from moefold.optim.build import build_optimizer
-from moefold.optim.lr_schedule import learning_rate
+from moefold.optim.lr_schedule import learning_rate, schedule_settings
 from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
 from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
@@ -48,12 +51,7 @@ class TrainingStep:
     """
 
     def __init__(self, model: ParallelModel, cfg: Config) -> None:
-        self._steps = cfg.run.steps
-        self._moe_numbers = cfg.model.moe_layer_numbers
-        self._parallel = cfg.parallel
-        self._train = cfg.train
-        self._memory_every = cfg.metrics.memory_every
-        self._replica_check_every = cfg.faults.replica_check_every
+        self._cfg = cfg
         self.model = model
         state_store: StateStore | None = None
         if cfg.train.offload_optimizer != "none":
@@ -109,6 +107,46 @@ class TrainingStep:
         """The buffers of the model for checkpoints, by name."""
         return self.model.named_buffers
 
+    def add_states(self, states: RunStates) -> None:
+        """Register what a resumed run needs of the step."""
+        cfg = self._cfg
+        states.add("weights", self)
+        states.add("guard", self.guard)
+        states.add("schedule", Record(lambda: schedule_settings(cfg.run, cfg.train)))
+        if self.outer is not None:
+            from moefold.topology.fragments import fragments_due
+            from moefold.train.outer_state import OuterState
+
+            due = partial(fragments_due, cfg.run, cfg.model, cfg.sites)
+            # Without a state of its own it starts from the loaded weights.
+            states.add("sites", OuterState(self.outer, due), after=("weights",))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates of the moments."""
+        return {"moment_updates": self.moment_updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the number of updates of the moments; {} stands for a new optimizer."""
+        self.restore_moment_updates(state_dict.get("moment_updates", 0))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of weights, buffers and moments."""
+        return checkpoint_state(*self._stored(), self.optimizer, self.optimized)
+
+    def load_tensors(self, path: Path | None) -> None:
+        """Load weights, buffers and moments from a checkpoint; collective. A new run has its initial weights."""
+        if path is not None:
+            load_checkpoint(path, *self._stored(), self.optimizer, self.optimized)
+
+    def _stored(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+        """Return the parameters and buffers that checkpoints contain: of adapters alone if nothing else is trained.
+
+        The buffers of frozen weights, such as the biases of experts, do not change.
+        """
+        if not self._cfg.trains_adapters_only:
+            return self.parameters, self.buffers
+        return {name: p for name, p in self.parameters.items() if is_adapter(name)}, {}
+
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the optimizer: without frozen weights, and of sites their own experts alone."""
@@ -148,7 +186,9 @@ class TrainingStep:
         self.start_clock()
         self.begin_step(step, batch)
         replica_check = (
-            None if self._replica_checker is None or step % self._replica_check_every else self._replica_checker
+            None
+            if self._replica_checker is None or step % self._cfg.faults.replica_check_every
+            else self._replica_checker
         )
         if replica_check is not None:
             replica_check.enable()
@@ -157,10 +197,10 @@ class TrainingStep:
             self._owned.take_gradients()
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
-        rate = learning_rate(self._train, self._steps, step)
+        rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         totals = self.meter.reduce(loss, step, flags(), data_s, memory_tracker, self._passes, rate)
         result = totals.result
-        check_receive_loads(totals.receive_loads, self._parallel, f"step {step}")
+        check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
         metrics = None if replica_check is None else replica_check.metrics(self.meter.own_loss(loss.detach())[0])
         decision = self.guard.decide(result.guarded_metrics(), result.mismatch(mismatch_limit))
         recorder.set_phase("optimizer")
@@ -175,7 +215,7 @@ class TrainingStep:
         if decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self._zero_gradients()
-        every = self._train.reset_moments_every
+        every = self._cfg.train.reset_moments_every
         if every and step % every == 0:
             self.reset_moments()
         result = replace(result, decision=decision, nonfinite_report=nonfinite_report)
@@ -207,8 +247,8 @@ class TrainingStep:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
             return 1
-        if needs_clip(totals.result.grad_norm, self._train.clip_grad):
-            clip_gradients(self.meter.clipped, totals.device_grad_norm, self._train.clip_grad)
+        if needs_clip(totals.result.grad_norm, self._cfg.train.clip_grad):
+            clip_gradients(self.meter.clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
         return int(self.optimizer.step() is not False)
 
     @property
@@ -233,14 +273,15 @@ class TrainingStep:
             return ()
         from moefold.parallel.replica_check import HostFact
 
-        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state())}"
+        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state_dict())}"
         return self._replica_checker.find_divergences(
             batch, (HostFact("the position of the run", position, ("world",)), *host_facts)
         )
 
     def _tracked_forward_backward(self, batch: Batch, step: int) -> "tuple[Tensor, MemoryTracker | None]":
         """Run forward and backward, with a memory tracker if the recipe measures this step."""
-        if not self._memory_every or step % self._memory_every:
+        every = self._cfg.metrics.memory_every
+        if not every or step % every:
             return self.forward_backward(batch, step), None
         with self.track_memory(batch) as memory_tracker:
             return self.forward_backward(batch, step), memory_tracker
@@ -323,10 +364,10 @@ class TrainingStep:
         self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._parallel)
+        loads = local_receive_load(self.model, self._cfg.parallel)
         if loads.numel():
             loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._parallel, "the validation")
+        check_receive_loads(loads.cpu(), self._cfg.parallel, "the validation")
         total = torch.stack([self.meter.own_loss(loss) for loss in losses]).sum(0)
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 
@@ -339,5 +380,5 @@ class TrainingStep:
     def _update_routers(self, counts: Tensor, thresholds: Tensor) -> None:
         """Pass the totals of the global batch to the routers of every MoE layer, [MoE layers, E]."""
         for number, layer in self.model.moe_layers().items():
-            i = self._moe_numbers.index(number)
+            i = self._cfg.model.moe_layer_numbers.index(number)
             layer.end_step(counts[i], thresholds[i])

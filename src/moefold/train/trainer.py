@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moefold.checkpoint.save_load import CALLBACKS, RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart
@@ -18,12 +19,12 @@ from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
-from moefold.train.callbacks.callback import Callback, FinishedStep, Position, TrainingContext
+from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.callbacks.run_log import RunLog
-from moefold.train.data_loader import DataLoader
+from moefold.train.data_loader import DataLoader, Position
 from moefold.train.log_lines import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_meter import StepResult
@@ -76,8 +77,8 @@ class Trainer:
         model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
-        self._data_loader = self._open_loader(model, loss, data, link)
         self._position = Position()
+        self._data_loader = self._open_loader(model, loss, data, link)
         self._checkpointing = Checkpointing(cfg, groups, history)
         self._further_callbacks = tuple(callbacks)
         self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
@@ -139,11 +140,11 @@ class Trainer:
         self, model: ParallelModel, loss: LossFunction | None, data: "ProgramData | None", link: "JobLink | None"
     ) -> DataLoader:
         if loss is None or not self._cfg.is_rl:
-            return DataLoader(self._cfg, self._groups, model.positions, data)
+            return DataLoader(self._cfg, self._groups, model.positions, data, self._position)
         from moefold.objectives.recipe_loss import loss_columns
         from moefold.train.rollout_loader import RolloutLoader
 
-        return RolloutLoader(self._cfg, self._groups, model, loss_columns(loss), link)
+        return RolloutLoader(self._cfg, self._groups, model, loss_columns(loss), link, self._position)
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
@@ -157,6 +158,7 @@ class Trainer:
         """
         folder = Path(self._cfg.run.dir)
         context = TrainingContext(folder, self._groups, self._train_step, self._data_loader, self._position, stop)
+        self._add_states(context.states)
         resume = self._checkpointing.resume(context)
         first_step = self._position.step + 1
         with ExitStack() as stack:
@@ -180,6 +182,17 @@ class Trainer:
                 context.log.log_end(context.status, self._position.step, self._checkpointing.total_save_s)
         return context.status
 
+    def _add_states(self, states: RunStates) -> None:
+        """Register what a resumed run needs."""
+        states.add("position", self._position)
+        self._train_step.add_states(states)
+        # Rollouts that are too old for the step of the position are sampled again.
+        states.add("data", self._data_loader, after=("position",))
+        for prefix, callbacks in (("", self._callbacks), (CALLBACKS, self._further_callbacks)):
+            for callback in callbacks:
+                if callback.saved_as:
+                    states.add(f"{prefix}{callback.saved_as}", callback)
+
     def _loop(self, context: TrainingContext, collect_garbage: Callable[[int], None]) -> None:
         for callback in self._each_callback():
             callback.on_start(context)
@@ -197,10 +210,17 @@ class Trainer:
             callback.on_end(context, context.status)
 
     def _each_callback(self) -> Iterator[Callback]:
-        """Yield the callbacks in order; the flight recorder's phase names the user's callbacks."""
-        yield from self._callbacks
+        """Yield the callbacks in order; the flight recorder's phase names the user's callbacks.
+
+        A further callback with state comes before the checkpoint of a step, which has its state after that step.
+        """
+        *earlier, checkpointing = self._callbacks
+        by_state = {True: list[Callback](), False: list[Callback]()}
         for callback in self._further_callbacks:
-            self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
+            by_state[bool(callback.saved_as)].append(callback)
+        for callback in (*earlier, *by_state[True], checkpointing, *by_state[False]):
+            if callback in self._further_callbacks:
+                self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
             yield callback
 
     def _one_step(self, context: TrainingContext) -> FinishedStep | None:
@@ -209,7 +229,7 @@ class Trainer:
         started_s = clock()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
         self._train_step.start_clock()
-        batch, samples = self._data_loader.next_batch(self._position.samples, self._train_step.guard.skipped_ranges)
+        batch, samples = self._data_loader.next_batch(self._position.samples, self._position.skipped_ranges)
         context.log_dropped_files(self._position.step + 1)
         data_s = clock() - started_s
         result = self._train_step.run(

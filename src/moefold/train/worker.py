@@ -91,6 +91,15 @@ class ProgramParts:
                     f"`metrics` of the callback {type(callback).__name__} is {callback.metrics!r:.60}, and must be a "
                     "list of moefold.Metric"
                 )
+            own = type(callback)
+            if (own.state_dict is Callback.state_dict) != (own.load_state_dict is Callback.load_state_dict):
+                raise ConfigError(
+                    f"the callback {own.__name__} overrides one of state_dict and load_state_dict; override both, so "
+                    "that a resumed run goes on with its state, or neither"
+                )
+        names = [callback.saved_as for callback in self.callbacks if callback.saved_as]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two callbacks have their state under the name {twice[0]!r}; give one a state_name")
         if further := [metric for callback in self.callbacks for metric in callback.metrics]:
             from moefold.metrics.table import check_metrics
 

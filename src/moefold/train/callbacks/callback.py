@@ -6,32 +6,17 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
+from moefold.checkpoint.save_load import RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog
-from moefold.train.data_loader import DataLoader
+from moefold.train.data_loader import DataLoader, Position
 from moefold.train.signals import StopSignals
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
     from moefold.metrics.table import Metric
-
-
-@dataclass
-class Position:
-    """Progress of a run."""
-
-    step: int = 0
-    """Steps done."""
-    samples: int = 0
-    """Samples of the data read."""
-    tokens: int = 0
-    """Tokens trained on: input tokens of all ranks, padding aside, of the updates that were applied."""
-    tokens_consumed: int = 0
-    """Such tokens of all steps, including the tokens of skipped updates."""
-    checked_step: int | None = None
-    """Last step whose replicas were compared."""
 
 
 @dataclass
@@ -46,6 +31,8 @@ class TrainingContext:
     data: DataLoader
     position: Position
     stop: StopSignals
+    states: RunStates = field(default_factory=RunStates)
+    """The objects whose state checkpoints have."""
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -101,8 +88,12 @@ class Callback:
     """Base class of callbacks; each hook does nothing unless it is overridden.
 
     All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
-    belongs into the callback. With several GPU ranks a callback must be picklable. An exception ends the run.
+    belongs into the callback; checkpoints have it if the callback overrides `state_dict` and `load_state_dict`. With
+    several GPU ranks a callback must be picklable. An exception ends the run.
     """
+
+    state_name: str = ""
+    """Name of its state in checkpoints; "": the name of its class."""
 
     metrics: "Sequence[Metric]" = ()
     """Definitions of the metrics that `measure` returns."""
@@ -115,6 +106,19 @@ class Callback:
     def has_metrics(self) -> bool:
         """True if the callback declares metrics or measures; what it measures must be declared."""
         return bool(self.metrics) or type(self).measure is not Callback.measure
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint as JSON values; rank 0's is stored, and each rank gets it back."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint, before `on_start`, and before `on_rollback`."""
+
+    @property
+    def saved_as(self) -> str:
+        """Name under which checkpoints have its state; "" for a callback without state."""
+        has_state = type(self).state_dict is not Callback.state_dict
+        return (self.state_name or type(self).__name__) if has_state else ""
 
     def on_start(self, run: TrainingContext) -> None:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""

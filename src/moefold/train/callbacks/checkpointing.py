@@ -1,19 +1,15 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-
 from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
 from moefold.checkpoint.save_load import (
+    Record,
     Resume,
     checkpoint_meta,
-    checkpoint_state,
-    load_checkpoint,
     resolve_resume,
 )
 from moefold.checkpoint.saver import open_saver
@@ -21,9 +17,8 @@ from moefold.comm.collectives import is_collective_error
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
-from moefold.cost.adapter_spec import is_adapter
 from moefold.errors import RunError
-from moefold.optim.lr_schedule import describe_schedule_change, schedule_settings
+from moefold.optim.lr_schedule import describe_schedule_change
 from moefold.optim.states import step_counts
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.run_log import is_due
@@ -76,7 +71,6 @@ class Checkpointing(Callback):
         self.init_message = ""
         self.checkpoint_dp: int | None = None
         self.resume_messages: tuple[str, ...] = ()
-        self._adapters: AdapterWeights | None = None
         self._eval_loss: float | None = None
         if cfg.checkpoint.peer_every and self._history.snapshots is None:
             from moefold.checkpoint.peer_snapshot import PeerSnapshots
@@ -87,6 +81,7 @@ class Checkpointing(Callback):
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
+        run.states.add("evaluation", Record(lambda: {"eval_loss": self._eval_loss}))
         self.saver.open_folder()
         if self.restored_step is not None:
             self._resume_from_peers(run, self.restored_step)
@@ -98,13 +93,12 @@ class Checkpointing(Callback):
         if self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            self._adapters = AdapterWeights.open(self._cfg.lora, self._cfg.checkpoint, run.groups, resume.path)
-            if self._adapters.base is not None:
-                self.init_message = self._load_weights(run, self._adapters.base)
+            adapters = AdapterWeights.open(self._cfg.lora, self._cfg.checkpoint, run.groups, resume.path)
+            self.init_message = self._open_adapters(run, adapters)
         if resume.path is not None:
             self._load(run, resume.path)
             run.is_resumed = True
-        elif self._adapters is not None:
+        elif self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import load_initial_adapters
 
             self.init_message += load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, run.training.model)
@@ -121,10 +115,13 @@ class Checkpointing(Callback):
 
             save_run_tokenizer(self._cfg.run, self._cfg.data, self._cfg.checkpoint, is_resumed=resume.path is not None)
         if resume.path is None:
-            if run.training.outer is not None:
-                run.training.outer.start()
-            run.data.start()
+            run.states.start()
         return resume
+
+    def _open_adapters(self, run: TrainingContext, adapters: "AdapterWeights") -> str:
+        """Load the base weights of a run that trains adapters alone; collective. Returns a description."""
+        run.states.add("lora", Record(lambda: adapters.settings))
+        return "" if adapters.base is None else self._load_weights(run, adapters.base)
 
     def _resume_from_peers(self, run: TrainingContext, step: int) -> None:
         """Restore the run from the snapshots of a step, and certify the result; collective.
@@ -144,17 +141,15 @@ class Checkpointing(Callback):
         if self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            self._adapters = AdapterWeights.of_settings(taken.lora)
-            if self._adapters.base is not None:
-                self._load_weights(run, self._adapters.base)
+            self._open_adapters(run, AdapterWeights.of_settings(taken.lora))
         groups = run.groups
-        state = checkpoint_state(*self._stored(run), run.training.optimizer)
+        state = run.training.tensors()
         self.snapshots.restore(step, state, groups.world, groups.device)
-        self._restore_progress(run, meta)
+        self._load_states(run, meta, None)
         run.is_resumed = True
         run.groups.recorder.set_phase("comparing the restored state with the snapshots")
         restored = RestoredRun(
-            self._progress(run),
+            run.states.state_dict(has_records=False),
             step_counts(run.training.optimizer, run.training.parameters),
             run.data.train_sharder.own_samples,
             self._cfg.train.global_batch_size,
@@ -171,8 +166,7 @@ class Checkpointing(Callback):
             return
         run.groups.recorder.set_phase("copying the state to a peer")
         started_s = run.groups.recorder.clock()
-        state = checkpoint_state(*self._stored(run), run.training.optimizer)
-        self.snapshots.take(state, self._progress(run), run.groups)
+        self.snapshots.take(run.training.tensors(), TrainState(states=run.states.state_dict()), run.groups)
         blocked_s = run.groups.recorder.clock() - started_s
         run.save_s += blocked_s
         self.total_save_s += blocked_s
@@ -193,7 +187,7 @@ class Checkpointing(Callback):
                 "to: set checkpoint.every lower, or skip such steps"
             )
         self._load(run, found.path)
-        run.training.guard.skip_samples(step_fault.samples[0], step_fault.end_sample)
+        run.position.skipped.append((step_fault.samples[0], step_fault.end_sample))
         if self.snapshots is not None:
             self.snapshots.forget_groups()
             self._take_snapshot(run)
@@ -229,79 +223,26 @@ class Checkpointing(Callback):
         for prepare in run.before_save:
             prepare()
         run.groups.recorder.set_phase("saving a checkpoint")
-        training = run.training
-        state = checkpoint_state(*self._stored(run), training.optimizer, training.optimized) | run.data.entries()
-        if training.outer is not None:
-            state |= training.outer.checkpoint_entries()
-        waited_s = self.saver.save(state, self._progress(run))
+        waited_s = self.saver.save(run.states.tensors(), TrainState(states=run.states.state_dict()))
         run.save_s += waited_s
         self.total_save_s += waited_s
         self._history.saved_step = run.position.step
 
-    def _progress(self, run: TrainingContext) -> TrainState:
-        """Return the progress of the run, as checkpoints and snapshots store it."""
-        training = run.training
-        return TrainState(
-            step=run.position.step,
-            samples=run.position.samples,
-            tokens=run.position.tokens,
-            tokens_consumed=run.position.tokens_consumed,
-            schedule=schedule_settings(self._cfg.run, self._cfg.train),
-            stream=run.data.train_sampler.state(run.position.samples),
-            guard=training.guard.state(),
-            checked_step=run.position.checked_step,
-            moment_updates=training.moment_updates,
-            lora={} if self._adapters is None else self._adapters.settings,
-            sites=None if training.outer is None else training.outer.state(),
-            eval_loss=self._eval_loss,
-            **run.data.data_state(),
-        )
-
-    def _stored(self, run: TrainingContext) -> tuple[Mapping[str, nn.Parameter], Mapping[str, Tensor]]:
-        """Return the parameters and buffers that checkpoints contain: of adapters alone if nothing else is trained.
-
-        The buffers of frozen weights, such as the biases of experts, do not change.
-        """
-        training = run.training
-        if self._adapters is None:
-            return training.parameters, training.buffers
-        return {name: p for name, p in training.parameters.items() if is_adapter(name)}, {}
-
     def _load(self, run: TrainingContext, path: Path) -> None:
-        """Restore model, optimizer, data position and guard from a checkpoint; collective."""
-        training = run.training
-        if self._cfg.sites.is_active or read_meta(path).sites:
+        """Restore the run from a checkpoint; collective."""
+        meta = read_meta(path)
+        if self._cfg.sites.is_active or meta.state_of("sites"):
             from moefold.train.outer_state import check_expert_owner
 
-            check_expert_owner(read_meta(path), self._cfg.sites)
-        meta = load_checkpoint(path, *self._stored(run), training.optimizer, training.optimized)
-        if training.outer is not None:
-            from moefold.train.outer_state import load_outer_states
+            check_expert_owner(meta, self._cfg.sites)
+        run.data.order_change(meta)
+        self._load_states(run, meta, path)
 
-            load_outer_states(training.outer, path, meta, self._cfg.run, self._cfg.model, self._cfg.sites)
-        run.data.restore(path, meta)
-        self._restore_progress(run, meta)
-
-    def _restore_progress(self, run: TrainingContext, meta: CheckpointMeta) -> None:
-        """Restore the data position, the guard and the counts of updates."""
-        training = run.training
-        run.position.step = meta.step
-        run.position.tokens = meta.tokens
-        run.position.tokens_consumed = meta.tokens if meta.tokens_consumed is None else meta.tokens_consumed
-        run.position.samples = 0
-        guard = meta.guard
-        # A checkpoint named in the recipe may be continued on other data, which then starts at sample 0.
-        if not run.data.order_change(meta):
-            run.position.samples = meta.samples
-            run.data.train_sampler.restore(meta.stream)
-        elif isinstance(guard, dict):
-            guard = guard | {"left_out": []}
-        training.guard.restore(guard)
-        updates = meta.step - training.guard.num_skipped if meta.moment_updates is None else meta.moment_updates
-        training.restore_moment_updates(updates)
+    def _load_states(self, run: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
+        """Restore all objects of the run; collective. Without a path, those without tensors."""
+        run.states.load(meta.states, path)
         self.checkpoint_dp = meta.dp
-        self.resume_messages = self._resume_messages(run, meta)
-        run.position.checked_step = meta.checked_step
+        self.resume_messages = (*self._resume_messages(run, meta), *run.states.notices(meta.states))
 
     def _load_weights(self, run: TrainingContext, folder: Path | None = None) -> str:
         """Load the weights of a folder, None: those that the recipe names; collective. Returns a description."""
@@ -320,9 +261,10 @@ class Checkpointing(Callback):
 
     def _resume_messages(self, run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
         """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
-        messages = [describe_schedule_change(meta.schedule, self._cfg.run, self._cfg.train, meta.step)]
-        has_padding = self._cfg.is_rl or run.data.train_sampler.has_annotations
-        if meta.step and meta.tokens_consumed is None and (has_padding or run.training.guard.num_skipped):
+        messages = [describe_schedule_change(meta.state_of("schedule"), self._cfg.run, self._cfg.train, meta.step)]
+        is_padded = self._cfg.is_rl or run.data.train_sampler.has_annotations
+        is_old = "tokens_consumed" not in meta.state_of("position")
+        if meta.step and is_old and (is_padded or run.training.guard.num_skipped):
             messages.append(
                 f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
                 "padding and with skipped updates"

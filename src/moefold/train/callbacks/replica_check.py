@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -31,6 +32,17 @@ class ReplicaComparison(Callback):
         self._checkpoint = checkpoint
         self._seed = seed
         self._drain = drain
+        self._checked_step: int | None = None
+
+    state_name = "replica_check"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last step whose replicas were compared; nothing before the first."""
+        return {} if self._checked_step is None else {"checked_step": self._checked_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the step of a checkpoint."""
+        self._checked_step = state_dict.get("checked_step")
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
         """Compare the replicas if a save is due and the step has not compared them; collective.
@@ -48,7 +60,7 @@ class ReplicaComparison(Callback):
         if divergences:
             self._raise(divergences, run, step)
         if is_checked:
-            run.position.checked_step = step.number
+            self._checked_step = step.number
 
     def _raise(self, divergences: Sequence[Divergence], run: TrainingContext, step: FinishedStep) -> None:
         """End the run, before it saves; collective."""
@@ -58,10 +70,8 @@ class ReplicaComparison(Callback):
         hosts = current_world().all_gather_object(socket.gethostname())
         odd_ranks = sorted({rank for divergence in divergences for rank in divergence.ranks})
         last = "it is unknown since when, as no check came before: resume from a checkpoint that you trust"
-        if run.position.checked_step is not None:
-            last = (
-                f"all were alike at the check of step {run.position.checked_step}: resume from a checkpoint up to there"
-            )
+        if self._checked_step is not None:
+            last = f"all were alike at the check of step {self._checked_step}: resume from a checkpoint up to there"
         raise RunError(
             f"step {step.number}: replicas have diverged: "
             f"{format_list([divergence.describe() for divergence in divergences])}; look at "
@@ -75,11 +85,12 @@ def host_facts(run: TrainingContext, seed: int) -> list[HostFact]:
     device = run.groups.device
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
-    data = run.data
+    data = run.data.state_dict()
+    stream = data.pop("stream")
     return [
         HostFact("the random number generators", f"{seed} {routers} {digests}", ("stage",)),
-        HostFact("the data position", f"{run.position.samples} {json.dumps(data.data_state())}", ("world",)),
+        HostFact("the data position", json.dumps([run.position.state_dict(), data]), ("world",)),
         # Data-parallel ranks read different samples, so their streams may be at different blocks.
-        HostFact("the stream position", json.dumps(data.train_sampler.state(run.position.samples)), ("tp", "cp", "pp")),
+        HostFact("the stream position", json.dumps(stream), ("tp", "cp", "pp")),
         *run.training.meter.plan_facts(),
     ]
