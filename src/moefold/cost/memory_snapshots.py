@@ -5,9 +5,11 @@ of work, within an overlapped forward and backward pass as in `overlap_memory.py
 peak, so all candidates are kept.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -114,12 +116,15 @@ def find_peak_candidates(
 ) -> MemorySnapshots:
     """Find a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
 
-    These are the first and the last rank, and the first of the ranks with the most layers. In overlapped pairs it is
+    These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
+    frequent kind. In overlapped pairs it is
     the snapshot before they begin, which does not depend on recomputation. Messages are not counted: they take the rows
     of all ranks. For the arguments see `find_snapshots`.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
-    sizes = [sum(len(chunks[stage].kinds) for stage in stages) for stages in stages_by_rank]
+    kinds = [[kind for stage in stages for kind in chunks[stage].kinds] for stages in stages_by_rank]
+    frequent = Counter(chain.from_iterable(kinds)).most_common(1)
+    sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
     ranks = (0, sizes.index(max(sizes)), len(stages_by_rank) - 1)
     found = []
     for rank in ranks:
