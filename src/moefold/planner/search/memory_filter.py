@@ -256,16 +256,16 @@ class MemoryFilter:
             for pipeline, least in zip(choice.pipelines, bounds.tolist(), strict=True):
                 zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
                 for (zero, moments), bound in zip(self.placements, least, strict=True):
-                    if zero in zeros and bound < limit:
-                        m = choice.mapping(pipeline, zero, moments)
-                        memory = self.memory_model
-                        # Messages between stages take the longest to count.
-                        if (
-                            memory.floor(m, strategies) < limit
-                            and memory.totals(m, strategies, counts_messages=False).min() < limit
-                        ):
-                            totals = memory.totals(m, strategies)
-                            yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
+                    m = choice.mapping(pipeline, zero, moments)
+                    if zero in zeros and bound < limit and self._may_be_below(limit, m, strategies):
+                        totals = self.memory_model.totals(m, strategies)
+                        yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
+
+    def _may_be_below(self, limit: float, m: ParallelMapping, strategies: MemoryStrategies) -> bool:
+        """Return whether a mapping is below a limit without messages between stages, which take long to count."""
+        memory = self.memory_model
+        is_below = memory.floor(m, strategies) < limit
+        return is_below and bool(memory.totals(m, strategies, counts_messages=False).min() < limit)
 
     def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies, pick: PipelineChoice) -> float:
         """Return a lower bound of the bytes over all degrees of the experts: states shared by the ranks of a stage."""
