@@ -70,11 +70,13 @@ def run(argv: list[str]) -> int:
         from moefold.cli.plan_explain import explain
 
         return explain(request, args, argv)
-    # A plan takes seconds. Progress is shown on a terminal only, so that a log file holds nothing but the answer.
-    with WorkProgress("plan", is_shown=sys.stderr.isatty()) as progress:
+    # A plan takes seconds, and a log file should hold nothing but the answer; with documents it takes a minute.
+    has_documents = args.lengths is not None
+    with WorkProgress("plan", is_shown=has_documents or sys.stderr.isatty()) as progress:
         progress.report("listing the legal mappings")
         planner = Planner(request)
-        progress.report(f"searching {planner.num_folds:,} foldings of attention and experts")
+        balanced = ", with the attention of drawn documents balanced for each" if has_documents else ""
+        progress.report(f"searching {planner.num_folds:,} foldings of attention and experts{balanced}")
         families = best_of_families(planner)
         chosen = choose_family(families, args.take)
         if chosen is None:

@@ -5,9 +5,11 @@ of work, within an overlapped forward and backward pass as in `overlap_memory.py
 peak, so all candidates are kept.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -61,6 +63,8 @@ class StepSchedule:
     vpp: int
     num_micro_batches: int
     overlap: bool = False
+    counts_messages: bool = True
+    """Whether the messages between stages are counted: they take the longest."""
     saves_outputs: bool = True
     """Whether each layer saves its output, the next one's input; in the warm-up of indexers none does."""
 
@@ -112,12 +116,15 @@ def find_peak_candidates(
 ) -> MemorySnapshots:
     """Find a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
 
-    These are the first and the last rank, and the first of the ranks with the most layers. In overlapped pairs it is
+    These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
+    frequent kind. In overlapped pairs it is
     the snapshot before they begin, which does not depend on recomputation. Messages are not counted: they take the rows
     of all ranks. For the arguments see `find_snapshots`.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
-    sizes = [sum(len(chunks[stage].kinds) for stage in stages) for stages in stages_by_rank]
+    kinds = [[kind for stage in stages for kind in chunks[stage].kinds] for stages in stages_by_rank]
+    frequent = Counter(chain.from_iterable(kinds)).most_common(1)
+    sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
     ranks = (0, sizes.index(max(sizes)), len(stages_by_rank) - 1)
     found = []
     for rank in ranks:
@@ -203,7 +210,7 @@ class _RankWalker:
     def ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
         """Yield the `snapshots` of each rank, given its slots as the runtime executes them."""
         messages: list[list[int]] = [[] for _ in rows]
-        if len(rows) > 1:
+        if self.schedule_spec.counts_messages and len(rows) > 1:
             plans = plan_messages(rows, [self.rank_of[stage] for stage in sorted(self.rank_of)])
             messages = [live_messages(p, len(self.rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
         for row, counts in zip(rows, messages, strict=True):

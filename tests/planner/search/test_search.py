@@ -195,6 +195,17 @@ def test_whether_any_mapping_fits_is_known_without_prices(name, fixed):
         assert search.memory.any_fits == fits == bool(search.top_plans(1))
 
 
+def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
+    """With ZeRO-1, several small micro-batches keep the sums of whole gradients between them."""
+    cfg = on_ranks(RECIPES["plain"], 2)
+    cfg = replace(cfg, train=replace(cfg.train, seq_len=16, global_batch_size=4))
+    fixed = {"zero": 1, **dict.fromkeys(("tp", "pp", "cp", "ep", "etp"), 1)}
+    least = least_bytes(searching(cfg, 1.0, fixed), fixed) / 2**30 - OVERHEAD_GIB
+    search = searching(cfg, least * (1 + 1e-4), fixed)
+    assert search.memory.any_fits
+    assert [plan.mapping.mbs for plan in search.top_plans(1)] == [2]
+
+
 def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
     cfg = on_ranks(RECIPES["plain"], 1)
     device = load_device("h100")

@@ -29,13 +29,12 @@ PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
 SHARDED_PARTS = ("weights", "gradients", "optimizer")
 """Parts of the states of which every rank holds its share at least."""
 
-SLACK = 0.01
-"""Part of the least memory by which another mapping may need less."""
-
 ByteArray = NDArray[np.float64]
 SizedMapping = tuple[float, ParallelMapping]
 """Bytes of the fullest rank, and the mapping."""
 Pipelines = tuple[PipelineVariant, ...]
+SizesOfView = tuple[tuple[int, Pipelines], ...]
+"""Micro-batch sizes with their pipelines, as in `AttentionView`."""
 PipelineChoice = Callable[[Pipelines], Pipelines]
 """Which of the pipelines of a fold are looked at."""
 
@@ -103,7 +102,7 @@ class MemoryFilter:
 
     @cached_property
     def smallest(self) -> SizedMapping:
-        """The mapping of least memory with recomputed layers, where that is legal; others need 1 % less at most."""
+        """The mapping of `small_pipelines` of least memory with recomputed layers, where that is legal."""
         return min(self._walk(self.space.views, self.frugal_strategies), key=lambda sized: sized[0])
 
     @cached_property
@@ -124,14 +123,38 @@ class MemoryFilter:
         others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
         return any(self._any_fits_with(some, all_pipelines) for some in (self.frugal_strategies, others) if some)
 
-    def may_hold(self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], zeros: Collection[int]) -> bool:
+    def may_hold(self, fold: Fold, view: AttentionView, pick: PipelineChoice, zeros: Collection[int]) -> bool:
         """Return whether a fold may fit with some ZeRO stage, by a lower bound of its bytes."""
-        sizes = self._fold_bytes(fold, mbs, small_pipelines(pipelines), self.frugal_strategies).tolist()
-        return any(held < self.room for held, (zero, _) in zip(sizes, self.placements, strict=True) if zero in zeros)
+        return any(
+            held < self.room
+            for size, pipelines in self._small_sizes(view)
+            for held, (zero, _) in zip(
+                self._fold_bytes(fold, size, pick(pipelines), self.frugal_strategies).tolist(),
+                self.placements,
+                strict=True,
+            )
+            if zero in zeros
+        )
+
+    def _small_sizes(self, view: AttentionView) -> SizesOfView:
+        """Return the micro-batch sizes that may need least: the smallest, and one without accumulated gradients."""
+        sizes = view.pipelines_by_mbs
+        samples = self.memory_model.workload.global_batch_size // view.dp
+        return tuple(one for i, one in enumerate(sizes) if i == 0 or one[0] == samples)
 
     def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        found: NDArray[np.bool_] = self._peak_bytes(choice, self.space.strategies) <= self.room
+        strategies = self.space.strategies
+        if (self._floor_bytes(choice, strategies) > self.room).all():
+            return np.zeros((len(choice.pipelines), len(self.placements), len(strategies)), dtype=bool)
+        found: NDArray[np.bool_] = self._peak_bytes(choice, strategies) <= self.room
+        return found
+
+    def _floor_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteArray:
+        """Return a lower bound of `_peak_bytes` over all strategies from a few of them, [pipelines, placements]."""
+        least = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies.extremes).min(axis=0)
+        _, counts = self._peak_counts(choice)
+        found: ByteArray = (self._state_bytes(choice) + (counts @ least)[:, :, None]).max(axis=1)
         return found
 
     def _peak_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteArray:
@@ -172,7 +195,7 @@ class MemoryFilter:
         room: float = inf,
         pick: PipelineChoice = small_pipelines,
     ) -> Iterator[SizedMapping]:
-        """Yield mappings that may need less than some room, or without one, than all before but for `SLACK`.
+        """Yield mappings that may need less than some room, or without one, than all before.
 
         Args:
             views: attention views to look at.
@@ -189,16 +212,18 @@ class MemoryFilter:
         while queue and queue[0][0] < limit:
             _, _, view, fold = heappop(queue)
             if fold is not None:
-                # The smallest micro-batches need least; with a dispatcher's own rules they may be illegal.
-                legal = (sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
-                size, pipelines = next(legal)
-                for sized in self._sized(fold, size, pipelines, strategies, limit, pick):
-                    limit = room if room < inf else min(limit, sized[0] * (1 - SLACK))
-                    yield sized
+                # With a dispatcher's own rules the smallest micro-batches may be illegal.
+                legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
+                for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
+                    for sized in self._sized(fold, size, pipelines, strategies, limit, pick):
+                        limit = room if room < inf else min(limit, sized[0])
+                        yield sized
                 continue
-            size, pipelines = view.pipelines_by_mbs[0]
             for one in self.space.folds_of(view):
-                bound = float(self._fold_bytes(one, size, pick(pipelines), strategies).min())
+                bound = min(
+                    float(self._fold_bytes(one, size, pick(pipelines), strategies).min())
+                    for size, pipelines in self._small_sizes(view)
+                )
                 heappush(queue, (bound, next(numbers), view, one))
 
     def _sized(
@@ -227,14 +252,20 @@ class MemoryFilter:
                 continue
             is_covered = is_covered or not has_own
             choice = replace(choice, pipelines=pick(choice.pipelines))
-            bounds = self._peak_bytes(choice, strategies).min(axis=2)
+            bounds = self._floor_bytes(choice, strategies)
             for pipeline, least in zip(choice.pipelines, bounds.tolist(), strict=True):
                 zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
                 for (zero, moments), bound in zip(self.placements, least, strict=True):
-                    if zero in zeros and bound < limit:
-                        m = choice.mapping(pipeline, zero, moments)
+                    m = choice.mapping(pipeline, zero, moments)
+                    if zero in zeros and bound < limit and self._may_be_below(limit, m, strategies):
                         totals = self.memory_model.totals(m, strategies)
                         yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
+
+    def _may_be_below(self, limit: float, m: ParallelMapping, strategies: MemoryStrategies) -> bool:
+        """Return whether a mapping is below a limit without messages between stages, which take long to count."""
+        memory = self.memory_model
+        is_below = memory.floor(m, strategies) < limit
+        return is_below and bool(memory.totals(m, strategies, counts_messages=False).min() < limit)
 
     def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies, pick: PipelineChoice) -> float:
         """Return a lower bound of the bytes over all degrees of the experts: states shared by the ranks of a stage."""
@@ -280,12 +311,9 @@ class MemoryFilter:
     @memoised(all_arguments)
     def _saved_bytes(self, tp: int, strategies: MemoryStrategies) -> ByteArray:
         """Return the least bytes that layers save of one sample for their backward pass, by activation column."""
-        # The more parts a set has, the less is saved.
-        sets = [frozenset(recompute) for recompute in strategies.recompute_sets]
-        largest = MemoryStrategies(one for one in strategies if not any(set(one[0]) < other for other in sets))
         fold = self._single.fold._replace(tp=tp, edp=tp)
         mapping = replace(self._single, fold=fold).mapping()
-        sizes = self.memory_model.activation_memory.total_bytes(mapping, largest).min(axis=0)
+        sizes = self.memory_model.activation_memory.total_bytes(mapping, strategies.extremes).min(axis=0)
         first = self.memory_model.columns.layer_column("saved")
         found: ByteArray = np.zeros_like(sizes)
         found[first : first + self.memory_model.columns.num_kinds] = sizes[first:][

@@ -17,7 +17,7 @@ search has not looked at. What is listed, `space.py` decides.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -172,18 +172,13 @@ class Search:
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, each of another fold."""
         found = [_Found(group) for group in groups]
-        views = self._folds_of_view
-        if views and not self.memory.may_hold_share:
-            views = {}
+        views = self._folds_of_view if self.memory.any_fits else {}
         queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(views)]
         heapify(queue)
         for number in count():
             queue = sorted(self._search_round(queue, [one for one in found if not one.best]))
             has_any = any(one.best for one in found)
             if not queue or all(one.best for one in found) or (number >= MAX_ROUNDS and has_any):
-                break
-            # Where nothing fits at all, no further round finds anything.
-            if not has_any and not self.memory.any_fits:
                 break
         limit_s = min((one.limit_s for one in found), default=inf)
         bound = queue[0].bound_s if queue else inf
@@ -257,7 +252,7 @@ class Search:
                     bound = max(node.bound_s, self._fold_bound_s(fold, node.view))
                     yield _Node(bound, node.order, node.view, fold)
         elif node.number < 0:
-            if self.memory.may_hold(node.fold, sizes[0][0], self._plain_pipelines(node.fold, sizes[0][1]), zeros):
+            if self.memory.may_hold(node.fold, node.view, partial(self._small_pipelines, node.fold), zeros):
                 for number, (size, pipelines) in enumerate(sizes):
                     bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
                     yield node._replace(bound_s=bound, number=number)
@@ -329,12 +324,16 @@ class Search:
         plain = self._plain_pipelines(fold, pipelines)
         dispatchers = self._dispatchers(fold, size)
         fastest = min(dispatchers, key=lambda one: self._least_layers_s(fold, size, one))
-        choice = MicroBatchChoice(fold, size, fastest, False, small_pipelines(plain))
+        choice = MicroBatchChoice(fold, size, fastest, False, self._small_pipelines(fold, pipelines))
         probe = choice.mapping(plain[0])
         choices = [choice]
+        is_own = has_own_memory(fastest)
         for one in dispatchers:
             other = replace(probe, dispatcher=one)
-            if one != fastest and has_own_memory(one) and self.memory_model.activation_memory.may_need_less(other):
+            # Those without memory of their own save the same tensors, perhaps fewer than the fastest.
+            has_own = has_own_memory(one)
+            may_need_less = self.memory_model.activation_memory.may_need_less(other) if has_own else is_own
+            if one != fastest and may_need_less:
                 choices.append(replace(choice, dispatcher=one))
         may_fit = np.any([self.memory.may_fit(one).any(axis=0) for one in choices], axis=0)
         may_fit &= np.array([[zero in zeros] for zero, _ in self.memory.placements])
@@ -350,6 +349,10 @@ class Search:
     def _plain_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
         """Return the pipelines to price: without pipeline parallelism all schedules take equally long."""
         return tuple(p for p in pipelines if fold.pp == 1 and p.schedule == DEFAULT_SCHEDULE) or pipelines
+
+    def _small_pipelines(self, fold: Fold, pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
+        """Return the pipelines to price with least activations."""
+        return small_pipelines(self._plain_pipelines(fold, pipelines))
 
     def _choices(self, fold: Fold, size: int, pipelines: tuple[PipelineVariant, ...]) -> Iterator[MicroBatchChoice]:
         """Yield every dispatcher for a micro-batch size, with and without overlap, and the pipelines legal with it."""
@@ -416,14 +419,15 @@ class Search:
             ]
             if not wanted:
                 continue
-            best = with_strategy(m, self.space.strategies, int(seconds.argmin()))
-            if is_exact or self.memory_model.estimate(best).fits:
-                found |= dict.fromkeys(wanted, (least_s, best))
+            strategies = self.space.strategies
+            fastest = seconds.argmin(keepdims=True)
+            if is_exact or self.memory_model.fitting(m, strategies, fastest).any():
+                found |= dict.fromkeys(wanted, (least_s, with_strategy(m, strategies, int(fastest[0]))))
             elif is_beam:
                 return self._fastest_that_fit(fold, size, pipelines, limits, is_beam=False)
             else:
-                fits = self.memory_model.totals(m, self.space.strategies) <= self.memory_model.device.memory_bytes
-                seconds = np.where(fits, seconds, inf)
+                others = np.flatnonzero(seconds < inf)
+                seconds[others[~self.memory_model.fitting(m, strategies, others)]] = inf
                 heappush(queue, (float(seconds.min()), number, m, seconds, True))
         return found
 
