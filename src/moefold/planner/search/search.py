@@ -420,7 +420,7 @@ class Search:
             if not wanted:
                 continue
             strategies = self.space.strategies
-            fastest = seconds.argmin(keepdims=True)
+            fastest = np.array([seconds.argmin()])
             if is_exact or self.memory_model.fitting(m, strategies, fastest).any():
                 found |= dict.fromkeys(wanted, (least_s, with_strategy(m, strategies, int(fastest[0]))))
             elif is_beam:
