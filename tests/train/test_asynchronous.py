@@ -261,7 +261,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, st
     never = in_turn(cfg, tmp_path)
     expected = pool.run(1, run_in_turn, never)
     assert pool.run(2, run_split, cfg, -1, stop)[:1] != expected
-    table = read_meta(step_path(checkpoint_folder(cfg.run, cfg.checkpoint), stop)).rl["rollouts"]
+    table = read_meta(step_path(checkpoint_folder(cfg.run, cfg.checkpoint), stop)).state_of("data")["rl"]["rollouts"]
     rounds = range(0, staleness, cfg.rl.updates)
     assert [header["version"] for header in table] == [max(0, stop + i - staleness) for i in rounds]
     assert pool.run(2, run_split, cfg)[:1] == expected

@@ -117,7 +117,9 @@ class MemoryFilter:
 
     @cached_property
     def any_fits(self) -> bool:
-        """True if some mapping fits, whatever its pipeline."""
+        """True if some mapping fits, whatever its pipeline; none does without legal strategies and placements."""
+        if not (self.space.strategies and self.placements):
+            return False
         if self.fits_frugally or not self.may_hold_share:
             return self.fits_frugally
         others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
