@@ -41,10 +41,15 @@ def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = N
 
 
 def searching(
-    cfg: Config, room_gib: float, fixed: dict | None = None, device: Device | None = None, imbalance: float = 1.0
+    cfg: Config,
+    room_gib: float,
+    fixed: dict | None = None,
+    device: Device | None = None,
+    imbalance: float = 1.0,
+    offload: bool = True,
 ) -> Search:
     """A search on a device that has so much beside the overhead."""
-    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}, offload=True))
+    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}, offload=offload))
     device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
     workload = workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16", imbalance=imbalance)
     shape = model_spec_from_config(cfg.model)
@@ -184,6 +189,7 @@ def test_where_nothing_fits_the_smallest_mapping_is_known(fixed):
     ("name", "fixed"),
     [
         (NAMES[0], {"pp": 1, "moments": "none", "zero": 1}),
+        ("dense", {"pp": 1, "moments": "none", "zero": 1}),
         *((name, {"recompute": ("norms",), "pp": 2, "vpp": 1}) for name in NAMES[:2]),
         *slow((name, {"pp": 1, "moments": "none"}) for name in NAMES[:2]),
     ],
@@ -204,6 +210,32 @@ def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
     search = searching(cfg, least * (1 + 1e-4), fixed)
     assert search.memory.any_fits
     assert [plan.mapping.mbs for plan in search.top_plans(1)] == [2]
+
+
+def test_rows_of_dropped_tokens_that_one_rank_alone_keeps_are_no_lower_bound():
+    """Experts of several ranks give up the rows that a capacity below 1 drops; those of one rank keep them."""
+    plain = on_ranks(RECIPES["plain"], 2)
+    model = edit_model(plain.model, {"num_layers": 24, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 6})
+    cfg = replace(plain, model=edit_model(model, {"ffn.moe.intermediate_size": 64}))
+    cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=0.25), run=replace(cfg.run, device="cuda"))
+    cfg = replace(cfg, train=replace(cfg.train, seq_len=2048))
+    fixed = {"recompute": (), "offload": (), "zero": 1, "moments": "none", "pp": 1}
+    least = least_bytes(searching(cfg, 1000.0, fixed, offload=False), fixed) / 2**30 - OVERHEAD_GIB
+    for share in (1 + 1e-4, 1.2):
+        search = searching(cfg, least * share, fixed, offload=False)
+        assert search.memory.any_fits
+        assert search.top_plans(1)
+
+
+def test_a_dispatcher_that_reserves_memory_for_large_micro_batches_leaves_small_ones():
+    plain = on_ranks(RECIPES["plain"], 2)
+    cfg = replace(plain, train=replace(plain.train, seq_len=2048, global_batch_size=8))
+    cfg = replace(cfg, run=replace(cfg.run, device="cuda"))
+    fixed = {"dispatcher": "symm_mem", "zero": 1, "moments": "none", "pp": 1}
+    least = least_bytes(searching(cfg, 1000.0, fixed), fixed) / 2**30 - OVERHEAD_GIB
+    for share in (1 + 1e-4, 1.05):
+        search = searching(cfg, least * share, fixed)
+        assert [plan.mapping.mbs for plan in search.plans_below(float("inf"))][:1] == [1]
 
 
 def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():

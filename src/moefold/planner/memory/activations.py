@@ -172,6 +172,8 @@ class ActivationMemoryTable:
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
         """Return whether the dispatcher of a mapping may need less memory than the default one at some snapshot."""
+        if not self.model_spec.has_experts:
+            return False
         one_sample = replace(mapping, cp=1, mbs=1)
         own, default = (
             self._formula(replace(one_sample, dispatcher=part)).experts

@@ -72,13 +72,13 @@ class StateMemoryTable:
             return found
         return found + self._units.moments_in_transit(state_mapping, state_counts)
 
-    @memoised(lambda self, m, states: (states, OFFLOADED_OPTIMIZER in m.offload, self._exchange_bytes(m)))
+    @memoised(lambda self, m, states: (states, OFFLOADED_OPTIMIZER in m.offload, self.exchange_bytes(m)))
     def _table(self, mapping: ParallelMapping, state_mapping: StateMapping) -> tuple[ByteTable, ByteTable]:
         """Return `bytes_by_part` and `total_bytes`."""
         is_offloaded = OFFLOADED_OPTIMIZER in mapping.offload
         fields = self._units.table(
             state_mapping,
-            exchange_bytes=self._exchange_bytes(mapping),
+            exchange_bytes=self.exchange_bytes(mapping),
             offloads_moments=is_offloaded,
         )
         sums = fields[STATE_FIELDS.index("gradient_sums")]
@@ -102,7 +102,8 @@ class StateMemoryTable:
         is_accumulated = m.num_micro_batches(self.workload.global_batch_size) > 1
         return StateMapping(m.tp, m.cp, m.ep, m.etp, degrees, m.zero, is_single, is_accumulated)
 
-    def _exchange_bytes(self, mapping: ParallelMapping) -> int:
+    def exchange_bytes(self, mapping: ParallelMapping) -> int:
+        """Return the bytes that the dispatcher of a mapping reserves for its exchanges; 0 for most dispatchers."""
         if not is_own(mapping.dispatcher, "reserved_bytes"):
             return 0
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp", "dispatcher")}

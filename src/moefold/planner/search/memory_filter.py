@@ -313,14 +313,21 @@ class MemoryFilter:
     @memoised(all_arguments)
     def _saved_bytes(self, tp: int, strategies: MemoryStrategies) -> ByteArray:
         """Return the least bytes that layers save of one sample for their backward pass, by activation column."""
-        fold = self._single.fold._replace(tp=tp, edp=tp)
-        mapping = replace(self._single, fold=fold).mapping()
-        sizes = self.memory_model.activation_memory.total_bytes(mapping, strategies.extremes).min(axis=0)
-        first = self.memory_model.columns.layer_column("saved")
-        found: ByteArray = np.zeros_like(sizes)
-        found[first : first + self.memory_model.columns.num_kinds] = sizes[first:][
-            : self.memory_model.columns.num_kinds
+        # Rows of dropped tokens stay in memory where experts are not spread, and not where they are.
+        degrees = (1, 2) if self.memory_model.model_spec.has_experts else (1,)
+        mappings = [
+            replace(self._single, fold=self._single.fold._replace(tp=tp, ep=ep, edp=max(1, tp // ep)), dispatcher=one)
+            for ep in degrees
+            for one in self.space.searched_dispatchers
         ]
+        sizes = np.min(
+            [self.memory_model.activation_memory.total_bytes(m.mapping(), strategies.extremes) for m in mappings],
+            axis=(0, 1),
+        )
+        first = self.memory_model.columns.layer_column("saved")
+        of_layers = slice(first, first + self.memory_model.columns.num_kinds)
+        found: ByteArray = np.zeros_like(sizes)
+        found[of_layers] = sizes[of_layers]
         return found
 
     def _state_bytes(self, choice: MicroBatchChoice) -> ByteArray:
@@ -336,11 +343,13 @@ class MemoryFilter:
         peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
         return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
 
+    def _exchange_bytes(self, choice: MicroBatchChoice) -> int:
+        return self.memory_model.state_memory.exchange_bytes(choice.mapping())
+
     def _accumulates(self, choice: MicroBatchChoice) -> bool:
         return self.memory_model.workload.global_batch_size // (choice.mbs * choice.fold.dp) > 1
 
-    # Of the micro-batch size counts only whether gradients are accumulated.
-    @memoised(lambda self, choice: (choice.fold, self._accumulates(choice)))
+    @memoised(lambda self, choice: (choice.fold, self._accumulates(choice), self._exchange_bytes(choice)))
     def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
         mappings = (choice.mapping(None, *placement) for placement in self.placements)
