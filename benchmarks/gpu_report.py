@@ -78,6 +78,17 @@ use, and are compiled. The results say how many were compiled in addition.
 
 {packages}
 
+**Without a network.** Elsewhere, for the Python and the platform of the machine:
+```
+pip download --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
+  --platform manylinux2014_x86_64 -d wheels pydantic
+```
+There, beside its torch:
+```
+python3 -m pip install --no-index --no-deps --target site wheels/*.whl
+PYTHONPATH=site make gpu READY= PY=python3
+```
+
 `pytest -m gpu` runs the tests alone. The stage `tests` runs the named files that have them without the slow ones, 12
 processes at a time: 440 tests of Triton kernels at about 1 s, most of it compilation, and 77 others at 1 to 2 s, those
 that start processes of their own at 8 s. Every rendezvous uses a free port.
