@@ -6,7 +6,8 @@ import pytest
 
 from moefold.config.load import config_from_dict
 from moefold.config.schema import config_to_dict
-from moefold.config.upgrade import upgrade_text, upgraded, upgraded_word
+from moefold.config.upgrade import upgraded, upgraded_word
+from moefold.config.upgrade_text import upgrade_text
 from moefold.errors import ConfigError
 from moefold.optim.outer_round import PendingRound
 from moefold.recipe import load_config

@@ -74,6 +74,7 @@ def _train(cfg: Config, keeps: bool):
             state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
             saved = write_checkpoint(cfg, state, TrainState(states=counted(step=1, samples=size, tokens=0)))
     load_checkpoint(saved, training.parameters, training.buffers, training.optimizer)
+    training.load_state_dict({"moment_updates": 1})
     for number in (2, 3):
         step(number)
     return results, {name: p.detach().clone() for name, p in training.parameters.items()}, casts

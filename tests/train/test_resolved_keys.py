@@ -46,7 +46,8 @@ def test_a_named_checkpoint_gives_its_rate_to_a_new_folder(tmp_path):
     path = step_path(tmp_path / "run/checkpoints", 5)
     cfg = started(f"run.dir={tmp_path / 'x'}").cfg
     schedule = schedule_settings(cfg.run, cfg.train) | {"run.steps": 10}
-    write_meta(path, replace(read_meta(path), schedule=schedule | {"train.lr": 0.004}))
+    meta = read_meta(path)
+    write_meta(path, replace(meta, states=meta.states | {"schedule": schedule | {"train.lr": 0.004}}))
     write_manifest(path, {"moefold.json": digest_file(path / "moefold.json")})
     words = (f"run.dir={tmp_path / 'next'}", f"checkpoint.resume={path}")
     assert started(*words).folder.cfg.train.lr == 0.004
