@@ -83,7 +83,7 @@ use, and are compiled. The results say how many were compiled in addition.
 pip download --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
   --platform manylinux2014_x86_64 -d wheels pydantic
 ```
-There, beside its torch:
+There, where its torch is:
 ```
 python3 -m pip install --no-index --no-deps --target site wheels/*.whl
 PYTHONPATH=site make gpu READY= PY=python3

@@ -7,6 +7,7 @@ import pytest
 from moefold import bounded_read
 from moefold.bounded_read import (
     bounded_lines,
+    format_json,
     have_same_content,
     parse_json,
     parse_toml,
@@ -70,3 +71,25 @@ def test_content_is_compared(tmp_path: Path):
     assert not have_same_content(one, other)
     with pytest.raises(ValueError, match="Expecting value"):
         read_json(one, 2**21)
+
+
+def _nested(levels: int) -> list[object]:
+    document: list[object] = []
+    for _ in range(levels - 1):
+        document = [document]
+    return document
+
+
+def test_what_is_written_can_be_read(tmp_path: Path):
+    file = tmp_path / "x.json"
+    for document in ({"a": [1, "é", None]}, _nested(100)):
+        file.write_text(format_json(document, 1 << 20))
+        assert read_json(file, 1 << 20) == document
+    assert format_json([1, 2], 20) == "[\n  1,\n  2\n]\n"
+    # Without spaces where the limit asks for it.
+    assert format_json([1, 2], 6) == "[1,2]\n"
+    with pytest.raises(ValueError, match="^it has 6 bytes, and 5 can be read$"):
+        format_json([1, 2], 5)
+    for levels in (101, 50_000):
+        with pytest.raises(ValueError, match="^it is nested deeper than 100 levels$"):
+            format_json(_nested(levels), 1 << 20)

@@ -145,7 +145,7 @@ def cache_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the bytes of the KV cache and of recurrent states."""
     from moefold.cost.kv_cache import cache_sizes
 
-    sizes = cache_sizes(recipe.cfg)
+    sizes = cache_sizes(recipe.cfg, "cpu")
     yield f"latents {sizes.kv_bytes(2048)} heads {sizes.kv_bytes(2048, 'heads')}"
     yield f"states {sizes.state_bytes}"
 

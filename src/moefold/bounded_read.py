@@ -167,6 +167,25 @@ def parse_json(text: str | bytes) -> Any:
     return document
 
 
+def format_json(document: Any, limit: int) -> str:
+    """Return the text of a JSON file that `read_json` reads with the same limit; indented if the limit allows it.
+
+    Raises:
+        ValueError: there is none: it would be too large or too deep, or a value is none of JSON.
+    """
+    try:
+        text = json.dumps(document, indent=2) + "\n"
+        if len(text) > limit:
+            text = json.dumps(document, separators=(",", ":")) + "\n"
+    except RecursionError:
+        raise _depth_error() from None
+    # ASCII alone: as many bytes as characters.
+    if len(text) > limit:
+        raise ValueError(f"it has {len(text):,} bytes, and {limit:,} can be read")
+    parse_json(text)
+    return text
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML of bounded depth.
 

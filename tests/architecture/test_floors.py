@@ -42,14 +42,6 @@ def test_ten_floors_as_the_page_lists_them():
     assert len(imports.FLOORS) <= 10
 
 
-def test_no_module_imports_a_part_by_its_name():
-    """Parts are found by the kind that a recipe names (docs/extending.md)."""
-    found = imports.imports(SOURCE)
-    assert [
-        str(one) for one in found if one.imported.startswith("parts.") and not one.importer.startswith("parts.")
-    ] == []
-
-
 def _package(folder, **files):
     package = folder / "moefold"
     for name, text in files.items():

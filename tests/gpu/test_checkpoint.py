@@ -63,6 +63,7 @@ def test_every_tensor_arrives_to_the_bit(tmp_path, writer, reader):
         trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device))
         parts = trainer._groups, trainer._train_step, trainer._data_loader, trainer._position
         run = TrainingContext(Path(cfg.run.dir), *parts, StopSignals())
+        trainer._add_states(run.states)
         trainer._checkpointing.resume(run)
         trainer._checkpointing.save(run)
     (again,) = complete_checkpoints(tmp_path / "second" / "checkpoints")

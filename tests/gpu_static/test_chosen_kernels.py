@@ -18,6 +18,7 @@ from moefold.ops import autotune
 from moefold.ops.triton import experts as triton_experts
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.kernel_choices import settle_choices
+from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -63,14 +64,14 @@ def recipe(monkeypatch, tmp_path):
 
 
 def _generated(cfg):
-    """The tokens of a prompt, and the message of a model for inference."""
+    """The tokens of a prompt, and how a model for inference decodes."""
     with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device:
         model = InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device))
         with model.writing_weights():
             init_weights(model.stage, cfg.model, cfg.run.seed)
         engine = RolloutEngine(model, EngineSettings(slots=1), SamplingParams(temperature=0))
         (done,) = engine.generate([Request(prompt=(1, 2, 3), max_tokens=2, eos_ids=frozenset())])
-        return done.tokens, model.message
+        return done.tokens, decoding_notice(model)
 
 
 @pytest.mark.slow
@@ -81,7 +82,8 @@ def test_generation_records_and_names_what_it_measured(recipe, caplog):
     assert "kernels by measured time: " in caplog.text
     assert "product by " in caplog.text
     assert "; recorded in " in caplog.text
-    assert "pages of 1 layers: read by flash attention" in caplog.text
+    assert "pages of 1 layer: read by flash attention" in caplog.text
+    assert message.endswith("; pages of 1 layer: read by flash attention")
     again, message = _generated(recipe)
     assert again == tokens
     assert "recorded times of NVIDIA H100 that is pretended" in message

@@ -1,5 +1,6 @@
 """CUDA branches with values, on a device that is not there: training, generation, GPU tests; and that it can fail."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,23 +22,23 @@ from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.model.attention import AttentionMaskSpec
-from moefold.model.layer_cache import CurrentPass, PassRows
+from moefold.model.layer_cache import CacheSize, CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
 from moefold.ops import paged_flash
 from moefold.ops.paged_flash import FlashPages, device_refusal
 from moefold.ops.triton import experts as triton_experts
 from moefold.parallel.inference_model import InferenceModel
-from moefold.parallel.paged_decoder import decoding_notice
+from moefold.parallel.paged_decoder import PagedDecoder, decoding_notice, forward_chain
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.architecture.rules import ROOT
 from tests.gpu import test_moments
 from tests.gpu.runs import losses_on
-from tests.gpu_static.pretended_cases import BFLOAT16, FAMILIES, FEATURES, TILED
+from tests.gpu_static.pretended_cases import BFLOAT16, FAMILIES, FEATURES, LINEAR, TILED
 from tests.gpu_static.pretended_cuda import CUDA, is_pretended, pretended_cuda
 from tests.model.moe import test_experts
 from tests.ops import test_block_attention
-from tests.verify.recipes import tiny
+from tests.verify.recipes import LATENT, tiny
 
 STEPS = 2
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="the package triton is not installed")
@@ -147,26 +148,83 @@ def test_pages_that_are_read_give_what_gathered_pages_give(window):
     torch.testing.assert_close(found, gathered, atol=2e-2, rtol=2e-2)
 
 
-def _notice(kernels):
-    cfg = tiny(train={"global_batch_size": 1})
-    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels=kernels))
+def _notice(kernels, dtype="float32", model=None, kind="latents"):
+    cfg = tiny(model=model or {}, train={"global_batch_size": 1})
+    cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
     with init_distributed(single_rank_env(), "cuda") as device:
-        return decoding_notice(InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device)))
+        built = InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device))
+        notice = decoding_notice(built, kind)
+        return notice[notice.rindex("pages of ") :], built.message
 
 
 def test_generation_names_its_kernels(monkeypatch):
     device_refusal.cache_clear()
     with pretended_cuda():
-        assert _notice("plain") == "pages of the cache are gathered"
-        kernels = "run.kernels='auto': plain, as run.dtype='float32'"
-        if cuda_flash_attention_reads_pages():
-            assert _notice("auto") == f"{kernels}; flash attention reads pages of the cache"
-            device_refusal.cache_clear()
+        assert _notice("plain") == ("pages of 2 layers: gathered, as run.kernels='plain'", "")
+        pages, kernels = _notice("auto")
+        assert kernels == "run.kernels='auto': plain, as run.dtype='float32'"
+        assert pages == "pages of 2 layers: gathered, as flash attention does not take heads of 4 in torch.float32"
         # As of torch 2.11.
         monkeypatch.setattr(paged_flash, "cuda_flash_attention_reads_pages", lambda: False)
         reason = f"flash attention of torch {torch.__version__} takes no block table"
-        assert _notice("auto") == f"{kernels}; pages of the cache are gathered, as {reason}"
+        assert _notice("auto", "bfloat16", WIDE)[0] == f"pages of 2 layers: gathered, as {reason}"
     device_refusal.cache_clear()
+
+
+WIDE = {"attention.head_dim": 8}
+NO_LATENTS = "gathered, as flash attention does not take latents"
+READ_OR_GATHERED = [
+    (WIDE, "latents", "2 layers: read by flash attention"),
+    (WIDE | {"attention.head_dim": 12}, "latents",
+     "2 layers: gathered, as flash attention does not take heads of 12 in torch.bfloat16"),
+    (WIDE | FAMILIES["chunked attention"], "latents",
+     "1 layer: gathered, as flash attention knows no attention chunks; 1 layer: read by flash attention"),
+    (WIDE | LINEAR, "latents", "1 layer: read by flash attention"),
+    (LATENT, "latents", f"2 layers: {NO_LATENTS}"),
+    (LATENT | {"attention.qk_nope_head_dim": 6}, "heads",
+     "2 layers: gathered, as flash attention takes no values of 3 with keys of 8"),
+    # Wide values are padded keys.
+    (LATENT | {"attention.v_head_dim": 8}, "heads", "2 layers: read by flash attention"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not cuda_flash_attention_reads_pages(), reason="torch takes no block table")
+@needs_triton
+@pytest.mark.parametrize(("model", "kind", "expected"), READ_OR_GATHERED)
+def test_the_notice_counts_the_layers_whose_pages_are_read(model, kind, expected):
+    device_refusal.cache_clear()
+    with pretended_cuda():
+        assert _notice("auto", "bfloat16", model, kind)[0] == f"pages of {expected}"
+    device_refusal.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [("plain", "latents"), ("MLA", "latents"), ("MLA", "heads"), ("chunked attention", "latents")],
+)
+def test_the_first_pass_reports_what_the_notice_says(caplog, name, cache):
+    cfg = tiny(model=FAMILIES[name], train={"seq_len": 96, "global_batch_size": 1})
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="auto"))
+    with pretended_cuda(), caplog.at_level(logging.INFO):
+        pages, _ = _notice("auto", "float32", FAMILIES[name], cache)
+        _generated(cfg, "cuda", cache, records_routing=False)
+    assert [record.getMessage() for record in caplog.records if "pages of" in record.getMessage()] == [pages]
+
+
+def test_a_pass_without_rows_reports_nothing(caplog):
+    cfg = tiny(train={"global_batch_size": 1})
+    cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="plain"))
+    size = CacheSize(num_pages=1, page_positions=CUDA_PAGE_POSITIONS)
+    found = []
+    with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device, caplog.at_level(logging.INFO):
+        model = InferenceModel.build(cfg, ParallelGroups.create(check_config(cfg), device))
+        with forward_chain(model) as chain, PagedDecoder(chain, size) as decoder:
+            for num_rows in (0, 1, 1):
+                places, last = torch.arange(num_rows).to("cuda"), [0] * num_rows
+                tables = torch.zeros(num_rows, 1, dtype=torch.int32).to("cuda")
+                decoder.forward(places, PassRows(places, places, tables, [1] * num_rows, last), places)
+                found.append(sum("pages of 2 layers" in record.getMessage() for record in caplog.records))
+    assert found == [0, 1, 1]
 
 
 def test_tokens_are_drawn_on_the_device():

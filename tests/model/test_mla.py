@@ -93,6 +93,7 @@ def test_pieces_equal_the_whole(kind, window, ends):
         torch.testing.assert_close(example.piece(spans), to_rows(expected, spans), rtol=1e-12, atol=1e-12)
         starts = stops
     assert cache.nbytes == B * PAGES * PAGE_POSITIONS * (5 + 4) * 8
+    assert cache.page_path == ""
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
         torch.testing.assert_close(found, to_rows(expected, spans))
         starts = stops
     assert core.nbytes == 2 * B * PAGES * PAGE_POSITIONS * G * D * 8
+    # Where no kernel reads pages, none is said to be switched off.
+    assert core.page_path == ""
 
 
 def test_copied_pages_hold_what_the_old_ones_held():

@@ -125,5 +125,5 @@ def test_it_shrinks_with_the_recipe():
 
 
 def test_its_cache_has_the_bytes_of_the_built_in_one() -> None:
-    mine, theirs = (cache_sizes(recipe(*keys)).kv_bytes(3 * 24) for keys in (GATED, BUILT_IN))
+    mine, theirs = (cache_sizes(recipe(*keys), "cpu").kv_bytes(3 * 24) for keys in (GATED, BUILT_IN))
     assert mine == theirs > 0

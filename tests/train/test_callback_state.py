@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import moefold
 from moefold.checkpoint.checkpoint_dir import read_meta, step_path
 from moefold.checkpoint.save_load import Record, RunStates
+from moefold.comm.groups import ParallelGroups
+from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
+from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.data_loader import Position
+from moefold.train.signals import StopSignals
+from moefold.train.trainer import Trainer
 from moefold.train.worker import ProgramParts
+from moefold.validate.config import check_config
 from tests.train.test_trainer import recipe
 
 LEFT_OVER = "the checkpoint has the state of callbacks.Losses, which this program does not add"
@@ -28,7 +35,7 @@ class Losses(moefold.Callback):
     """Keeps the loss of each step."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        self.losses: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses}
@@ -54,6 +61,54 @@ class Path0(Losses):
 
     def state_dict(self) -> dict[str, Any]:
         return {"files": [Path("a")]}
+
+
+class Grows(Losses):
+    """Has a state too large for a checkpoint from the third step on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": "a" * (65 << 20 if len(self.losses) > 2 else 1)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class Returns(moefold.Callback):
+    """Has a state as a test gives it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class NeedsStart(Returns):
+    """Has a state once the run has started."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"started": self.started}
+
+
+class Refuses(Returns):
+    """Refuses its state in its own words."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ConfigError("set a to 2")
+
+
+class ListsCheckpoints(Losses):
+    """Keeps the checkpoints that there are at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def on_end(self, run: Any, status: int) -> None:
+        self.losses = sorted(path.name for path in self._folder.glob("checkpoints/step-*"))
 
 
 class SavesAlone(moefold.Callback):
@@ -131,6 +186,79 @@ def test_a_state_that_cannot_be_loaded_or_saved_is_refused_by_name(pool, tmp_pat
     ((_, refused),) = pool.run(1, _train, _cfg(tmp_path / "new", 4), [Path0()])
     assert refused.startswith("the state callbacks.Path0.files[0] is of type PosixPath, and a checkpoint stores JSON")
     assert not (tmp_path / "new" / "metrics.jsonl").exists() or not (tmp_path / "new/metrics.jsonl").read_text()
+
+
+@pytest.mark.parity
+def test_a_state_that_no_one_could_read_again_replaces_no_checkpoint(pool, tmp_path):
+    cfg = _cfg(tmp_path, 4)
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, keep=1))
+    ((_, refused),) = pool.run(1, _train, cfg, [Grows()])
+    assert "moefold.json could not be read again: it has 68," in refused
+    assert refused.endswith("bytes, and 67,108,864 can be read; the largest state is 'callbacks.Grows'")
+    [saved] = (tmp_path / "checkpoints").glob("step-*")
+    assert read_meta(saved).step == 2
+
+
+@pytest.mark.parity
+def test_the_last_checkpoint_is_there_when_a_callback_with_state_ends(pool, tmp_path):
+    cfg = _cfg(tmp_path, 2)
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, async_save=True))
+    (((listed,), _),) = pool.run(1, _train, cfg, [ListsCheckpoints(tmp_path)])
+    assert listed == ["step-000002"]
+
+
+def _train_again_without_checkpoint(cfg: Config) -> tuple[int, int]:
+    """Train twice from the start in one process, as after a loss of ranks; return the losses that are kept."""
+    callback, history = Losses(), SaveHistory()
+    counts = []
+    for _ in range(2):
+        groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
+        assert Trainer(cfg, groups, callbacks=[callback], history=history).run(StopSignals()) == 0
+        counts.append(len(callback.losses))
+    return counts[0], counts[1]
+
+
+@pytest.mark.parity
+def test_a_loss_before_the_first_checkpoint_leads_back_to_the_state_of_the_start(pool, tmp_path):
+    cfg = replace(_cfg(tmp_path, 3), checkpoint=CheckpointConfig(every=0, at_end=False))
+    assert pool.run(1, _train_again_without_checkpoint, cfg) == [(3, 3)]
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        state = {"a": state}
+    return state
+
+
+def test_a_state_is_a_dict_of_bounded_depth():
+    looped: list[Any] = []
+    looped.append(looped)
+    for state, message in {
+        "a list": ([1, 2], r"^state_dict\(\) of 'callbacks.A' returned \[1, 2\], and must return a dict$"),
+        "nothing": (None, "returned None, and must return a dict$"),
+        "deep": (_nested(99), "^the state callbacks.A.a.a.*has more than 98 levels, or contains itself$"),
+        "looped": ({"a": looped}, r"^the state callbacks.A.a\[0\]\[0\].* levels, or contains itself$"),
+        "numbers as keys": ({"a": {1: 2}}, "^the state callbacks.A.a is of type dict"),
+    }.values():
+        with pytest.raises(ConfigError, match=message):
+            RunStates().add("callbacks.A", Returns(state))
+        states, callback = RunStates(), Returns({})
+        states.add("callbacks.A", callback)
+        callback.state = state
+        with pytest.raises(ConfigError, match=message):
+            states.state_dict()
+    RunStates().add("callbacks.A", Returns(_nested(98)))
+
+
+def test_a_callback_that_fails_is_named_and_its_own_words_are_kept():
+    with pytest.raises(ConfigError, match=r"^state_dict\(\) of 'callbacks.A' fails before on_start: AttributeError\("):
+        RunStates().add("callbacks.A", NeedsStart({}))
+    states = RunStates()
+    states.add("callbacks.A", Refuses({}))
+    for load in (states.start, lambda: states.load({}, None)):
+        with pytest.raises(ConfigError, match="^set a to 2$"):
+            load()
 
 
 def test_callbacks_of_one_name_and_half_a_state_are_refused_before_ranks_start():

@@ -1,6 +1,8 @@
 """Training goes on from snapshots in memory with fewer ranks: equal to a restart from disk, and to one rank."""
 
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
+from moefold.train.callbacks.callback import Callback
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
@@ -59,11 +62,18 @@ def _train(cfg: Config) -> None:
 Damage = Callable[[PeerSnapshots, int], None]
 
 
-def _lose_ranks(old: Config, new: Config, members: tuple[int, ...], folder: Path, damage: Damage | None = None) -> str:
+def _lose_ranks(
+    old: Config,
+    new: Config,
+    members: tuple[int, ...],
+    folder: Path,
+    damage: Damage | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> str:
     """Train under one mapping, go on from memory under another one with some of the ranks; return the error."""
     rank = dist.get_rank()
     groups = ParallelGroups.create(check_config(old), torch.device("cpu"))
-    trainer = Trainer(old, groups)
+    trainer = Trainer(old, groups, callbacks=callbacks)
     assert trainer.run(StopSignals()) == 0
     snapshots = trainer._checkpointing.snapshots
     assert snapshots is not None
@@ -78,7 +88,7 @@ def _lose_ranks(old: Config, new: Config, members: tuple[int, ...], folder: Path
     with set_aside_process_groups():
         store = dist.FileStore(str(folder / "store"), len(members))
         dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
-        after = Trainer(new, ParallelGroups.create(check_config(new), torch.device("cpu")))
+        after = Trainer(new, ParallelGroups.create(check_config(new), torch.device("cpu")), callbacks=callbacks)
         after._checkpointing.snapshots = snapshots
         after._checkpointing.restored_step = LAST
         try:
@@ -142,6 +152,37 @@ def test_going_on_from_memory_equals_a_restart_from_disk_and_one_rank(pool, tmp_
     if settings.get("dtype") is None:
         pool.run(1, _train, recipe(tmp_path / "one", 1, STEPS, **_copy(settings)))
         assert farthest(tmp_path / "run", tmp_path / "one") < 1e-9
+
+
+class _Clock(Callback):
+    """Counts on rank 0 alone, and has a state that moves."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._steps: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time": time.monotonic_ns(), "steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps = state_dict["steps"]
+
+    def after_step(self, run: Any, step: Any) -> None:
+        if run.is_first_rank:
+            self._steps.append(step.number)
+
+    def on_end(self, run: Any, status: int) -> None:
+        (self._folder / f"{run.groups.world.size}-{run.groups.rank}.json").write_text(json.dumps(self._steps))
+
+
+def test_callbacks_go_on_with_the_state_of_rank_0_which_may_move(pool, tmp_path: Path):
+    """Rank 0 is lost, and its callback has counted."""
+    old = recipe(tmp_path / "run", 3, LAST, parallel={"zero": 2}, train={"global_batch_size": 6})
+    new = recipe(tmp_path / "run", 2, STEPS, parallel={"zero": 2}, train={"global_batch_size": 6})
+    clock = _Clock(tmp_path)
+    assert pool.run(3, _lose_ranks, old, new, (1, 2), tmp_path, None, [clock]) == [""] * 3
+    found = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*-*.json")}
+    assert found == {"3-0": [1, 2], "3-1": [], "3-2": [], "2-0": [1, 2, 3], "2-1": [1, 2]}
 
 
 def _copy(settings: dict[str, Any]) -> dict[str, Any]:

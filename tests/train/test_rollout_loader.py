@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moefold.checkpoint.safe_metadata import read_metadata
+from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
@@ -50,6 +51,8 @@ from tests.metrics.undefined import undefined
 from tests.models import edit_model, model_of
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 pytestmark = pytest.mark.parity
 
@@ -385,21 +388,40 @@ def test_the_weights_gathered_for_sampling_are_counted(pool, tmp_path, mapping, 
 def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
     """Of two heads, a rank of tp=2 caches one."""
     cfg = under(recipe(tmp_path), tmp_path, world_size=2, tp=2)
-    page_gib = cache_sizes(cfg).kv_bytes(64) / 2**30
+    page_gib = cache_sizes(cfg, "cpu").kv_bytes(64) / 2**30
     cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=page_gib))
-    check_rollout_cache(cfg)
+    check_rollout_cache(cfg, "cpu")
     with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* is smaller than one page"):
-        check_rollout_cache(replace(cfg, rollout=replace(cfg.rollout, tp=1)))
+        check_rollout_cache(replace(cfg, rollout=replace(cfg.rollout, tp=1)), "cpu")
+
+
+def test_the_cache_is_checked_in_the_pages_of_the_chosen_device(tmp_path):
+    """A page has 256 positions on CUDA, also where run.device leaves the choice to the machine."""
+    cfg = recipe(tmp_path)
+    cfg = replace(cfg, run=replace(cfg.run, device="auto"))
+    cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=cache_sizes(cfg, "cpu").kv_bytes(128) / 2**30))
+    check_rollout_cache(cfg, "cpu")
+    with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* is smaller than one page of 256 tokens"):
+        check_rollout_cache(cfg, "cuda")
+
+
+def test_a_cache_without_a_page_is_refused_before_ranks_start(tmp_path, capsys):
+    words = ["data.kind=task", "rl.group_size=4", "train.eval_every=0", "rollout.cache_gib=1e-9", "run.device=cpu"]
+    assert main(["train", str(RECIPES / "single.toml"), *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    err = capsys.readouterr().err
+    assert "rollout.cache_gib=1e-09 is smaller than one page of 64 tokens" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe(tmp_path):
     cfg = recipe(tmp_path)
     cfg = replace(cfg, model=edit_model(cfg.model, {"attention_pattern": "FL"}))
     few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
-    few = replace(few, rollout=replace(few.rollout, cache_gib=cache_sizes(few).total_bytes(1, 8) / 2**30))
-    check_rollout_cache(few)
+    few = replace(few, rollout=replace(few.rollout, cache_gib=cache_sizes(few, "cpu").total_bytes(1, 8) / 2**30))
+    check_rollout_cache(few, "cpu")
     with pytest.raises(ConfigError, match=r"rollout\.cache_gib=.* with rollout\.slots=9, .* or fewer rollout\.slots"):
-        check_rollout_cache(replace(few, rollout=replace(few.rollout, slots=9)))
+        check_rollout_cache(replace(few, rollout=replace(few.rollout, slots=9)), "cpu")
 
 
 def _reference_bytes(cfg: Config) -> int:

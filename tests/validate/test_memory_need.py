@@ -163,7 +163,7 @@ RL = ("data.kind=task", "rl.group_size=4", "train.global_batch_size=16", "train.
 
 def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
     cfg = recipe(*RL, "rollout.max_tokens=64")
-    full = cache_sizes(cfg).kv_bytes(16 * 64)
+    full = cache_sizes(cfg, "cpu").kv_bytes(16 * 64)
     assert min_rollout_cache_bytes(cfg) == full
     assert min_rollout_cache_bytes(replace(cfg, rollout=replace(cfg.rollout, slots=8))) == full // 2
     half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=full / 2 / GIB))
@@ -173,10 +173,10 @@ def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
 def test_pages_and_states_of_rollouts_share_the_limit_of_the_cache():
     """The states of all slots come first, also of those that shared prompts may take; pages have the rest."""
     cfg = recipe(*RL, "rollout.max_tokens=64", "model.layers=2 x (linear, full)")
-    states = 16 * cache_sizes(cfg).state_bytes
-    full = cache_sizes(cfg).kv_bytes(16 * 64)
+    states = 16 * cache_sizes(cfg, "cpu").state_bytes
+    full = cache_sizes(cfg, "cpu").kv_bytes(16 * 64)
     assert min_rollout_cache_bytes(cfg) == full + states
-    limit = num_state_slots(16) * cache_sizes(cfg).state_bytes + full // 2
+    limit = num_state_slots(16) * cache_sizes(cfg, "cpu").state_bytes + full // 2
     half = replace(cfg, rollout=replace(cfg.rollout, cache_gib=limit / GIB))
     assert min_rollout_cache_bytes(half) == full // 2 + states
 
@@ -209,6 +209,19 @@ def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(device_type):
     assert "rollout cache " in text
     fitting = replace(cfg, rollout=replace(cfg.rollout, cache_gib=float(found[1])))
     assert not lack(fitting, (step + cache / 2 + GIB) / GIB, device_type)
+
+
+@pytest.mark.parametrize(("device_type", "positions"), [("cpu", 5 * 64), ("cuda", 2 * 256)])
+def test_a_cache_is_only_named_if_it_holds_a_sample_in_pages_of_the_device(device_type, positions):
+    """A sample of 256 tokens, and one page more."""
+    cfg = recipe(*RL, "model.layers=64", "train.seq_len=256", "rollout.max_tokens=100000", "rollout.cache_gib=50")
+    need = find_shortage(min_training_memory(cfg, device_type), HostCapacity(device_type, (0,), AvailableMemory(0, "")))
+    assert need is not None
+    other = need.needed - need.parts["rollout cache"]
+    # Sizes are named in thousandths of a GiB.
+    least = cache_sizes(cfg, device_type).kv_bytes(positions)
+    texts = [lack(cfg, (other + size) / GIB, device_type) for size in (least + GIB / 500, least - GIB / 500)]
+    assert ["rollout.cache_gib=" in text for text in texts] == [True, False]
 
 
 def test_the_check_can_be_turned_off():

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, read_json
+from moefold.bounded_read import MAX_CONFIG_BYTES, MAX_DESCRIPTION_BYTES, format_json, read_json
 from moefold.checkpoint.manifest import MANIFEST_FILE, read_manifest, regular_file, validate_hashes, validate_sizes
 from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
@@ -77,7 +77,7 @@ class TrainState:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on. In checkpoints without `tokens_consumed`: with padding, and of skipped updates too."""
+        """Tokens of applied updates, padding aside. Without `tokens_consumed`: with padding, and of skipped updates."""
         return int(self.state_of("position")["tokens"])
 
     @property
@@ -449,8 +449,8 @@ def locate_checkpoint(path: Path) -> Path:
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write `META_FILE` of a checkpoint folder."""
-    (path / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+    """Write `META_FILE` of a checkpoint folder; a ValueError says why `read_meta` could not read it."""
+    (path / META_FILE).write_text(format_json(asdict(meta), MAX_DESCRIPTION_BYTES), encoding="utf-8")
 
 
 def read_meta(path: Path) -> CheckpointMeta:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import pickle
 import re
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from moefold.bounded_read import MAX_JSON_DEPTH
 from moefold.checkpoint.checkpoint_dir import (
     META_FILE,
     CheckpointMeta,
@@ -79,6 +81,8 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 CALLBACKS = "callbacks."
 """Prefix of the names of a program's callbacks."""
+_STATE_DEPTH = MAX_JSON_DEPTH - 2
+"""Levels of a state, which lies two levels deep in `META_FILE`."""
 _LOAD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 SETTINGS_FILE = "config.json"
 """Settings of the run, next to its checkpoints in a remote folder."""
@@ -137,13 +141,17 @@ class RunStates:
     """Registry of the objects whose state a resumed run needs; saver and loader walk it, and nothing else lists them.
 
     The owner of an object adds it under a name. A name that a checkpoint lacks is loaded as {}, which stands for the
-    state of a new run; the callback of a program gets the state back with which it was added.
+    state of a new run; the callback of a program gets the state back with which it was added first.
+
+    Args:
+        initial: states with which callbacks were added, by name; one that is missing is added. Where ranks regroup,
+            callbacks outlive the registry.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, initial: States | None = None) -> None:
         self._owners: dict[str, Stateful] = {}
         self._after: dict[str, tuple[str, ...]] = {}
-        self._initial: States = {}
+        self._initial: States = {} if initial is None else initial
 
     def add(self, name: str, owner: Stateful, *, after: tuple[str, ...] = ()) -> None:
         """Register an object.
@@ -154,13 +162,21 @@ class RunStates:
             after: names of the objects that must be loaded before it.
 
         Raises:
-            ConfigError: the state of a callback cannot be saved.
+            ConfigError: the state of a callback cannot be saved, or it has none before `on_start`.
         """
         assert name not in self._owners, name
         self._owners[name] = owner
         self._after[name] = after
-        if name.startswith(CALLBACKS):
-            self._initial[name] = _plain(owner.state_dict(), name)
+        if name.startswith(CALLBACKS) and name not in self._initial:
+            try:
+                self._initial[name] = _state_of(owner, name)
+            except ConfigError:
+                raise
+            except _LOAD_ERRORS as error:
+                raise ConfigError(
+                    f"state_dict() of {name!r} fails before on_start: {error!r}; let it work as soon as the callback "
+                    "is built"
+                ) from error
 
     def state_dict(self, *, has_records: bool = True) -> States:
         """Return a copy of the states without tensors, by name.
@@ -169,10 +185,10 @@ class RunStates:
             has_records: whether descriptions are among them.
 
         Raises:
-            ConfigError: a callback returns something else than JSON values.
+            ConfigError: a callback returns something else than a dict of JSON values.
         """
         return {
-            name: _plain(owner.state_dict(), name)
+            name: _state_of(owner, name)
             for name, owner in self._owners.items()
             if has_records or not isinstance(owner, Record)
         }
@@ -182,7 +198,13 @@ class RunStates:
         return {name: tensor for owner in self._with_tensors() for name, tensor in owner.tensors().items()}
 
     def start(self) -> None:
-        """Begin a new run, after the initial weights were loaded; collective."""
+        """Begin a new run, after the initial weights were loaded; collective.
+
+        Raises:
+            ConfigError: a callback cannot load the state that it had when it was built.
+        """
+        for name in filter(self._initial.__contains__, self._owners):
+            self._load_one(name, self._initial[name], "of the new callback")
         for owner in self._with_tensors():
             owner.load_tensors(None)
 
@@ -197,14 +219,19 @@ class RunStates:
             ConfigError: a state is malformed, or the checkpoint lacks a tensor.
         """
         for name in TopologicalSorter(self._after).static_order():
+            self._load_one(name, states.get(name, self._initial.get(name, {})), "in the checkpoint")
             owner = self._owners[name]
-            try:
-                # A copy, as a snapshot in memory may be loaded again.
-                owner.load_state_dict(_plain(states.get(name, self._initial.get(name, {})), name))
-            except _LOAD_ERRORS as error:
-                raise ConfigError(f"the state of {name!r} in the checkpoint cannot be loaded: {error!r}") from error
             if path is not None and isinstance(owner, TensorState):
                 owner.load_tensors(path)
+
+    def _load_one(self, name: str, state: dict[str, Any], source: str) -> None:
+        try:
+            # A copy, as a snapshot in memory and the initial state may be loaded again.
+            self._owners[name].load_state_dict(_plain(state, name))
+        except ConfigError:
+            raise
+        except _LOAD_ERRORS as error:
+            raise ConfigError(f"the state of {name!r} {source} cannot be loaded: {error!r}") from error
 
     def notices(self, states: States) -> tuple[str, ...]:
         """Return messages about callbacks that a checkpoint knows and the run does not, or the other way round."""
@@ -220,16 +247,26 @@ class RunStates:
         return [owner for owner in self._owners.values() if isinstance(owner, TensorState)]
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a copy of JSON values.
+def _state_of(owner: Stateful, name: str) -> dict[str, Any]:
+    state = owner.state_dict()
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"state_dict() of {name!r} returned {state!r:.60}, and must return a dict")
+    plain: dict[str, Any] = _plain(state, name)
+    return plain
+
+
+def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
+    """Return a copy of JSON values of bounded depth.
 
     Raises:
         ConfigError: it is something else.
     """
+    if isinstance(value, Mapping | list | tuple) and not levels:
+        raise ConfigError(f"the state {where:.80}... has more than {_STATE_DEPTH} levels, or contains itself")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(part, f"{where}.{key}") for key, part in value.items()}
+        return {key: _plain(part, f"{where}.{key}", levels - 1) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part, f"{where}[{index}]") for index, part in enumerate(value)]
+        return [_plain(part, f"{where}[{index}]", levels - 1) for index, part in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
@@ -357,7 +394,13 @@ def _complete(
     writer: FolderWriter,
 ) -> None:
     """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
-    write_meta(draft, checkpoint_meta(cfg, train_state))
+    try:
+        write_meta(draft, checkpoint_meta(cfg, train_state))
+    except OSError:
+        raise
+    except ValueError as error:
+        largest = max(train_state.states, key=lambda name: _num_bytes(train_state.states[name]))
+        raise ConfigError(f"{META_FILE} could not be read again: {error}; the largest state is {largest!r}") from error
     records |= {name: digest_file(draft / name) for name in (METADATA_FILE, META_FILE)}
     write_manifest(draft, records)
     if not isinstance(draft, RemotePath):
@@ -379,6 +422,14 @@ def _complete(
         _fsync_folder(final.parent)
     keeping = cfg.checkpoint
     remove_older(final, keeping.keep, keeping.keep_every, writer.may_replace, keeps_best=keeping.keep_best)
+
+
+def _num_bytes(state: dict[str, Any]) -> float:
+    """Return the length of a state in JSON; infinity if it has none, for a number of too many digits."""
+    try:
+        return len(json.dumps(state))
+    except ValueError:
+        return math.inf
 
 
 def checkpoint_meta(cfg: Config, train_state: TrainState) -> CheckpointMeta:

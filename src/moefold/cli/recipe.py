@@ -22,7 +22,11 @@ becomes train.lr_schedule.min_lr=1e-5.
 
 
 def run(argv: list[str]) -> int:
-    """Upgrade recipes in place, or print a setting in its new form."""
+    """Upgrade recipes in place, or print a setting in its new form.
+
+    Raises:
+        ConfigError: a file cannot be read or upgraded; nothing is written then. Or one cannot be written.
+    """
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.word:
         if len(arguments.files) > 1:

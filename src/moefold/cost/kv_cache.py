@@ -21,7 +21,7 @@ CacheKind = Literal["latents", "heads"]
 
 
 def page_positions(device_type: str) -> int:
-    """Return the positions of a page of the cache on a type of device; "auto" counts as a CPU."""
+    """Return the positions of a page of the cache on a type of device."""
     return CUDA_PAGE_POSITIONS if device_type == "cuda" else PAGE_POSITIONS
 
 
@@ -46,7 +46,7 @@ class CacheSizes:
     plan: StagePlan
     tp: int
     item_bytes: int
-    page_positions: int = PAGE_POSITIONS
+    page_positions: int
 
     def kv_bytes(self, num_tokens: int, kind: CacheKind = "latents") -> int:
         """Return the bytes of the KV cache (or MLA latent cache) of some tokens on the rank with the most layers."""
@@ -83,10 +83,10 @@ class CacheSizes:
         return [(ranks[number], layer.core) for number, layer in enumerate(self.model.decoder_layers)]
 
 
-def cache_sizes(cfg: Config, device_type: str = "") -> CacheSizes:
-    """Return what the ranks of a recipe cache, on a type of device; by default as `run.device` says."""
-    positions = page_positions(device_type or cfg.run.device)
-    return CacheSizes(cfg.model, plan_stages(cfg), cfg.parallel.tp, compute_dtype_bytes(cfg.run), positions)
+def cache_sizes(cfg: Config, device_type: str) -> CacheSizes:
+    """Return what the ranks of a recipe cache, on the type of device that was chosen for them."""
+    item_bytes = compute_dtype_bytes(cfg.run)
+    return CacheSizes(cfg.model, plan_stages(cfg), cfg.parallel.tp, item_bytes, page_positions(device_type))
 
 
 def rollouts_at_once(cfg: Config) -> int:
@@ -109,7 +109,8 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     """
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     p = sampling.parallel
-    sizes = cache_sizes(sampling)
+    # Tokens are counted instead of pages, which alone depend on the device.
+    sizes = cache_sizes(sampling, "cpu")
     num_slots = rollouts_at_once(cfg)
     num_tokens = num_slots * cfg.rollout.max_tokens
     states = num_slots * sizes.state_bytes

@@ -179,6 +179,7 @@ class ChatTemplate:
         Args:
             special_tokens: `bos_token` and the like, as the tokenizer spells them.
             tool_source: the program for conversations with tools; empty: the same.
+            limits: resources of its process; None: the defaults of `TemplateLimits`.
 
         Raises:
             ConfigError: it is not a Jinja template.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefold.config.groups.attention import AttentionCore
 from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
@@ -208,6 +209,10 @@ class SelfAttention(TokenMixer):
         kernels = PageKernels(self.kernels.paged_attention, self.kernels.page_reader)
         limits = KeyLimits(self.window, self.chunk_size)
         return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, limits, kernels)}
+
+    def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
+        """Return the dims of a key and of a value in core attention on a device, given the sizes of the layer."""
+        return core.key_width, core.value_width
 
     def limit_to_chunks(self, chunk_size: int) -> None:
         """Let each token attend within its chunk of `chunk_size` tokens of its document; 0: no chunks."""

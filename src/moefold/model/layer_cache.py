@@ -125,12 +125,16 @@ class LayerCache:
     """Keep what a layer needs of earlier tokens while a model generates, in a form of its own."""
 
     page_path = ""
-    """How attention without a kernel of the CPU reads the pages, known after the first pass; "" without pages."""
+    """How attention on CUDA read the pages in the last pass that had rows; "" elsewhere, or without such a pass."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache; 0 before the first pass."""
         raise NotImplementedError
+
+    def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """Return the `page_path` of a pass with such heads [R, A, D], [R, G, D] and [R, G, Dv]; R may be 0."""
+        return ""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy pages, int64 [n] each; no effect on a cache without pages."""

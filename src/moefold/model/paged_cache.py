@@ -182,13 +182,23 @@ class PagedAttention(PagedCache):
         keys = self._keys.write(k_RGD, rows.slots_R)
         values = self._values.write(v_RGD, rows.slots_R)
         reason = self._gather_reason(q_RAD, k_RGD, v_RGD)
-        self.page_path = f"gathered, as {reason}" if reason else "read by flash attention"
+        self.page_path = self._page_path(reason, q.device)
         if not reason:
             assert self._reader is not None
             scaled = scale_queries(q_RAD, scale)
             out = self._reader(scaled, (keys, values), rows.page_segments, self._limits.window, sinks)
             return out.unsqueeze(1)
         return attend_pages(q_RAD, keys, values, rows, self._limits, sinks, scale).unsqueeze(1)
+
+    def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """Return how pages are read for heads of such sizes, dtype and device; see base class."""
+        return self._page_path(self._gather_reason(q, k, v), q.device)
+
+    def _page_path(self, reason: str, device: torch.device) -> str:
+        """Return how pages are read; "" where no kernel would read their segments: off CUDA."""
+        if self._reader is None and device.type != "cuda":
+            return ""
+        return f"gathered, as {reason}" if reason else "read by flash attention"
 
     def _gather_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> str:
         """Return why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
@@ -215,6 +225,10 @@ class PagedLatents(PagedCache):
         if len(new_SBR):
             self._latents.write(new_SBR, self._pass.current.slots_R)
 
+    def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """Return that the latents are gathered; see base class."""
+        return "gathered, as flash attention does not take latents" if q.device.type == "cuda" else ""
+
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
         """Attend to the cached vectors, which all heads share as keys; their first `rank` dims are the values.
 
@@ -230,7 +244,7 @@ class PagedLatents(PagedCache):
             return query_SBAR[..., :rank]
         pages = self._latents.tensor
         assert pages is not None
-        self.page_path = f"gathered, as flash attention does not take latents of {query_SBAR.shape[-1]} numbers"
+        self.page_path = self.page_path_of(*[query_SBAR] * 3)
         # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
         out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._limits, None, scale)
         return out[..., :rank].unsqueeze(1)

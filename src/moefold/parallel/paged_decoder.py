@@ -15,9 +15,10 @@ from moefold.comm.host_copy import copy_to_device
 from moefold.comm.torch_compat import has_forward_hooks
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.cost.kv_cache import CacheKind, page_positions
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
-from moefold.model.attention import TokenMixer
+from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.fused_block import FusedBlock, FusedLayers, fused_unsupported_reason, supports_fused
 from moefold.model.head import Head
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
@@ -45,12 +46,17 @@ MODULES_COST = "about 1 ms of CPU time more for each in every pass"
 """Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
 
 
-def decoding_notice(model: InferenceModel | ParallelModel) -> str:
-    """Describe how this rank decodes: on CUDA its kernels, on a CPU the layers that no kernel computes whole."""
+def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "latents") -> str:
+    """Describe how this rank decodes: on CUDA its kernels, on a CPU the layers that no kernel computes whole.
+
+    Args:
+        model: of the rank.
+        kind: what latent attention caches.
+    """
     if model.groups.device.type != "cpu":
         # The message of a model in training is in its log already.
         kernels = model.message if isinstance(model, InferenceModel) else ""
-        return "; ".join(filter(None, (kernels, _pages_notice(model))))
+        return "; ".join(filter(None, (kernels, _pages_notice(model, kind))))
     # Blocks of multi-token prediction do not run.
     blocks = [block for stage in model.stages for block in stage.layers.values() if type(block) is not MTPBlock]
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
@@ -60,14 +66,29 @@ def decoding_notice(model: InferenceModel | ParallelModel) -> str:
     return f"{reasons.total()} of {len(blocks)} layers decode by modules instead of in C ({listed}): {MODULES_COST}"
 
 
-def _pages_notice(model: InferenceModel | ParallelModel) -> str:
-    """Describe how attention reads pages on CUDA; a log entry of the first pass has the layers with other heads."""
-    if model.stages[0].kernels.page_reader is None:
-        return "pages of the cache are gathered"
-    from moefold.ops.paged_flash import device_refusal
+def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str:
+    """Describe how the layers of this rank read pages on CUDA, as their caches will; "" without pages."""
+    device = model.groups.device
+    size = CacheSize(num_pages=1, page_positions=page_positions(device.type), kind=kind)
+    paths: list[str] = []
+    for stage in model.stages:
+        for number, block in stage.layers.items():
+            attention = block.attention
+            # The keys that an indexer selects are read by their slots.
+            if isinstance(block, MTPBlock) or not isinstance(attention, SelfAttention) or attention.selects_keys:
+                continue
+            sizes = attention.head_sizes(stage.config.decoder_layers[int(number)].core, device)
+            key, value = (torch.empty(0, 1, width, dtype=stage.dtype, device=device) for width in sizes)
+            caches = attention.caches(CurrentPass(), size).values()
+            paths += [cache.page_path_of(key, key, value) for cache in caches]
+    return _describe_paths(paths)
 
-    refusal = device_refusal(model.groups.device)
-    return f"pages of the cache are gathered, as {refusal}" if refusal else "flash attention reads pages of the cache"
+
+def _describe_paths(paths: Sequence[str]) -> str:
+    """Count the layers whose caches have the same `page_path`; "" if none has one."""
+    counts = Counter(filter(None, paths))
+    listed = "; ".join(f"{count} layer{'s' * (count > 1)}: {path}" for path, count in counts.items())
+    return f"pages of {listed}" if listed else ""
 
 
 @contextmanager
@@ -158,7 +179,7 @@ class PagedDecoder:
         self._routing: list[RoutingCache] = []
         self._replaced: list[tuple[nn.Module, str, object]] = []
         self._positions_before: list[Tensor | None] = []
-        self._has_reported = False
+        self._has_reported = chain.groups.device.type == "cpu"
         self._rope_tables: list[RopeTable] = []
 
     @property
@@ -308,11 +329,10 @@ class PagedDecoder:
         logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)
         # A path around the routers would leave choices of other tokens in the cache.
         assert all(routing.num_recorded == num_local for routing in self._routing), "a router did not record its rows"
-        if not self._has_reported:
+        # None are known while this rank has no rows.
+        if not self._has_reported and (message := _describe_paths([cache.page_path for cache in self._caches])):
             self._has_reported = True
-            paths = Counter(cache.page_path for cache in self._caches if cache.page_path)
-            if paths:
-                logger.info("pages of %s", "; ".join(f"{count} layers: {path}" for path, count in paths.items()))
+            logger.info("%s", message)
         if logits is None:
             return None
         return logits.squeeze(1).to(torch.promote_types(logits.dtype, torch.float32))

@@ -131,7 +131,7 @@ class RolloutLoader(DataLoader):
         replays, replay_message = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)
         self._is_exact = is_exact
         self._begins_round = False
-        decoding = "" if cfg.rollout.uses_server else decoding_notice(sampling.model)
+        decoding = "" if cfg.rollout.uses_server else decoding_notice(sampling.model, cfg.rollout.cache)
         self._startup_message = "; ".join(filter(None, (exactness_message(cfg.rl, inexact), replay_message, decoding)))
         self._replay: RolloutReplay | None = None
         if replays:

@@ -422,8 +422,6 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         longest = check_rollout_data(cfg)
         if cfg.rollout.uses_server:
             check_vllm(cfg, rank_env, max_tokens=longest)
-        else:
-            check_rollout_cache(cfg)
         check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and not cfg.data.drops_files:
         # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
@@ -482,7 +480,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
         raise ConfigError(str(error)) from None
 
 
-def check_rollout_cache(cfg: Config) -> None:
+def check_rollout_cache(cfg: Config, device_type: str) -> None:
     """Check that the cache of the rollout engine holds a sample of train.seq_len, under each mapping that samples.
 
     With rl.staleness, held-out prompts are sampled under the mapping of training.
@@ -503,7 +501,7 @@ def check_rollout_cache(cfg: Config) -> None:
         if cfg.rl.staleness and cfg.train.eval_every:
             mappings.append(cfg)
         for mapping in mappings:
-            sizes = cache_sizes(mapping)
+            sizes = cache_sizes(mapping, device_type)
             num_pages = cache_pages(sizes, settings)
             assert num_pages is not None
             check_requests([longest], num_pages, sizes.page_positions)
@@ -551,4 +549,6 @@ def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> No
         first_rank = num_training if cfg.rollout.ranks else 0
         recipe = rollout_config(cfg)
         check_fetching_ranks(recipe.parallel, recipe.rollout, device_type, ranks_per_machine, first_rank)
+    if cfg.is_rl and not cfg.rollout.uses_server:
+        check_rollout_cache(cfg, device_type)
     check_training(cfg, device_type, rank_env)

@@ -59,7 +59,8 @@ class Trainer:
             messages: lines to log before all others.
             loss: the loss to minimise; None: next-token prediction.
             data: the samples of data.kind="program"; None: the recipe's samples.
-            callbacks: further hooks, the same on every rank, called after the trainer's own.
+            callbacks: further hooks, the same on every rank, called after the trainer's own; `after_step` of one with
+                state is called before the step is saved.
             link: to the ranks of rollout.ranks; None without them.
             history: checkpoints of an earlier trainer of this process; None for the first.
         """
@@ -157,7 +158,10 @@ class Trainer:
             RunError: the recipe stops at a non-finite step or a spike, or data-parallel replicas have diverged.
         """
         folder = Path(self._cfg.run.dir)
-        context = TrainingContext(folder, self._groups, self._train_step, self._data_loader, self._position, stop)
+        states = RunStates(self._checkpointing.initial_states)
+        context = TrainingContext(
+            folder, self._groups, self._train_step, self._data_loader, self._position, stop, states
+        )
         self._add_states(context.states)
         resume = self._checkpointing.resume(context)
         first_step = self._position.step + 1
@@ -187,7 +191,7 @@ class Trainer:
         states.add("position", self._position)
         self._train_step.add_states(states)
         # Rollouts that are too old for the step of the position are sampled again.
-        states.add("data", self._data_loader, after=("position",))
+        states.add("data", self._data_loader, after=("position", "weights"))
         for prefix, callbacks in (("", self._callbacks), (CALLBACKS, self._further_callbacks)):
             for callback in callbacks:
                 if callback.saved_as:
@@ -200,7 +204,7 @@ class Trainer:
             step = self._one_step(context)
             if step is None:
                 continue
-            for callback in self._each_callback():
+            for callback in self._each_callback(is_after_step=True):
                 callback.after_step(context, step)
             collect_garbage(step.number)
             # A signal in the last step does not change the status, unless it prevented the evaluation.
@@ -209,16 +213,17 @@ class Trainer:
         for callback in self._each_callback():
             callback.on_end(context, context.status)
 
-    def _each_callback(self) -> Iterator[Callback]:
+    def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
         """Yield the callbacks in order; the flight recorder's phase names the user's callbacks.
 
-        A further callback with state comes before the checkpoint of a step, which has its state after that step.
+        Args:
+            is_after_step: whether further callbacks with state come before the checkpoint of a step, which has their
+                state after that step.
         """
         *earlier, checkpointing = self._callbacks
-        by_state = {True: list[Callback](), False: list[Callback]()}
-        for callback in self._further_callbacks:
-            by_state[bool(callback.saved_as)].append(callback)
-        for callback in (*earlier, *by_state[True], checkpointing, *by_state[False]):
+        before = [one for one in self._further_callbacks if one.saved_as] if is_after_step else []
+        after = [one for one in self._further_callbacks if not (is_after_step and one.saved_as)]
+        for callback in (*earlier, *before, checkpointing, *after):
             if callback in self._further_callbacks:
                 self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
             yield callback

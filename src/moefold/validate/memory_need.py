@@ -290,7 +290,7 @@ def _training_shortage_message(parallel: ParallelConfig, shortage: MemoryShortag
 def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
     """Suggest cheap changes that make the step fit; if none do, the memory they leave and a way out."""
     changes: list[str] = []
-    for section, key, value in _memory_saving_changes(cfg, shortage):
+    for section, key, value in _memory_saving_changes(cfg, shortage, host.device_type):
         section_cfg: Any = getattr(cfg, section)
         changed: Config = replace(cfg, **{section: replace(section_cfg, **{key: value})})
         try:
@@ -307,9 +307,9 @@ def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) 
     return f"{with_}{_irreducible_memory_message(cfg, host)}"
 
 
-def _memory_saving_changes(cfg: Config, shortage: MemoryShortage) -> Iterator[tuple[str, str, Any]]:
+def _memory_saving_changes(cfg: Config, shortage: MemoryShortage, device_type: str) -> Iterator[tuple[str, str, Any]]:
     """Yield changes that save memory without changing the training result, cheapest in time first."""
-    if cache_gib := _smaller_cache_gib(cfg, shortage):
+    if cache_gib := _smaller_cache_gib(cfg, shortage, device_type):
         yield "rollout", "cache_gib", cache_gib
     train = cfg.train
     p = cfg.parallel
@@ -321,7 +321,7 @@ def _memory_saving_changes(cfg: Config, shortage: MemoryShortage) -> Iterator[tu
         yield "train", "recompute", ("layer",)
 
 
-def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage) -> float:
+def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) -> float:
     """Return the rollout.cache_gib with which sampling fits; 0 if the cache is not what is missing.
 
     It holds at least a sample of train.seq_len.
@@ -331,7 +331,7 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage) -> float:
     if left <= 0:
         return 0.0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
-    sizes = cache_sizes(sampling)
+    sizes = cache_sizes(sampling, device_type)
     num_pages = -(-cfg.train.seq_len // sizes.page_positions) + 1
     least = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
     fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share

@@ -129,7 +129,7 @@ def test_no_schedule_changes_a_token(schedule):
 def test_samples_of_one_prompt_compute_it_once():
     prompt = tuple(range(200))
     requests = [Request(prompt=prompt, max_tokens=1) for _ in range(8)]
-    limits = PassLimits(slots=8, pass_tokens=512, num_pages=40)
+    limits = PassLimits(slots=8, pass_tokens=512, num_pages=40, page_positions=PAGE_POSITIONS)
     scheduler = PassScheduler(limits)
     for i, request in enumerate(requests):
         scheduler.add(i, request)
@@ -145,13 +145,14 @@ def test_samples_of_one_prompt_compute_it_once():
 def test_the_youngest_sample_gives_up_its_pages():
     # Three pages in all: the first sample needs a second page, and the other one holds two.
     requests = [Request(prompt=(1,) * 60, max_tokens=20), Request(prompt=(2,) * 70, max_tokens=20)]
-    found, scheduler = run(requests, PassLimits(slots=2, pass_tokens=128, num_pages=3), [0, 0])
+    limits = PassLimits(slots=2, pass_tokens=128, num_pages=3, page_positions=PAGE_POSITIONS)
+    found, scheduler = run(requests, limits, [0, 0])
     assert scheduler.num_preemptions == 1
     assert found == {i: expected(request) for i, request in enumerate(requests)}
 
 
 def test_a_decoded_sample_does_not_wait_for_a_long_prompt():
-    scheduler = PassScheduler(PassLimits(slots=2, pass_tokens=16, num_pages=8))
+    scheduler = PassScheduler(PassLimits(slots=2, pass_tokens=16, num_pages=8, page_positions=PAGE_POSITIONS))
     scheduler.add(0, Request(prompt=(1,), max_tokens=9))
     scheduler.next_pass()
     scheduler.append(0, 5)
@@ -162,7 +163,7 @@ def test_a_decoded_sample_does_not_wait_for_a_long_prompt():
 
 
 def test_a_shared_page_is_freed_with_its_last_reference():
-    pool = PagePool(2)
+    pool = PagePool(2, PAGE_POSITIONS)
     table = PageTable(pool, 2)
     page = pool.take()
     assert page is not None

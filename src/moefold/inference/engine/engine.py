@@ -139,8 +139,8 @@ class RolloutEngine:
                 slots=self._settings.slots,
                 pass_tokens=self._settings.pass_tokens,
                 num_pages=num_pages,
-                share_prompts=self._settings.share_prompts,
                 page_positions=self._page_positions,
+                share_prompts=self._settings.share_prompts,
             )
             scheduler = PassScheduler(limits)
             yield OpenGeneration(

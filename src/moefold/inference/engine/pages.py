@@ -8,10 +8,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.cost.kv_cache import PAGE_POSITIONS
 
-
-def pages_for(num_positions: int, page_positions: int = PAGE_POSITIONS) -> int:
+def pages_for(num_positions: int, page_positions: int) -> int:
     """Return the pages that hold a number of positions."""
     return -(-num_positions // page_positions)
 
@@ -24,7 +22,7 @@ class PagePool:
         page_positions: positions of a page.
     """
 
-    def __init__(self, num_pages: int, page_positions: int = PAGE_POSITIONS) -> None:
+    def __init__(self, num_pages: int, page_positions: int) -> None:
         self.page_positions = page_positions
         self._num_references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.cost.kv_cache import PAGE_POSITIONS, num_state_slots
+from moefold.cost.kv_cache import num_state_slots
 from moefold.inference.engine.pages import PagePool, PageTable, StateSlots, pages_for
 from moefold.inference.engine.requests import Request
 
@@ -28,8 +28,8 @@ class PassLimits:
     """Most tokens of a pass; at least `slots`."""
     num_pages: int
     """Pages of the cache; they must hold the longest sample."""
+    page_positions: int
     share_prompts: bool = True
-    page_positions: int = PAGE_POSITIONS
 
 
 class PassSegment(NamedTuple):

@@ -124,7 +124,7 @@ class Callback:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""
 
     def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-        """Run after a step: it was evaluated, logged and saved if that was due."""
+        """Run after a step: it was evaluated, logged and saved if that was due; with state, before it is saved."""
 
     def on_rollback(self, run: TrainingContext) -> None:
         """Run after a rollback, once the state of the earlier checkpoint is loaded."""

@@ -1,19 +1,20 @@
 """Callback that saves checkpoints, and resumes and rolls back from them."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, TrainState, read_meta
+from moefold.checkpoint.checkpoint_dir import CheckpointMeta, States, TrainState, read_meta
 from moefold.checkpoint.save_load import (
+    CALLBACKS,
     Record,
     Resume,
     checkpoint_meta,
     resolve_resume,
 )
 from moefold.checkpoint.saver import open_saver
-from moefold.comm.collectives import is_collective_error
+from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
@@ -46,6 +47,8 @@ class SaveHistory:
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
     """Step to restore from the snapshots; None: from a checkpoint."""
+    initial_states: States = field(default_factory=dict)
+    """States of the program's callbacks as it built them, see `RunStates`."""
 
 
 class Checkpointing(Callback):
@@ -78,6 +81,7 @@ class Checkpointing(Callback):
             self._history.snapshots = PeerSnapshots()
         self.snapshots = self._history.snapshots
         self.restored_step = self._history.restored_step
+        self.initial_states = self._history.initial_states
 
     def resume(self, run: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
@@ -166,7 +170,11 @@ class Checkpointing(Callback):
             return
         run.groups.recorder.set_phase("copying the state to a peer")
         started_s = run.groups.recorder.clock()
-        self.snapshots.take(run.training.tensors(), TrainState(states=run.states.state_dict()), run.groups)
+        states = run.states.state_dict()
+        if of_callbacks := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
+            # Rank 0's, as in a checkpoint.
+            states |= broadcast_object(of_callbacks, run.groups.world, 0)
+        self.snapshots.take(run.training.tensors(), TrainState(states=states), run.groups)
         blocked_s = run.groups.recorder.clock() - started_s
         run.save_s += blocked_s
         self.total_save_s += blocked_s
@@ -219,9 +227,11 @@ class Checkpointing(Callback):
 
     def save(self, run: TrainingContext) -> None:
         """Save a checkpoint; collective."""
+        run.groups.recorder.set_phase("saving a checkpoint")
         run.data.prepare_save()
         for prepare in run.before_save:
             prepare()
+        # Waiting for rollouts is a phase of its own.
         run.groups.recorder.set_phase("saving a checkpoint")
         waited_s = self.saver.save(run.states.tensors(), TrainState(states=run.states.state_dict()))
         run.save_s += waited_s

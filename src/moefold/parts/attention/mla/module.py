@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.groups.attention import AttentionFrame
+from moefold.config.groups.attention import AttentionCore, AttentionFrame
 from moefold.model.activation_checkpoint import OutputCheckpoint, no_checkpoint
 from moefold.model.attention import SelfAttention, gate_heads, takes_narrow_values
 from moefold.model.indexer import Selection
@@ -77,6 +77,11 @@ class LatentAttention(SelfAttention):
         if size.kind == "heads":
             return super().caches(current_pass, size)
         return {"latent_cache": PagedLatents(current_pass, size.num_pages, size.page_positions, self.window)}
+
+    def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
+        """Return the dims of the heads that are computed from the latents; see base class."""
+        padded = self._padded_head_dim
+        return (padded, padded) if self._pads_heads(device, None) else super().head_sizes(core, device)
 
     def forward(
         self,
