@@ -291,7 +291,7 @@ def test_states_are_loaded_after_those_they_ask_for():
     states.add("note", Record(lambda: {"said": True}))
     saved = states.state_dict()
     assert saved == {name: {"name": name, "pair": [1, 2]} for name in "abc"} | {"note": {"said": True}}
-    assert states.state_dict(has_records=False) == {name: saved[name] for name in "abc"}
+    assert states.restored_state_dict() == {name: saved[name] for name in "abc"}
     states.load({name: state for name, state in saved.items() if name != "b"}, None)
     assert log == [("b", {}), ("c", saved["c"]), ("a", saved["a"])]
 

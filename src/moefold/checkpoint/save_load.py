@@ -178,19 +178,23 @@ class RunStates:
                     "is built"
                 ) from error
 
-    def state_dict(self, *, has_records: bool = True) -> States:
+    def state_dict(self) -> States:
         """Return a copy of the states without tensors, by name.
-
-        Args:
-            has_records: whether descriptions are among them.
 
         Raises:
             ConfigError: a callback returns something else than a dict of JSON values.
         """
+        return {name: _state_of(owner, name) for name, owner in self._owners.items()}
+
+    def restored_state_dict(self) -> States:
+        """Return the states that a restored run must equal: no descriptions, and none of a program's callbacks.
+
+        A callback may return another state at each call, such as the seconds since its start.
+        """
         return {
             name: _state_of(owner, name)
             for name, owner in self._owners.items()
-            if has_records or not isinstance(owner, Record)
+            if not (isinstance(owner, Record) or name.startswith(CALLBACKS))
         }
 
     def tensors(self) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moefold.checkpoint.checkpoint_dir import States
 from moefold.checkpoint.peer_snapshot import BoxKey, Digest, PeerSnapshots, Snapshot, local_boxes
-from moefold.checkpoint.save_load import CALLBACKS
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import ParallelGroups
 from moefold.errors import RunError, format_list
@@ -29,7 +28,7 @@ class RestoredRun:
     """State of a rank of the new mapping besides its tensors."""
 
     states: States
-    """As the next checkpoint would store them, without records."""
+    """As the next checkpoint would store them: `RunStates.restored_state_dict`."""
     step_counts: Mapping[str, float]
     """Updates that the optimizer has counted, by parameter."""
     samples: range
@@ -134,9 +133,6 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
     """Yield the differences of progress and step counts from the snapshot."""
     assert slot.train_state is not None
     for name, state in restored.states.items():
-        # A callback of a program may return another state at each call, such as the seconds since its start.
-        if name.startswith(CALLBACKS):
-            continue
         taken = slot.train_state.state_of(name)
         for key in sorted(state.keys() | taken.keys()):
             values = [json.dumps(found.get(key), sort_keys=True) for found in (state, taken)]

@@ -153,7 +153,7 @@ class Checkpointing(Callback):
         run.is_resumed = True
         run.groups.recorder.set_phase("comparing the restored state with the snapshots")
         restored = RestoredRun(
-            run.states.state_dict(has_records=False),
+            run.states.restored_state_dict(),
             step_counts(run.training.optimizer, run.training.parameters),
             run.data.train_sharder.own_samples,
             self._cfg.train.global_batch_size,
