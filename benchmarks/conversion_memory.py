@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import FORMAT, CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.streaming_io import TensorChunk, write_chunks
 from moefold.config.edit import edit_model
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
+from moefold.config.upgrade import FORMAT
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping

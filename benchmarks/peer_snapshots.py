@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rank_trainer import RECIPE
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.peer_snapshot import PeerSnapshots, local_boxes
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.transition_certificate import RestoredRun, certify

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold_experiments.gradient_delay.part import DelayedAdamW, DelayedMuon
 from moefold_experiments.spsa.part import Spsa

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments.tests.oracle_site_methods import OracleOfOwners
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part

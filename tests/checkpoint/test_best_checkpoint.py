@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.checkpoint_dir import (
-    META_FILE,
     best_of,
     complete_checkpoints,
-    counted,
     locate_checkpoint,
     names_best,
-    read_meta,
     skipped_checkpoints,
     step_path,
-    write_meta,
 )
+from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta, write_meta
 from moefold.checkpoint.commit import remove_older
 from moefold.cli.main import main
 from moefold.convert.preflight import resolve_weights_folder

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints, counted
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.saver import BackgroundSaver, CheckpointSaver
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config

@@ -24,15 +24,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from moefold.checkpoint import save_load
 from moefold.checkpoint.checkpoint_dir import (
-    TrainState,
     checkpoint_folder,
     complete_checkpoints,
-    counted,
     named_checkpoints,
     step_of,
     unfinished_checkpoints,
     validate_files,
 )
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.folder_writer import WRITER_FILE, tmp_checkpoint_path
 from moefold.checkpoint.safe_metadata import SafeReader
 from moefold.checkpoint.save_load import load_entries, resolve_resume

@@ -8,19 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import (
-    FORMAT,
-    CheckpointMeta,
-    SampleOrder,
-    counted,
-    data_order_change,
-    model_sizes,
-    moved_data_message,
-    relocated,
-    sample_order,
-)
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes
+from moefold.checkpoint.resume import SampleOrder, data_order_change, moved_data_message, relocated, sample_order
 from moefold.config.data import DataConfig
 from moefold.config.schema import Config
+from moefold.config.upgrade import FORMAT
 from moefold.data.fingerprint import fingerprint
 from moefold.remote_copy import local_copy
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.peer_snapshot import (
     PeerSnapshots,
     SnapshotLayout,

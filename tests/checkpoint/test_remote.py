@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from moefold.checkpoint import save_load
 from moefold.checkpoint.checkpoint_dir import (
-    TrainState,
     checkpoint_folder,
     complete_checkpoints,
-    counted,
     named_checkpoints,
     quick_validate,
     step_of,
 )
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups

@@ -23,19 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moefold.checkpoint import save_load
-from moefold.checkpoint.checkpoint_dir import (
-    FORMAT,
-    CheckpointMeta,
-    TrainState,
-    counted,
-    model_sizes,
-    sample_order,
-    step_path,
-    write_meta,
-)
+from moefold.checkpoint.checkpoint_dir import step_path
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, TrainState, counted, model_sizes, write_meta
 from moefold.checkpoint.commit import commit
 from moefold.checkpoint.folder_writer import tmp_checkpoint_path
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
+from moefold.checkpoint.resume import sample_order
 from moefold.checkpoint.save_load import (
     checkpoint_state,
     load_checkpoint,
@@ -47,6 +40,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
 from moefold.optim.states import named_moments
 from moefold.parallel.parallelize import parallelize

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import TrainState, complete_checkpoints, counted
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.saver import BackgroundSaver
 from moefold.comm.groups import ParallelGroups

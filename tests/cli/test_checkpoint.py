@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import META_FILE
+from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.cli.main import main
 from tests.models import edit_model

@@ -4,19 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import (
-    FORMAT,
-    META_FILE,
-    CheckpointMeta,
-    counted,
-    model_sizes,
-    sample_order,
-    step_path,
-    write_meta,
-)
+from moefold.checkpoint.checkpoint_dir import step_path
+from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.manifest import digest_file, write_manifest
+from moefold.checkpoint.resume import sample_order
 from moefold.cli import command_parser, train
 from moefold.cli.main import main
+from moefold.config.upgrade import FORMAT
 from moefold.recipe import load_config
 
 SMALL = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32")

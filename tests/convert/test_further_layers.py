@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted, read_meta
+from moefold.checkpoint.checkpoint_meta import TrainState, counted, read_meta
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.cli.main import main

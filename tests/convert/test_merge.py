@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, read_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, read_meta
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.checkpoint.streaming_io import CheckpointSource

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
 from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of
 from tests.convert.test_further_layers import (

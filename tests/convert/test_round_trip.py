@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
 from moefold.config.upgrade import FORMAT

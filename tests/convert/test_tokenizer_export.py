@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import counted, read_meta
+from moefold.checkpoint.checkpoint_meta import counted, read_meta
 from moefold.cli.main import main
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.tokenizer_folder import JsonTokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import read_meta, write_meta
+from moefold.checkpoint.checkpoint_meta import read_meta, write_meta
 from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.checkpoint.streaming_io import CheckpointSource, write_manifest_in_parallel
 from moefold.cli.main import main

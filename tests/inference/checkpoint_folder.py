@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, model_sizes, sample_order, write_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.resume import sample_order
 from moefold.config.part import words_of
 from moefold.config.schema import Config, write_config_json
 from moefold.config.upgrade import FORMAT

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.save_load import write_checkpoint as write
 from moefold.comm.groups import ParallelGroups

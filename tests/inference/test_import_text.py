@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import read_meta, write_meta
+from moefold.checkpoint.checkpoint_meta import read_meta, write_meta
 from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.inference.source import find_source

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import data_order_change, read_meta, sample_order
+from moefold.checkpoint.checkpoint_meta import read_meta
+from moefold.checkpoint.resume import data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.data.tokenizer import load_tokenizer

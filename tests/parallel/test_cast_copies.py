@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moefold.checkpoint.checkpoint_dir import TrainState, counted
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_weights, write_checkpoint
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.sharded_tensor import local_slice

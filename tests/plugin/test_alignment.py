@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, data_order_change, sample_order
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted
+from moefold.checkpoint.resume import data_order_change, sample_order
 from moefold.config.schema import Config
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
 from moefold.recipe import load_config

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import META_FILE, read_meta
+from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from moefold.comm.groups import current_world
 from moefold.config.data import DataConfig

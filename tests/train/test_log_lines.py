@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import META_FILE, step_path
+from moefold.checkpoint.checkpoint_dir import step_path
+from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.recipe import load_config

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.comm.groups import ParallelGroups
 from moefold.config.data import DataConfig
 from moefold.config.schema import Config

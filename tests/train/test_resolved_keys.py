@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import read_meta, step_path, write_meta
+from moefold.checkpoint.checkpoint_dir import step_path
+from moefold.checkpoint.checkpoint_meta import read_meta, write_meta
 from moefold.checkpoint.manifest import digest_file, write_manifest
 from moefold.optim.lr_schedule import schedule_settings
 from moefold.recipe import load_recipe

@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import (
-    FORMAT,
-    META_FILE,
-    CheckpointMeta,
-    counted,
-    model_sizes,
-    sample_order,
-    step_path,
-    write_meta,
-)
+from moefold.checkpoint.checkpoint_dir import step_path
+from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.manifest import digest_file, write_manifest
+from moefold.checkpoint.resume import sample_order
 from moefold.config.schema import Config, config_to_dict
+from moefold.config.upgrade import FORMAT
 from moefold.data.fingerprint import fingerprint
 from moefold.host.folder_lock import FolderLock, is_in_use
 from moefold.recipe import load_config

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from tests.train.site_jobs import Server, of_site, run_sites
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
 from tests.train.test_sites import MEAN, planned_bytes, recipe, train, train_sites

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import read_meta
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_dir import complete_checkpoints, locate_checkpoint, read_meta, step_path
+from moefold.checkpoint.checkpoint_dir import complete_checkpoints, locate_checkpoint, step_path
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups

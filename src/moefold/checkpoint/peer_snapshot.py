@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import TrainState
+from moefold.checkpoint.checkpoint_meta import TrainState
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, all_to_all
 from moefold.comm.groups import Group, ParallelGroups

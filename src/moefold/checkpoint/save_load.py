@@ -28,26 +28,26 @@ from torch.distributed.tensor import DTensor
 
 from moefold.bounded_read import MAX_JSON_DEPTH
 from moefold.checkpoint.checkpoint_dir import (
-    META_FILE,
-    CheckpointMeta,
-    States,
-    TrainState,
-    check_compatible,
     check_integrity,
     checkpoint_folder,
     checkpoint_folder_key,
     complete_checkpoints,
-    model_sizes,
-    read_meta,
-    resume_candidate,
-    sample_order,
     step_path,
     validate_files,
+)
+from moefold.checkpoint.checkpoint_meta import (
+    META_FILE,
+    CheckpointMeta,
+    States,
+    TrainState,
+    model_sizes,
+    read_meta,
     write_meta,
 )
 from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
+from moefold.checkpoint.resume import check_compatible, resume_candidate, sample_order
 from moefold.checkpoint.safe_metadata import METADATA_FILE, SafeReader, read_metadata
 from moefold.comm.groups import current_world
 from moefold.comm.sharded_tensor import local_slice

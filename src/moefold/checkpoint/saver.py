@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from moefold.checkpoint.checkpoint_dir import TrainState, checkpoint_folder, checkpoint_folder_key
+from moefold.checkpoint.checkpoint_dir import checkpoint_folder, checkpoint_folder_key
+from moefold.checkpoint.checkpoint_meta import TrainState
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.save_load import ShardSavePlanner, write_checkpoint
 from moefold.comm.groups import ParallelGroups

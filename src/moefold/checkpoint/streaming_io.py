@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.hashed_files import HashingThread, HashingWriter, OrderedHashes
 from moefold.checkpoint.manifest import (
     FileDigest,

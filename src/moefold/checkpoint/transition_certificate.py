@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import States
+from moefold.checkpoint.checkpoint_meta import States
 from moefold.checkpoint.peer_snapshot import BoxKey, Digest, PeerSnapshots, Snapshot, local_boxes
 from moefold.comm.collectives import all_gather_objects, all_to_all
 from moefold.comm.groups import ParallelGroups

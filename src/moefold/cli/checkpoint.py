@@ -11,17 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.checkpoint.checkpoint_dir import (
-    META_FILE,
-    CheckpointMeta,
     best_of,
     locate_checkpoint,
     locate_folder,
     named_checkpoints,
     names_best,
     quick_validate,
-    read_meta,
     step_of,
 )
+from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
 from moefold.checkpoint.commit import remove_checkpoint
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.cli.command_parser import CommandParser, add_part_option

@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 
 from moefold import __version__
-from moefold.checkpoint.checkpoint_dir import (
-    CheckpointMeta,
-    check_integrity,
-    locate_checkpoint,
-    model_differences,
-    model_sizes,
-    read_meta,
-)
+from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, model_sizes, read_meta
 from moefold.checkpoint.hashed_files import HashingThread
+from moefold.checkpoint.resume import model_differences
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import (
     CHUNK_BYTES,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.checkpoint.checkpoint_dir import model_differences, model_sizes
+from moefold.checkpoint.checkpoint_meta import model_sizes
+from moefold.checkpoint.resume import model_differences
 from moefold.config.find import is_built_in
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig

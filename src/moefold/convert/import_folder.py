@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
 from moefold.checkpoint.manifest import FileDigest
 from moefold.checkpoint.streaming_io import (
     CheckpointSource,

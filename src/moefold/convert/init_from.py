@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import check_integrity, read_meta, skipped_checkpoints
+from moefold.checkpoint.checkpoint_dir import check_integrity, skipped_checkpoints
+from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.comm.groups import World, current_world

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, check_integrity
+from moefold.checkpoint.checkpoint_dir import check_integrity
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moefold import __version__
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, locate_checkpoint, read_meta
+from moefold.checkpoint.checkpoint_dir import locate_checkpoint
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.config.find import built_in_kinds
 from moefold.config.model import ModelConfig
 from moefold.config.part import without_source

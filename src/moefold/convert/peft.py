@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.adapter_settings import folder_digest
-from moefold.checkpoint.checkpoint_dir import META_FILE, CheckpointMeta, check_integrity, locate_checkpoint, read_meta
+from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
+from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World
 from moefold.config.lora import LoraConfig

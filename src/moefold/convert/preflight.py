@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.adapter_settings import adapters_unsupported_reason, folder_digest
-from moefold.checkpoint.checkpoint_dir import (
-    check_file_sizes,
-    locate_checkpoint,
-    model_differences,
-    model_sizes,
-    read_meta,
-)
+from moefold.checkpoint.checkpoint_dir import check_file_sizes, locate_checkpoint
+from moefold.checkpoint.checkpoint_meta import model_sizes, read_meta
+from moefold.checkpoint.resume import model_differences
 from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.edit import edit_model
 from moefold.config.layer_words import spell_layers

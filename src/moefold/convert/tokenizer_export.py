@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, read_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.run_tokenizer import (
     CHAT_KINDS,
     find_run_tokenizer,

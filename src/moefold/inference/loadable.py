@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moefold.checkpoint.checkpoint_dir import META_FILE, read_meta
+from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.inspect import stored_tensors
 from moefold.config.lora import LoraConfig
 from moefold.convert.preflight import read_model

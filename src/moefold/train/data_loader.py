@@ -10,14 +10,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import (
-    CheckpointMeta,
-    data_order_change,
-    dropped_files,
-    moved_data_message,
-    relocated,
-    sample_order,
-)
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.resume import data_order_change, dropped_files, moved_data_message, relocated, sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
@@ -199,7 +193,7 @@ class DataLoader:
             ConfigError: as `open_dataset`; all files are lost.
         """
         cfg = self._cfg
-        change = "" if meta is None else self.order_change(meta)
+        change = "" if meta is None else self.decide_restart(meta)
         resumed_meta = None if meta is None or change else relocated(meta, self.order, self.fingerprints)
         self._shards = resolve_token_files(cfg.model, cfg.data, self._data_files, resumed_meta, current_world())
         data = self._program_data or open_dataset(
@@ -239,8 +233,8 @@ class DataLoader:
             dropped = skipped_files | {**dropped}
         self._add_events({name: reason for name, reason in dropped.items() if name not in already_dropped})
 
-    def order_change(self, meta: CheckpointMeta) -> str:
-        """Describe why the run does not go on after the samples of a checkpoint, but at sample 0; empty if it does.
+    def decide_restart(self, meta: CheckpointMeta) -> str:
+        """Restart the data at sample 0 if it is not the data of a checkpoint; return the difference, or an empty text.
 
         Call it before the state of the checkpoint is loaded.
         """

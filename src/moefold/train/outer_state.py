@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.save_load import load_entries
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig

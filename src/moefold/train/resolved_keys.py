@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
 from moefold.config.lora import LoraConfig

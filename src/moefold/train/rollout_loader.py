@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, moved_data_message, relocated
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.resume import moved_data_message, relocated
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.job_link import JobLink
@@ -175,7 +176,7 @@ class RolloutLoader(DataLoader):
         """
         cfg = self._cfg
         self.message = self._startup_message
-        if meta is not None and (change := self.order_change(meta)):
+        if meta is not None and (change := self.decide_restart(meta)):
             self.message += f"; the prompts restart at the first: {change}"
         elif meta is not None:
             self._initial_fingerprints = relocated(meta, self.order, self.fingerprints).data_files

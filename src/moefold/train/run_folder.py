@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import (
-    GIVEN,
-    CheckpointMeta,
-    SampleOrder,
     checkpoint_folder,
-    data_order_change,
     has_unfinished_checkpoint,
-    model_differences,
-    moved_data_message,
     named_checkpoints,
     quick_validate,
-    read_meta,
+    step_of,
+)
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
+from moefold.checkpoint.resume import (
+    GIVEN,
+    SampleOrder,
+    data_order_change,
+    model_differences,
+    moved_data_message,
     resume_candidate,
     sample_order,
-    step_of,
 )
 from moefold.config.bounds import keys_of_same_run
 from moefold.config.checkpoint import CheckpointConfig

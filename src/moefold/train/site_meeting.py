@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from moefold.checkpoint.checkpoint_dir import model_sizes
+from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.comm.groups import current_world
 from moefold.comm.site_links import SiteLinks
 from moefold.config.chosen import chosen_in

@@ -10,15 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from moefold.checkpoint.checkpoint_dir import (
-    META_FILE,
-    check_compatible,
-    data_order_change,
-    find_resume,
-    read_meta,
-    sample_order,
-)
+from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
+from moefold.checkpoint.resume import check_compatible, data_order_change, find_resume, sample_order
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict

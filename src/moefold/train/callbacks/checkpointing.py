@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moefold.checkpoint.checkpoint_dir import CheckpointMeta, States, TrainState, read_meta
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
 from moefold.checkpoint.save_load import (
     CALLBACKS,
     Record,
@@ -245,7 +245,7 @@ class Checkpointing(Callback):
             from moefold.train.outer_state import check_expert_owner
 
             check_expert_owner(meta, self._cfg.sites)
-        run.data.order_change(meta)
+        run.data.decide_restart(meta)
         self._load_states(run, meta, path)
 
     def _load_states(self, run: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:

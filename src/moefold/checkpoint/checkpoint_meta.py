@@ -1,0 +1,250 @@
+"""Read and write the description of a checkpoint, `moefold.json`, as earlier versions wrote it too. Torch-free."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.bounded_read import MAX_DESCRIPTION_BYTES, format_json, read_json
+from moefold.checkpoint.manifest import regular_file
+from moefold.config.find import built_in_kinds, find_part
+from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.layer_words import parse_layers, spell_layers
+from moefold.config.model import ModelConfig
+from moefold.config.part import keys_of, without_source
+from moefold.config.part_table import known_parts
+from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_keys
+from moefold.data.input_paths import check_data_file_names
+from moefold.errors import ConfigError
+from moefold.optim.lr_schedule import check_schedule_settings
+
+if TYPE_CHECKING:
+    pass
+
+META_FILE = "moefold.json"
+
+States = dict[str, dict[str, Any]]
+"""State of each object of a run by its name, as JSON values: see `save_load.RunStates`."""
+
+
+def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
+    """Return the states of a run of which only its progress is known."""
+    return {"position": {"step": step, "samples": samples, "tokens": tokens, "skipped": []}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """State of a run after a step. The properties are what commands read of it; whoever owns a state loads it."""
+
+    states: States
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return the state of an object; empty if there is none."""
+        return self.states.get(name, {})
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return int(self.state_of("position")["step"])
+
+    @property
+    def samples(self) -> int:
+        """Training samples consumed."""
+        return int(self.state_of("position")["samples"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of applied updates, padding aside. Without `tokens_consumed`: with padding, and of skipped updates."""
+        return int(self.state_of("position")["tokens"])
+
+    @property
+    def data_files(self) -> dict[str, str]:
+        """Fingerprints of the data files at the start of the run, see `data.fingerprint`; empty if none were taken."""
+        return self.state_of("data").get("data_files", {})
+
+    @property
+    def data_tokens(self) -> dict[str, int]:
+        """Number of tokens in each token file at the start of the run; empty for other data, and in old checkpoints."""
+        return self.state_of("data").get("data_tokens", {})
+
+    @property
+    def data_lost(self) -> dict[str, str]:
+        """Token files that the run has dropped since, each with the reason."""
+        return self.state_of("data").get("data_lost", {})
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        """Settings of adapters (`adapter_settings`) trained alone; empty if the checkpoint has all weights."""
+        return self.state_of("lora")
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss of these weights; None if they were not evaluated, or it is not finite."""
+        return self.state_of("evaluation").get("eval_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMeta(TrainState):
+    """Metadata of a checkpoint, stored next to the tensors in `META_FILE`."""
+
+    format: int
+    order: dict[str, Any]
+    """Settings that map sample numbers to text: `sample_order`."""
+    model: dict[str, Any]
+    parallel: dict[str, Any]
+    """The parallel mapping that wrote the checkpoint, for information: any other mapping can load it."""
+    dtype: str = ""
+    """run.dtype of the run that wrote it; empty if no run did, or in checkpoints of old versions."""
+    origin: str = ""
+    """Source of weights that no run trained: "import" or "upcycle" and a folder. Such checkpoints have no moments."""
+
+    @property
+    def dp(self) -> int | None:
+        """Data-parallel degree of the mapping that wrote the checkpoint; None if it is unknown."""
+        try:
+            world_size, tp, cp, pp = (int(self.parallel[name]) for name in ("world_size", "tp", "cp", "pp"))
+        except KeyError:
+            return None
+        return world_size // (tp * cp * pp)
+
+
+def model_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return the section [model] as JSON reads it, with its layers in the shortest words."""
+    sizes: dict[str, Any] = json.loads(
+        json.dumps({key: without_source(value, "file") for key, value in keys_of(model).items()})
+    )
+    return sizes | {"layers": spell_layers(model.layer_words)}
+
+
+def method_of_samples(method: Any) -> Any:
+    """Return what samples depend on of a method of alignment, a kind or a table.
+
+    The settings of a built-in preference loss may change between the steps of a run.
+    """
+    group = AlignmentPart.group
+    kind = method.get("kind") if isinstance(method, dict) else method
+    is_loss = kind in built_in_kinds(group) and not find_part(group, kind)().reward_column
+    return kind if is_loss else method
+
+
+def write_meta(path: Path, meta: CheckpointMeta) -> None:
+    """Write `META_FILE` of a checkpoint folder; a ValueError says why `read_meta` could not read it."""
+    (path / META_FILE).write_text(format_json(asdict(meta), MAX_DESCRIPTION_BYTES), encoding="utf-8")
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    """Read `META_FILE` of a checkpoint folder.
+
+    Raises:
+        ConfigError: the folder is no moefold checkpoint, or has a format that this version cannot read.
+    """
+    try:
+        fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
+        if not (newer := _newer_format(fields)):
+            meta = CheckpointMeta(**_of_format(fields))
+            _check_meta(meta)
+            return meta
+    except FileNotFoundError:
+        raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
+    raise ConfigError(
+        f"checkpoint {str(path)!r} has format {newer}, and this version reads up to {FORMAT}; update moefold"
+    )
+
+
+def _newer_format(fields: Any) -> int:
+    """Return the format of a `META_FILE` that a later version wrote, whose fields mean nothing here, or 0."""
+    found = fields.get("format") if isinstance(fields, dict) else 0
+    return found if type(found) is int and found > FORMAT else 0
+
+
+def _of_format(fields: Any) -> dict[str, Any]:
+    """Return the fields of a `META_FILE`, with flat keys of earlier versions in their tables.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if not isinstance(fields, dict):
+        raise TypeError("it has no fields")
+    found = dict(fields) if "states" in fields else states_by_object(fields)
+    if fields.get("format", 1) == 1:
+        found["format"] = FORMAT
+    if isinstance(model := fields.get("model"), dict):
+        found["model"] = upgraded({"model": model})[0]["model"]
+    if isinstance(order := fields.get("order"), dict) and AlignmentPart.key in order:
+        align = upgraded_keys({key: value for key, value in order.items() if key.startswith("align.")})
+        align[AlignmentPart.key] = method_of_samples(align[AlignmentPart.key])
+        found["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
+    return found
+
+
+def _check_meta(meta: CheckpointMeta) -> None:
+    """Raise TypeError for values of types that a run never writes; the contents of the sections are checked later."""
+    for name, state in {"states": meta.states, **(meta.states if isinstance(meta.states, dict) else {})}.items():
+        if not isinstance(state, dict):
+            raise TypeError(f"{name} is no object")
+    if meta.eval_loss is not None and not (type(meta.eval_loss) in (int, float) and math.isfinite(meta.eval_loss)):
+        raise TypeError(f"eval_loss is {meta.eval_loss!r}")
+    if not all(type(value) is int for value in meta.state_of("sites").values()):
+        raise TypeError(f"sites is {meta.state_of('sites')!r}")
+    if (rl := meta.state_of("data").get("rl")) is not None:
+        from moefold.rl.plateau import Plateau
+        from moefold.rl.table import table_headers
+
+        Plateau.from_json(rl)
+        table_headers(rl)
+    if meta.lora != {}:
+        from moefold.checkpoint.adapter_settings import check_adapter_settings
+
+        check_adapter_settings(meta.lora)
+    for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
+        if not isinstance(getattr(meta, name), dict):
+            raise TypeError(f"{name} is no object")
+    check_schedule_settings(meta.state_of("schedule"))
+    sizes = meta.model
+    try:
+        model_of(sizes)
+    except ConfigError as error:
+        raise TypeError("; ".join(map(str.strip, str(error).splitlines()))) from None
+    if sizes and "layers" not in sizes:
+        raise TypeError("model has no layers")
+    layers = sizes.get("layers", ModelConfig.layers)
+    try:
+        parse_layers(layers)
+    except ValueError as error:
+        raise TypeError(f"model.layers={layers!r} {error}") from None
+    if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
+        raise TypeError("parallel is no mapping of ranks")
+    position = meta.state_of("position")
+    counts = {"format": meta.format} | {name: position.get(name) for name in ("step", "samples", "tokens")}
+    optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
+    counts |= {name: meta.state_of(owner).get(name, 0) for name, owner in optional.items()}
+    degrees = {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
+    for least, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
+        for name, value in numbers.items():
+            if type(value) is not int or value < least:
+                raise TypeError(f"{name} is {value!r}")
+    if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
+        raise TypeError("data_tokens are no counts")
+    if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
+        raise TypeError("data_files or data_lost hold no text")
+    check_data_file_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
+    for name in ("dtype", "origin"):
+        if not isinstance(getattr(meta, name), str):
+            raise TypeError(f"{name} is no text")
+
+
+def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
+    """Return a stored model with its layers; parts that are not of this package are as in a recipe without them.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    # The loader of recipes is no module of a training process.
+    from moefold.config.load import config_from_dict
+
+    known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
+    return config_from_dict({"model": known_parts("model", known) | {"preset": "", "mtp_layers": 0}}).model

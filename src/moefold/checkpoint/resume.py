@@ -1,0 +1,359 @@
+"""Choose the checkpoint that a run resumes from; compare its model and samples with the recipe. Torch-free."""
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.checkpoint.checkpoint_dir import (
+    checkpoint_folder,
+    checkpoint_folder_key,
+    named_checkpoints,
+    quick_validate,
+    step_of,
+)
+from moefold.checkpoint.checkpoint_meta import (
+    CheckpointMeta,
+    method_of_samples,
+    model_of,
+    model_sizes,
+    read_meta,
+)
+from moefold.config.bounds import keys_with
+from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.data import DataConfig
+from moefold.config.field import SAME_TENSORS
+from moefold.config.find import built_in_kinds
+from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
+from moefold.config.part import keys_of, without_source
+from moefold.config.part_table import NONE
+from moefold.config.rl import RLConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.suggestions import nearest_numbers, part_keys, tables
+from moefold.config.tree import value_at
+from moefold.config.upgrade import flat_settings
+from moefold.data.fingerprint import LOCATION_KEYS, comparable, data_files, names_now, unmatched_locations
+from moefold.data.input_paths import SKIPPED, file_differences, separate_dropped_files
+from moefold.errors import ConfigError, format_list
+from moefold.remote_path import to_path
+from moefold.topology.layout import divisors
+
+if TYPE_CHECKING:
+    pass
+
+SampleOrder = dict[str, Any]
+"""The settings that determine the text of sample n; the batch size is not among them."""
+
+
+def sample_order(cfg: Config) -> SampleOrder:
+    """Return the order of the samples of a recipe."""
+    order = {"seed": cfg.run.seed, "seq_len": cfg.train.seq_len, **keys_of(cfg.data)}
+    # Site n of several reads every count-th sample.
+    order |= {"sites.count": cfg.sites.count, "sites.number": cfg.sites.number if cfg.sites.count > 1 else -1}
+    order[AlignmentPart.key] = method_of_samples(without_source(keys_of(cfg.align)["method"]))
+    # The list of dropped files is compared instead.
+    del order["corrupt"]
+    plain: dict[str, Any] = json.loads(json.dumps(order))
+    return plain
+
+
+def data_order_change(
+    meta: CheckpointMeta,
+    order: SampleOrder,
+    fingerprints: Mapping[str, str] | None = None,
+    *,
+    drops_files: bool = False,
+) -> str:
+    """Describe how the samples of a checkpoint's run differ from the samples of a recipe; empty if they are the same.
+
+    Files count by their content, wherever they are: other names with the same fingerprints are no difference.
+
+    Args:
+        meta: metadata of the checkpoint.
+        order: `sample_order` of the recipe.
+        fingerprints: current fingerprints of the data files; None: compare the settings alone.
+        drops_files: token files that have become corrupt or missing since are no difference (data.corrupt="skip"): see
+            `dropped_files`.
+    """
+    ours = _without_want(order)
+    theirs = _recorded_order(meta)
+    if not meta.data_files:
+        return _differences(theirs, ours)
+    settings = {key: value for key, value in theirs.items() if key not in LOCATION_KEYS}
+    if _differences(settings, ours):
+        return _differences(theirs, ours)
+    if fingerprints is None:
+        return ""
+    moved = {key: theirs[key] for key in LOCATION_KEYS}
+    then = data_files(theirs, meta.data_files)
+    now = data_files(ours, fingerprints)
+    if wrong := unmatched_locations(then, now, theirs, ours):
+        return _differences({key: theirs[key] for key in wrong}, ours)
+    fingerprints = comparable(then, now, fingerprints)
+    meta = relocated(meta, order, fingerprints)
+    lost, others = _classify_differences(meta, fingerprints)
+    if theirs["path"] != ours["path"]:
+        # A file that is damaged keeps its place: another one in a new place is no damage.
+        changed = [name for name in lost if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED]
+        others |= {name: lost.pop(name) for name in changed}
+    if drops_files and any(name not in lost for name in meta.data_tokens):
+        lost = {}
+    wrong = [*lost.values(), *others.values()]
+    return "; ".join(filter(None, [_differences(moved, ours), format_list(wrong)])) if wrong else ""
+
+
+def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
+    """Return the metadata of a checkpoint with the names that its data files have in the recipe.
+
+    Args:
+        meta: metadata of the checkpoint.
+        order: `sample_order` of the recipe.
+        fingerprints: current fingerprints of the data files.
+    """
+    then = data_files(_recorded_order(meta), meta.data_files)
+    now = data_files(order, fingerprints)
+    names = names_now(then, meta.data_files, now, fingerprints)
+
+    data = {
+        field: {names.get(name, name): value for name, value in getattr(meta, field).items()}
+        for field in ("data_files", "data_tokens", "data_lost")
+    }
+    return replace(meta, states=meta.states | {"data": meta.state_of("data") | data})
+
+
+def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
+    """Return a message about data of the same content at other paths than in a checkpoint; empty if none moved.
+
+    Args:
+        meta: metadata of the checkpoint.
+        order: `sample_order` of the recipe; `data_order_change` returns "" for it.
+    """
+    theirs = _recorded_order(meta)
+    moved = [key for key in LOCATION_KEYS if theirs[key] != order[key]]
+    names = {"path": "data", "tokenizer": "data.tokenizer", "chat_template": "data.chat_template"}
+    said = [f"{names[key]} at {order[key]!r} has the same content as {theirs[key]!r}" for key in moved]
+    return f"{'; '.join(said)}: continuing at sample {meta.samples}" if said else ""
+
+
+def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
+    """Return `sample_order` of a checkpoint's run."""
+    # Keys that are missing in a checkpoint of an older version had their defaults.
+    return _without_want(sample_order(Config()) | meta.order)
+
+
+def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an order without what generation asks for, which changes no sample."""
+    method = order[AlignmentPart.key]
+    if isinstance(method, dict) and "template" in method:
+        method = {key: value for key, value in method.items() if key != "want"}
+    return {**order, AlignmentPart.key: method}
+
+
+def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
+    """Return the token files that the run can no longer read as before, and those it dropped earlier; with reasons."""
+    lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
+    return {name: why for name, why in lost.items() if name in meta.data_tokens}
+
+
+def _classify_differences(
+    meta: CheckpointMeta, fingerprints: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the lost token files and the other differences, each as {name: description}."""
+    lost, others = separate_dropped_files(
+        meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
+    )
+    return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
+
+
+def find_resume(cfg: Config) -> Path | None:
+    """Return the checkpoint that a run resumes from, or None for a new run; checks file sizes, not hashes.
+
+    Raises:
+        ConfigError: see `check_compatible`.
+    """
+    damaged: list[str] = []
+    path = resume_candidate(cfg.run, cfg.checkpoint)
+    while path is not None and cfg.checkpoint.resume == "auto" and quick_validate(path):
+        damaged.append(str(path))
+        path = resume_candidate(cfg.run, cfg.checkpoint, damaged)
+    check_compatible(path, cfg)
+    return path
+
+
+def resume_candidate(run: RunConfig, checkpoint: CheckpointConfig, ignored: Container[str] = ()) -> Path | None:
+    """Return the checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
+    if checkpoint.resume == "never":
+        return None
+    if checkpoint.resume != "auto":
+        return to_path(checkpoint.resume)
+    named = named_checkpoints(checkpoint_folder(run, checkpoint))
+    return next((path for path in reversed(named) if str(path) not in ignored), None)
+
+
+def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
+    """Check that a run can continue from a checkpoint (None: start from scratch).
+
+    Args:
+        path: the checkpoint.
+        cfg: the recipe.
+        fingerprints: see `data_order_change`.
+
+    Raises:
+        ConfigError: the checkpoint is of another model; "auto" found one of other data; a named one is of data that has
+            lost files, and could continue without them; its step ends no round of rl.updates; or the folder already has
+            checkpoints of later steps, which a later "auto" would take for checkpoints of this run.
+    """
+    wish = cfg.checkpoint.resume
+    meta = None if path is None else read_meta(path)
+    if path is not None and meta is not None:
+        if meta.origin:
+            raise ConfigError(
+                f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
+                f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
+            )
+        _check_same_model(path, meta, cfg.model)
+        if meta.lora or cfg.lora.rank:
+            from moefold.checkpoint.adapter_settings import adapters_unsupported_reason
+
+            if reason := adapters_unsupported_reason(meta.lora, cfg.lora, str(path)):
+                raise ConfigError(f"checkpoint {str(path)!r} {reason}")
+        order = sample_order(cfg)
+        if wish == "auto" or _can_skip_corrupt(meta, cfg.data, order, fingerprints):
+            _check_same_data(path, meta, cfg.data, order, fingerprints)
+        _check_whole_rounds(path, meta, cfg.rl)
+    if wish != "auto" and cfg.checkpoint.saves:
+        _reject_later_checkpoints(
+            named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)), meta.step if meta else 0, cfg.checkpoint
+        )
+
+
+def _reject_later_checkpoints(named: list[Path], step: int, checkpoint: CheckpointConfig) -> None:
+    later = [path for path in named if step_of(path) > step]
+    if later:
+        raise ConfigError(
+            f"checkpoint.resume={checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
+            f"steps, such as {str(later[-1])!r}, which would count as this run's; move them away, "
+            f"or set another {checkpoint_folder_key(checkpoint)}"
+        )
+
+
+def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelConfig | None = None) -> str:
+    """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not.
+
+    Args:
+        stored: sizes in a checkpoint.
+        model: the model that it is compared with.
+        reader: the model whose layers read the weights, if it has other layers than `model`; its keys count too.
+    """
+    there = model_of(stored)
+    theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
+    # Keys that are missing in a checkpoint of an older version had their defaults, except in a part of another package.
+    defaults = _settings_of_layers(model_sizes(there))
+    outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
+    defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
+    theirs = defaults | {key: value for key, value in theirs.items() if value != GIVEN}
+    unread = _unread_tables(there) & _unread_tables(reader or model)
+    free = keys_with("model", SAME_TENSORS)
+    for sizes, layers in ((theirs, there.decoder_layers), (ours, model.decoder_layers)):
+        heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
+        if "attention.head_dim" in sizes and heads and not (sizes is theirs and "attention." in outside):
+            sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
+        sizes["layer_windows"] = [layer.window for layer in layers]
+        sizes["layer_chunks"] = [layer.chunk for layer in layers]
+    named = [key for key in (*theirs, *ours) if key not in free and not any(key.startswith(table) for table in unread)]
+    return _differences({key: theirs.get(key) for key in named}, ours)
+
+
+def _is_outside(key: str, kind: Any) -> bool:
+    """Return whether the value of a key of [model] is the kind of a part that is not of this package."""
+    group = part_keys().get(f"model.{key}")
+    return group is not None and kind not in (*built_in_kinds(group), NONE, GIVEN)
+
+
+GIVEN = "given"
+"""Value of a table without kinds that is there, in a message."""
+
+
+def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a stored model by their paths in [model]."""
+    plain = {f"model.{key}": without_source(value) for key, value in sizes.items()}
+    found = flat_settings(plain) | {
+        name: GIVEN for name in tables() if isinstance(value_at(name, {"model": sizes}), dict)
+    }
+    found |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
+    return {name.removeprefix("model."): NONE if value is None else value for name, value in found.items()}
+
+
+def _unread_tables(model: ModelConfig) -> set[str]:
+    """Return the keys, and the beginnings of keys, that nothing in the layers of a model reads."""
+    absent = {
+        "attention.": model.has_softmax_attention,
+        "linear_attention": model.has_linear_attention,
+        "rope.": model.has_rope,
+        "ffn.dense": has_dense_layers(model),
+        "ffn.moe": has_moe_layers(model),
+    }
+    return {name for name, is_there in absent.items() if not is_there}
+
+
+def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> None:
+    wrong = model_differences(meta.model, model)
+    if wrong:
+        raise ConfigError(
+            f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"
+        )
+
+
+def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:
+    """Check that rounds of rollouts end at the steps that are saved: they start at multiples of rl.updates."""
+    updates = rl.updates
+    if rl.is_on and meta.step % updates:
+        raise ConfigError(
+            f"rl.updates={updates} must divide step {meta.step} of checkpoint {str(path)!r}: saves would come within "
+            f"rounds of rollouts; choose updates {nearest_numbers(updates, divisors(meta.step))}, or start a new run "
+            f"with checkpoint.init_from={str(path)!r} in another run.dir"
+        )
+
+
+def _check_same_data(
+    path: Path, meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
+) -> None:
+    if wrong := data_order_change(meta, order, fingerprints, drops_files=data.drops_files):
+        way_out = (
+            "set data.corrupt='skip' to continue without the broken or missing files, restore them, or start the data "
+            f"from the beginning in another run.dir with checkpoint.init_from={str(path)!r}"
+            if _can_skip_corrupt(meta, data, order, fingerprints)
+            else f"{_remedy(meta, data, order)}, set checkpoint.resume={str(path)!r} to continue with the new data "
+            "from its start, or set another run.dir"
+        )
+        raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
+
+
+def _remedy(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
+    """Return advice on how to restore the run's own samples."""
+    if data_order_change(meta, order):
+        return "give the recipe its settings"
+    rule = "" if data.kind == "tokens" else f" (with data.kind={data.kind!r} none can be left out later)"
+    return f"restore the files as they were{rule}"
+
+
+def _can_skip_corrupt(
+    meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
+) -> bool:
+    """Return whether data.corrupt="skip" would remove all differences of the data."""
+    if data.corrupt == "skip" or not data_order_change(meta, order, fingerprints):
+        return False
+    return not data_order_change(meta, order, fingerprints, drops_files=True)
+
+
+def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
+    wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
+    if "layers" in wrong:
+        for key in ("layer_windows", "layer_chunks"):
+            wrong.pop(key, None)
+    # A table that differs is named without its settings.
+    wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}
+    return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
