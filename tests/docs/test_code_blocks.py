@@ -87,7 +87,7 @@ def test_commands_and_keys_in_the_text_exist(page):
 
 FILES = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("src", "tests", "benchmarks")
+    for folder in ("src", "tests", "benchmarks", "experiments", "tools")
     for path in (ROOT / folder).rglob("*.py")
 ]
 OTHERS = ROOT / "docs/comparison.md"
@@ -97,6 +97,25 @@ OTHERS = ROOT / "docs/comparison.md"
 @pytest.mark.parametrize("page", [page for page in CURRENT if page != OTHERS], ids=name_of)
 def test_names_in_the_text_are_in_the_files_that_it_gives(page):
     assert misplaced_names(prose(page)) == []
+
+
+@pytest.mark.parametrize("page", [page for page in CURRENT if page != OTHERS], ids=name_of)
+def test_files_in_the_text_exist(page):
+    assert absent_files(prose(page)) == []
+
+
+def absent_files(text: str) -> list[str]:
+    """Return the passages "`folder/file.py`" of which no file of the repository has the end."""
+    named = re.findall(r"`((?:\w+/)+[a-z_0-9]+\.py)`", text)
+    return [
+        name
+        for name in named
+        if not re.search("[A-Z]", name) and not any(f"/{file}".endswith(f"/{name}") for file in FILES)
+    ]
+
+
+def test_an_absent_file_is_found():
+    assert absent_files("`parallel/batch.py`, `parts/GROUP/part.py`, `parallel/no.py`") == ["parallel/no.py"]
 
 
 def misplaced_names(text: str) -> list[str]:

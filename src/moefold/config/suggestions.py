@@ -69,8 +69,9 @@ def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: boo
     """Return how a repository on the Hugging Face hub is named; "" if the name cannot be one.
 
     Args:
-        name: the user's text, which is no local path.
-        bare: whether a name without an owner is allowed: some old tokenizers have such names.
+        name: the user's text, which is not a local path.
+        kind: what the repository holds.
+        allows_bare_name: whether a name without an owner is allowed: some old tokenizers have such names.
     """
     if not is_hub_name(name, allows_bare_name=allows_bare_name):
         return ""

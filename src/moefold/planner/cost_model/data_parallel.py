@@ -271,8 +271,8 @@ class DataParallelCostModel:
         Args:
             mapping: the mapping.
             comm: duration of the collectives.
-            forward: seconds of one micro-batch forward on the rank.
-            backward: seconds of one micro-batch backward on the rank.
+            forward_s: seconds of one micro-batch forward on the rank.
+            backward_s: seconds of one micro-batch backward on the rank.
             num_micro_batches: micro-batches of the step.
         """
         all_gathers = comm.all_gathers_s
