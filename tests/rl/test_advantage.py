@@ -5,7 +5,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.find import built_in_kinds
 from moefold.config.groups.policy import EPS, AdvantagePart
 from moefold.config.rl import RLConfig
-from moefold.rl.advantage import is_mixed, length_penalty
+from moefold.rl.reward import is_mixed, length_penalty
 
 ADVANTAGES = {
     kind: chosen_in(RLConfig(advantage=kind), AdvantagePart).advantages for kind in built_in_kinds("advantage")

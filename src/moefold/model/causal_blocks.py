@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import Group
+from moefold.config.groups.context import zigzag
 from moefold.model.attention import AttentionMaskSpec
 from moefold.ops.block_attention import (
     BlockMask,
@@ -201,8 +202,3 @@ def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
     """Return the ranges of indices of contiguous chunks, [start, stop)."""
     starts = [i for i in range(len(chunks)) if i == 0 or chunks[i] != chunks[i - 1] + 1]
     return list(pairwise([*starts, len(chunks)]))
-
-
-def zigzag(cp: int, rank: int) -> tuple[int, int]:
-    """Return the two of 2*cp chunks that a rank holds."""
-    return rank, 2 * cp - 1 - rank

@@ -15,10 +15,9 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather, differentiable_all_reduce
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.context import BALANCED, ContextPart
+from moefold.config.groups.context import BALANCED, ContextPart, zigzag
 from moefold.config.parallel import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
-from moefold.model.causal_blocks import zigzag
 from moefold.model.transformer import Transformer
 
 if TYPE_CHECKING:

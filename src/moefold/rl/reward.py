@@ -72,6 +72,31 @@ def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float])
     return np.where(np.isnan(scores_FG).all(axis=0), math.nan, total_G)
 
 
+def is_mixed(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return whether each group has two different rewards, [P]; only such groups have a gradient.
+
+    Args:
+        rewards_PG: rewards of P prompts with G rollouts each; NaN: the rollout has no reward.
+    """
+    low = np.min(np.where(np.isnan(rewards_PG), np.inf, rewards_PG), axis=1)
+    high = np.max(np.where(np.isnan(rewards_PG), -np.inf, rewards_PG), axis=1)
+    mixed: NDArray[np.bool_] = high > low
+    return mixed
+
+
+def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> NDArray[np.float64]:
+    """Return DAPO's soft overlong punishment: 0 up to `start` tokens, -1 at max_tokens (arXiv:2503.14476 sec. 3.4).
+
+    Args:
+        lengths: tokens of each rollout.
+        start: rl.length_penalty_from; 0: no punishment.
+        max_tokens: rollout.max_tokens, above `start`.
+    """
+    if start == 0:
+        return np.zeros(lengths.shape)
+    return -np.clip((lengths - start) / (max_tokens - start), 0.0, 1.0)
+
+
 def split_reference(use: str) -> tuple[Path, str] | None:
     """Split FILE.py:FUNCTION; None for a name of another form."""
     path, colon, function = use.rpartition(":")

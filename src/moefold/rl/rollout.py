@@ -15,7 +15,7 @@ from moefold.config.rl import RLConfig
 from moefold.data.prompts import Prompt
 from moefold.data.sample import Sample
 from moefold.data.sft import pack_best_fit
-from moefold.rl.advantage import is_mixed, length_penalty
+from moefold.rl.reward import is_mixed, length_penalty
 
 TRUNCATED = "length"
 """Finish reason of a rollout that rollout.max_tokens cut off."""

@@ -96,3 +96,8 @@ class ContextPart(Part):
             chunk_size: tokens of an attention chunk; 0: no chunks.
         """
         raise NotImplementedError
+
+
+def zigzag(cp: int, rank: int) -> tuple[int, int]:
+    """Return the two of 2*cp chunks that a rank holds."""
+    return rank, 2 * cp - 1 - rank

@@ -8,8 +8,9 @@ from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import SUM_TAG, ring_pass, send_recv, wait_all
 from moefold.comm.groups import Group
+from moefold.config.groups.context import zigzag
 from moefold.model.attention import AttentionMaskSpec
-from moefold.model.causal_blocks import BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads, zigzag
+from moefold.model.causal_blocks import BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads
 from moefold.ops.block_attention import CausalKernel, scale_queries, sink_gradient
 from moefold.ops.documents import AttentionChunks, PackedDocuments
 
