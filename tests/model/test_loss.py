@@ -102,7 +102,7 @@ def test_temperature_and_entropy_of_a_vocabulary_in_two_parts(pool, keeps):
 
 
 def _by_definition(temperature: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Losses, gradients of them and of squared normalizers, and entropies, from the law of each token in float64."""
+    """Losses, gradients of them and of squared normalizers, and entropies, by definition in float64."""
     x, weight, labels, share = _case(dtype)
     logits = x.double() @ weight.double().t() / temperature
     log_law = logits.log_softmax(-1)

@@ -17,13 +17,13 @@ IDS = [[-1, 0, 0, 0, -1, -1, 1, 1, -1, -1], [-1, -1, 0, 0, 0, 0, 0, 0, 0, -1]]
 
 @dataclass
 class Example:
-    """Hidden states and columns; the law of each token follows from the head."""
+    """Hidden states and columns; the log-probabilities of the tokens follow from the head."""
 
     head: Head
     hidden: Tensor
     columns: dict[str, Tensor]
 
-    def law(self, temperature: float = 1.0) -> Tensor:
+    def log_probs(self, temperature: float = 1.0) -> Tensor:
         """Return the log-probabilities of the labels, [B, S], by definition."""
         logits = self.hidden.transpose(0, 1) @ self.head.weight.t() / temperature
         return logits.log_softmax(-1).gather(-1, self.columns["labels"].unsqueeze(-1)).squeeze(-1)
@@ -42,7 +42,7 @@ class Example:
 
     def expect(self, loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor], temperature: float = 1.0) -> list[Tensor]:
         """Return value and gradient of a formula of the log-probabilities and the columns."""
-        value = loss(self.law(temperature), self.columns)
+        value = loss(self.log_probs(temperature), self.columns)
         return [value.detach(), *torch.autograd.grad(value, self.hidden)]
 
 
@@ -51,13 +51,13 @@ PAIR_IDS = [[-1, 0, 0, 0, -1, 1, 1, -1, 2, 3], [-1, 0, -1, 1, 1, 1, -1, -1, -1, 
 
 
 def pair_example() -> Example:
-    """Draw an example of pairs, whose reference is near the law."""
+    """Draw an example of pairs, whose reference is near the policy."""
     found = example()
     ids = torch.tensor(PAIR_IDS)
     counts = torch.stack([(ids == number).sum(1) for number in range(4)], 1)
     is_weighted = (ids >= 0) & (ids % 2 == 0)
     share = is_weighted.double() / counts.gather(1, ids.clamp(min=0)) / 3
-    sums = torch.stack([found.law().detach().where(ids == number, 0.0).sum(1) for number in range(4)], 1)
+    sums = torch.stack([found.log_probs().detach().where(ids == number, 0.0).sum(1) for number in range(4)], 1)
     noise = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found.columns |= {
         "sequence_ids": ids,
@@ -69,7 +69,7 @@ def pair_example() -> Example:
 
 
 def example(temperature: float = 1.0, seed: int = 0) -> Example:
-    """Draw an example; every law is far from the sampler's, so that some ratios are beyond every bound."""
+    """Draw an example; every log-probability is far from the sampler's, so that some ratios are beyond every bound."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -87,7 +87,7 @@ def example(temperature: float = 1.0, seed: int = 0) -> Example:
     }
     found = Example(head, hidden, columns)
     for name, spread in (("old_log_probs", 0.6), ("trainer_log_probs", 0.5), ("reference_log_probs", 0.7)):
-        columns[name] = found.law(temperature).detach() + spread * normal(B, S)
+        columns[name] = found.log_probs(temperature).detach() + spread * normal(B, S)
         # A column may hold anything where no token was sampled.
         columns[name] = columns[name].where(ids >= 0, -1e30)
     return found

@@ -34,15 +34,17 @@ def _clip(ratio: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.2
     return -gain
 
 
-def _ratio(law: Tensor, columns: dict[str, Tensor], old: str = "old_log_probs") -> Tensor:
-    return _sampled(law - columns[old]).exp()
+def _ratio(log_probs: Tensor, columns: dict[str, Tensor], old: str = "old_log_probs") -> Tensor:
+    return _sampled(log_probs - columns[old]).exp()
 
 
 FORMULAS = {
-    "policy": lambda law, c: -c["advantages"] * law,
-    "clip": lambda law, c: _clip(_ratio(law, c), c["advantages"]),
-    "cispo": lambda law, c: -_ratio(law, c).clamp(0.8, 1.28).detach() * c["advantages"] * law,
-    "sequence": lambda law, c: _clip(_mean_of_sequence(_sampled(law - c["old_log_probs"])).exp(), c["advantages"]),
+    "policy": lambda log_probs, c: -c["advantages"] * log_probs,
+    "clip": lambda log_probs, c: _clip(_ratio(log_probs, c), c["advantages"]),
+    "cispo": lambda log_probs, c: -_ratio(log_probs, c).clamp(0.8, 1.28).detach() * c["advantages"] * log_probs,
+    "sequence": lambda log_probs, c: _clip(
+        _mean_of_sequence(_sampled(log_probs - c["old_log_probs"])).exp(), c["advantages"]
+    ),
 }
 
 
@@ -52,7 +54,9 @@ def test_an_objective_is_its_formula(objective, temperature):
     case = example(temperature)
     loss = policy(objective=objective, temperature=temperature)
     terms, gradient, metrics = case.run(loss)
-    value, expected = case.expect(lambda law, c: (FORMULAS[objective](law, c) * c["weights"]).sum(), temperature)
+    value, expected = case.expect(
+        lambda log_probs, c: (FORMULAS[objective](log_probs, c) * c["weights"]).sum(), temperature
+    )
     assert loss.terms == ("policy",)
     torch.testing.assert_close(terms, value.view(1), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
@@ -64,14 +68,14 @@ def test_an_objective_is_its_formula(objective, temperature):
 def test_the_clipped_fraction_counts_tokens_whose_gradient_is_cut():
     case = example()
     _, _, metrics = case.run(policy(objective="clip"))
-    law, c = case.law(), case.columns
-    ratio, is_trained = _ratio(law, c), c["weights"] != 0
+    log_probs, c = case.log_probs(), case.columns
+    ratio, is_trained = _ratio(log_probs, c), c["weights"] != 0
     is_cut = torch.where(c["advantages"] >= 0, ratio > 1.28, ratio < 0.8)
     assert metrics["clipped"] == pytest.approx(float(is_cut[is_trained].double().mean()))
     assert metrics["ratio_max"] == pytest.approx(float(ratio[is_trained].detach().max()))
     entropy = torch.distributions.Categorical(logits=case.hidden.transpose(0, 1) @ case.head.weight.t()).entropy()
     assert metrics["entropy"] == pytest.approx(float(entropy[is_trained].detach().mean()))
-    difference = (law - c["old_log_probs"])[is_trained].abs()
+    difference = (log_probs - c["old_log_probs"])[is_trained].abs()
     assert metrics["mismatch_mean"] == pytest.approx(float(difference.detach().mean()))
     assert metrics["mismatch_max"] == pytest.approx(float(difference.detach().max()))
     assert metrics["mismatch_equal"] == 0
@@ -84,15 +88,15 @@ def test_the_kl_penalty(kind, formula):
     case = example()
     terms, gradient, metrics = case.run(policy(objective="clip", kl=0.3, kl_kind=kind))
 
-    def penalty(law: Tensor, c: dict[str, Tensor]) -> Tensor:
-        return formula(_sampled(c["reference_log_probs"] - law))
+    def penalty(log_probs: Tensor, c: dict[str, Tensor]) -> Tensor:
+        return formula(_sampled(c["reference_log_probs"] - log_probs))
 
-    own, own_gradient = case.expect(lambda law, c: (FORMULAS["clip"](law, c) * c["weights"]).sum())
-    kl, kl_gradient = case.expect(lambda law, c: 0.3 * (penalty(law, c) * c["weights"]).sum())
+    own, own_gradient = case.expect(lambda log_probs, c: (FORMULAS["clip"](log_probs, c) * c["weights"]).sum())
+    kl, kl_gradient = case.expect(lambda log_probs, c: 0.3 * (penalty(log_probs, c) * c["weights"]).sum())
     torch.testing.assert_close(terms, torch.stack((own, kl)), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, own_gradient + kl_gradient, rtol=1e-11, atol=1e-12)
     is_trained = case.columns["weights"] != 0
-    assert metrics["kl"] == pytest.approx(float(penalty(case.law(), case.columns)[is_trained].detach().mean()))
+    assert metrics["kl"] == pytest.approx(float(penalty(case.log_probs(), case.columns)[is_trained].detach().mean()))
 
 
 def _masked(factor: Tensor, judged: Tensor) -> Tensor:
@@ -113,12 +117,12 @@ def test_a_correction_for_another_sampler(kind, objective):
     loss = policy(objective=objective, correction=make_part("correction", kind, low=0.7, high=1.5))
     terms, gradient, metrics = case.run(loss)
 
-    def formula(law: Tensor, c: dict[str, Tensor]) -> Tensor:
-        trainer = law.detach() if objective == "policy" else c["trainer_log_probs"]
+    def formula(log_probs: Tensor, c: dict[str, Tensor]) -> Tensor:
+        trainer = log_probs.detach() if objective == "policy" else c["trainer_log_probs"]
         if objective == "clip":
-            token_loss = _clip(_ratio(law, c, "trainer_log_probs"), c["advantages"])
+            token_loss = _clip(_ratio(log_probs, c, "trainer_log_probs"), c["advantages"])
         else:
-            token_loss = -c["advantages"] * law
+            token_loss = -c["advantages"] * log_probs
         return (token_loss * CORRECTIONS[kind](_sampled(trainer - c["old_log_probs"])) * c["weights"]).sum()
 
     value, expected = case.expect(formula)

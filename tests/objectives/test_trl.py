@@ -63,8 +63,8 @@ def _grpo(case: Example, max_tokens: int = 12, **settings: Any) -> Tensor:
     """Return TRL's GRPO loss of the three rollouts of an example."""
     from trl import GRPOTrainer
 
-    law, columns = case.law(), case.columns
-    mask = _padded(torch.ones_like(law), IDS, SEQUENCES)
+    log_probs, columns = case.log_probs(), case.columns
+    mask = _padded(torch.ones_like(log_probs), IDS, SEQUENCES)
     rows = {name: _padded(values, IDS, SEQUENCES) for name, values in columns.items() if values.is_floating_point()}
     inputs = {
         "prompt_ids": torch.zeros(3, 1, dtype=torch.int64),
@@ -83,7 +83,7 @@ def _grpo(case: Example, max_tokens: int = 12, **settings: Any) -> Tensor:
         )
         # The ratio of the policy is taken against the trainer's log-probabilities.
         inputs["old_per_token_logps"] = rows["trainer_log_probs"]
-    per_token = _padded(law, IDS, SEQUENCES)
+    per_token = _padded(log_probs, IDS, SEQUENCES)
     stub = _stub(
         **{
             "loss_type": "grpo",
@@ -227,7 +227,7 @@ def test_dpo_and_ipo(method):
 
     case = pair_example()
     chosen, rejected = PAIRS, [(row, number + 1) for row, number in PAIRS]
-    log_probs, mask = _sequence_rows(case.law(), chosen + rejected)
+    log_probs, mask = _sequence_rows(case.log_probs(), chosen + rejected)
     inputs = _batch(mask) | {
         "ref_chosen_logps": _reference(case, chosen),
         "ref_rejected_logps": _reference(case, rejected),
@@ -250,7 +250,7 @@ def test_simpo():
     from trl.experimental.cpo import CPOTrainer
 
     case = pair_example()
-    log_probs, mask = _sequence_rows(case.law(), PAIRS + [(row, number + 1) for row, number in PAIRS])
+    log_probs, mask = _sequence_rows(case.log_probs(), PAIRS + [(row, number + 1) for row, number in PAIRS])
     mean = log_probs.sum(1) / mask.sum(1)
     stub = _stub(alpha=0.0, loss_type="simpo", simpo_gamma=0.7, beta=2.5, label_smoothing=0.0)
     losses, _, _ = CPOTrainer.cpo_loss(stub, mean[:3], mean[3:])
@@ -265,8 +265,8 @@ def test_kto():
     for row, pairs in enumerate(([0, 2], [0])):
         sequences = [(row, number) for number in pairs]
         mismatched = [(row, number + 1) for number in pairs]
-        log_probs, mask = _sequence_rows(case.law(), sequences)
-        kl_log_probs, _ = _sequence_rows(case.law(), mismatched)
+        log_probs, mask = _sequence_rows(case.log_probs(), sequences)
+        kl_log_probs, _ = _sequence_rows(case.log_probs(), mismatched)
         batch = _batch(mask) | {
             "label": case.columns["is_desirable"][row, : len(pairs)],
             "ref_logps": _reference(case, sequences),

@@ -54,7 +54,7 @@ OF_PARAM_SPEC = frozenset({"name", "shape", "part", "matrix_rows", "never_as_mat
 OF_CONTAINERS = frozenset({"append", "extend", "get", "items", "keys", "setdefault", "values"})
 """Methods of lists and dicts."""
 OF_ARGUMENTS = frozenset(
-    {"advantage", "biased", "columns", "experts", "exponent", "first", "is_token", "is_training", "law", "log_probs"}
+    {"advantage", "biased", "columns", "experts", "exponent", "first", "is_token", "is_training", "log_probs"}
     | {"logits", "loss", "norm", "number", "of_rollout", "old", "pair", "position", "positions", "rate", "rotate"}
     | {"score_factor", "scores", "second", "seconds", "seed_of", "specs", "tokens_per_expert", "top_k", "weights", "x"}
 )

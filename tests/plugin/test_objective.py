@@ -28,9 +28,9 @@ def test_it_is_its_formula():
     case = example()
     terms, gradient, recorded = case.run(loss())
 
-    def formula(law, c):
+    def formula(log_probs, c):
         is_trained = c["weights"] != 0
-        distance = (law - c["old_log_probs"])[is_trained].exp() - 1
+        distance = (log_probs - c["old_log_probs"])[is_trained].exp() - 1
         advantages = c["advantages"][is_trained]
         gain = (1 + distance) * advantages - advantages.abs() / 0.6 * distance**2
         return -(gain * c["weights"][is_trained]).sum()

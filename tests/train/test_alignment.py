@@ -160,7 +160,7 @@ def _mapping(cfg: Config, cache: str) -> DistributedRecord:
 
 @pytest.mark.parity
 def test_moefold_verify_compares_the_loss_of_the_recipe(pool, folder: Path):
-    """The oracle reads the pairs of the recipe, and has its loss, with a uniform law for the reference."""
+    """The oracle reads the pairs of the recipe, and has its loss, with a uniform distribution for the reference."""
     settings = ("align.method=dpo", "data.validation_fraction=0.2", "model.attention.num_kv_heads=2")
     cfg = _recipe(folder, "run", "pairs", *settings, "parallel.world_size=2", "parallel.cp=2")
     oracle = run_oracle(cfg, 1)

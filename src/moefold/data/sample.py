@@ -271,5 +271,5 @@ class ReferenceLogProbs:
         self.values: NDArray[np.float64] = np.zeros(num_targets.shape)
 
     def fill_uniform(self, vocab_size: int) -> None:
-        """Take for the reference the law in which every token is equally probable, for a comparison without a pass."""
+        """Take the uniform distribution over the vocabulary for the reference, for a comparison without a pass."""
         self.values = self._num_targets.astype(np.float64) * -math.log(vocab_size)

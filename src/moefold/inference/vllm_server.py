@@ -33,7 +33,7 @@ from moefold.inference.engine.requests import Request as SampleRequest
 from moefold.inference.sampling import SamplingParams
 
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the law that was sampled from: softmax(logits / temperature)."""
+"""Log-probabilities of the distribution that was sampled from: softmax(logits / temperature)."""
 VLLM_DTYPES = ("bfloat16", "float32")
 """Values of run.dtype that vLLM computes in."""
 MAX_ROUNDING = 1e-3
@@ -132,7 +132,7 @@ class VllmServer:
         if mode != LOGPROBS_MODE:
             raise VllmError(
                 f"rollout.url={self.url!r} has logprobs_mode={mode!r}, and rollouts need the log-probabilities of the "
-                f"law that is sampled from; start it by: {self._command()}"
+                f"distribution that is sampled from; start it by: {self._command()}"
             )
         if self.returns_experts and _at(config, "aux_output_config", "enable_return_routed_experts") is not True:
             if _at(config, "device_config", "device") == "cpu":
@@ -298,7 +298,7 @@ def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, r
 
 
 def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """Return the body of /inference/v1/generate: vLLM's `SamplingParams`, each that changes the law set to none."""
+    """Return the body of /inference/v1/generate: `SamplingParams` of vLLM that leave the distribution unchanged."""
     key = f"{sampling.seed} {request.prompt_number} {request.sample_number}".encode()
     return {
         "token_ids": list(request.prompt),

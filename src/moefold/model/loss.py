@@ -47,12 +47,12 @@ FULL_VOCAB = VocabRange()
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """The law whose log-probabilities are computed, and what is computed of it."""
+    """Settings of the softmax over the vocabulary, and what is computed of it."""
 
     temperature: float = 1.0
     """Logits, in float32 at least, are divided by it before the softmax."""
     has_entropy: bool = False
-    """Compute the entropy of the law too, without a gradient: one more pass over the logits, and no GEMM."""
+    """Compute the entropy of the distribution too, without a gradient: one more pass over the logits, and no GEMM."""
 
 
 PLAIN_SOFTMAX = SoftmaxOptions()
@@ -66,7 +66,7 @@ class TokenLosses(NamedTuple):
     log_normalizer: Tensor
     """Log-sum-exp of the logits. A loss may use it and the cross-entropy: the gradients add up in the logits."""
     entropy: Tensor | None
-    """Of the law that predicts the label, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
+    """Entropy of the distribution of the label, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
 
 
 def token_losses(

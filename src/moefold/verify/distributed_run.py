@@ -107,7 +107,7 @@ def run_on_groups(
 
 
 def open_samples(cfg: Config) -> Dataset:
-    """Open the data of a recipe; pairs have a uniform law for their reference, as no pass computes it."""
+    """Open the data of a recipe; pairs have a uniform distribution for their reference, as no pass computes it."""
     dataset = open_dataset(
         cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     )

@@ -45,17 +45,17 @@ def policy_objective(loss: PolicyGradientLoss) -> OracleLoss:
     penalty: Callable[[Tensor], Tensor] = formula_of(loss.kl_penalty)
 
     def objective(output: OracleOutput, columns: OracleColumns) -> Tensor:
-        law = output.log_probs(loss.temperature)
+        log_probs = output.log_probs(loss.temperature)
         total = torch.zeros((), dtype=torch.float64)
-        for row in range(len(law)):
-            for position in range(law.shape[1]):
+        for row in range(len(log_probs)):
+            for position in range(log_probs.shape[1]):
                 weight = columns["weights"][row, position]
                 if weight != 0:
-                    total = total + weight * token_total(law[row], columns, row, position)
+                    total = total + weight * token_total(log_probs[row], columns, row, position)
         return total
 
-    def token_total(law: Tensor, columns: OracleColumns, row: int, position: int) -> Tensor:
-        """Return policy loss and KL penalty of one token; `law` has the log-probabilities of its row, [S]."""
+    def token_total(log_probs: Tensor, columns: OracleColumns, row: int, position: int) -> Tensor:
+        """Return policy loss and KL penalty of one token; `log_probs` has the log-probabilities of its row, [S]."""
 
         def of_row(name: str) -> Tensor:
             return columns[name][row]
@@ -64,17 +64,21 @@ def policy_objective(loss: PolicyGradientLoss) -> OracleLoss:
             return values[of_row("sequence_ids") == of_row("sequence_ids")[position]]
 
         if not loss.objective.reads_sampler:
-            old = law.detach()
+            old = log_probs.detach()
         else:
             old = of_row("trainer_log_probs" if loss.correction.corrects else "old_log_probs")
         token = OracleToken(
-            law=law, old=old, advantage=of_row("advantages")[position], position=position, of_rollout=of_rollout
+            log_probs=log_probs,
+            old=old,
+            advantage=of_row("advantages")[position],
+            position=position,
+            of_rollout=of_rollout,
         )
         value = token_loss(token)
         if loss.correction.corrects:
             value = value * factor(old - of_row("old_log_probs"), of_rollout, position)
         if loss.kl:
-            value = value + loss.kl * penalty(torch.exp(of_row("reference_log_probs")[position] - law[position]))
+            value = value + loss.kl * penalty(torch.exp(of_row("reference_log_probs")[position] - log_probs[position]))
         return value
 
     return objective
@@ -85,24 +89,24 @@ def preference_objective(loss: PreferenceLoss) -> OracleLoss:
     formula: PreferenceFormula = formula_of(loss.method)
 
     def objective(output: OracleOutput, columns: OracleColumns) -> Tensor:
-        law = output.log_probs()
+        log_probs = output.log_probs()
         total = torch.zeros((), dtype=torch.float64)
-        for row in range(len(law)):
+        for row in range(len(log_probs)):
             of_row = {name: values[row] for name, values in columns.items()}
             ids = of_row["sequence_ids"]
-            seconds = [_score(formula, law[row], of_row, number) for number in range(1, int(ids.max()) + 1, 2)]
+            seconds = [_score(formula, log_probs[row], of_row, number) for number in range(1, int(ids.max()) + 1, 2)]
             for pair in range((int(ids.max()) + 1) // 2):
                 share = of_row["weights"][ids == 2 * pair].sum()
-                first = _score(formula, law[row], of_row, 2 * pair)
+                first = _score(formula, log_probs[row], of_row, 2 * pair)
                 total = total + share * formula.loss(OraclePairs(first, seconds, pair, of_row))
         return total
 
     return objective
 
 
-def _score(formula: PreferenceFormula, law: Tensor, columns: OracleColumns, number: int) -> Tensor:
+def _score(formula: PreferenceFormula, log_probs: Tensor, columns: OracleColumns, number: int) -> Tensor:
     """Return the score of one sequence of a row, 0-dim."""
-    tokens = law[columns["sequence_ids"] == number]
+    tokens = log_probs[columns["sequence_ids"] == number]
     score = tokens.sum()
     if formula.has_reference:
         score = score - columns["reference_log_probs"][number]

@@ -1,4 +1,4 @@
-"""SparseMixer: choices, weights and gradients of transformers, given the same random numbers, and their law."""
+"""SparseMixer: choices, weights and gradients of transformers for the same random numbers; their distribution."""
 
 import math
 

@@ -23,8 +23,8 @@ class OracleOutput:
 
     def log_probs(self, temperature: float = 1.0) -> "Tensor":
         """Return the log-probabilities of the targets under a temperature, [B, S]."""
-        law = (self.logits / temperature).log_softmax(-1)
-        return law.gather(-1, self.targets[..., None]).squeeze(-1)
+        log_probs = (self.logits / temperature).log_softmax(-1)
+        return log_probs.gather(-1, self.targets[..., None]).squeeze(-1)
 
 
 OracleLoss = Callable[[OracleOutput, Mapping[str, "Tensor"]], "Tensor"]

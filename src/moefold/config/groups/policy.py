@@ -44,7 +44,7 @@ class PolicyTokens:
 class OracleToken:
     """One sampled token in float64, for the oracle."""
 
-    law: "Tensor"
+    log_probs: "Tensor"
     """Log-probabilities of the policy for the tokens of its row, [S]."""
     old: "Tensor"
     """The same of the policy that sampled."""

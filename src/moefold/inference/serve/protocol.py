@@ -361,7 +361,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogProb:
-    """A token and its log-probability under the law that it was drawn from, before top-k, top-p and rules of logits."""
+    """A token and its log-probability under the distribution before top-k, top-p and rules of logits."""
 
     piece: bytes
     """What the token writes."""

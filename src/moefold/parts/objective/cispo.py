@@ -26,8 +26,8 @@ class Cispo(ClippedPart):
         """Return the loss with the factor as a number."""
 
         def loss(token: OracleToken) -> "Tensor":
-            ratio = exp(float(token.law[token.position]) - float(token.old[token.position]))
+            ratio = exp(float(token.log_probs[token.position]) - float(token.old[token.position]))
             factor = min(max(ratio, 1 - self.clip_low), 1 + self.clip_high)
-            return -factor * token.advantage * token.law[token.position]
+            return -factor * token.advantage * token.log_probs[token.position]
 
         return loss

@@ -23,7 +23,7 @@ class Clip(ClippedPart):
         """Return the loss by cases: a positive advantage is clipped from above, a negative one from below."""
 
         def loss(token: OracleToken) -> "Tensor":
-            log_ratio = token.law[token.position] - token.old[token.position]
+            log_ratio = token.log_probs[token.position] - token.old[token.position]
             ratio = exp(float(log_ratio))
             low = 1 - self.clip_low
             high = 1 + self.clip_high

@@ -23,4 +23,4 @@ class PolicyGradient(ObjectivePart):
 
     def formula(self) -> Callable[[OracleToken], "Tensor"]:
         """Return -A * log_probs."""
-        return lambda token: -token.advantage * token.law[token.position]
+        return lambda token: -token.advantage * token.log_probs[token.position]

@@ -28,7 +28,7 @@ class RolloutClip(ClippedPart):
         """Return the loss with the root of the product of the ratios."""
 
         def loss(token: OracleToken) -> "Tensor":
-            ratios = (token.of_rollout(token.law) - token.of_rollout(token.old)).exp()
+            ratios = (token.of_rollout(token.log_probs) - token.of_rollout(token.old)).exp()
             ratio = ratios.prod() ** (1 / len(ratios))
             is_low = bool(token.advantage <= 0 and ratio < 1 - self.clip_low)
             is_high = bool(token.advantage > 0 and ratio > 1 + self.clip_high)

@@ -34,7 +34,7 @@ class SimplePolicy(ObjectivePart):
         def loss(token: OracleToken) -> "Tensor":
             advantage = float(token.advantage)
             best = 1 + self.epsilon if advantage > 0 else 1 - self.epsilon
-            ratio = (token.law[token.position] - token.old[token.position]).exp()
+            ratio = (token.log_probs[token.position] - token.old[token.position]).exp()
             return abs(advantage) / (2 * self.epsilon) * ((ratio - best) ** 2 - self.epsilon**2) - advantage
 
         return loss
