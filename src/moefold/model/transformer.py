@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.resumable import Resumable, ResumableTask
+from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.groups.loss import LossPart
@@ -420,7 +420,23 @@ class Transformer(nn.Module):
             Hidden states [S/(cp*tp), B, H]; from the last stage the terms of the loss, `loss_terms`; or, without
             labels, the logits [S/cp, B, V/tp].
         """
-        args = self._block_args(columns, document_bounds)
+        return run_to_end(self._run(x, columns, document_bounds, _run_module))
+
+    def forward_resumable(
+        self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor
+    ) -> Resumable[Tensor]:
+        """Compute `forward`, yielding at each MoE all-to-all."""
+        return (yield from self._run(x, columns, document_bounds, _run_resumable))
+
+    def _run(
+        self,
+        x: Tensor,
+        columns: Mapping[str, Tensor],
+        bounds: DocumentBounds | None,
+        run_block: Callable[..., Resumable[Any]],
+    ) -> Resumable[Tensor]:
+        """Run the layers of this stage, each by `run_block`, which gets the layer and its arguments."""
+        args = self._block_args(columns, bounds)
         x = self._embed(x) if self.is_first else x
         if self.fused is not None:
             x = self.fused(x, *args[:2])
@@ -428,7 +444,7 @@ class Transformer(nn.Module):
             shortcut = _Shortcut()
             selections = _Selections()
             for block in self._blocks():
-                x = shortcut.add(block(x, *args, selections.of(block)))
+                x = shortcut.add((yield from run_block(block, x, *args, selections.of(block))))
         if not self.is_last:
             return self._hidden_output(x)
         if "labels" not in columns:
@@ -437,28 +453,7 @@ class Transformer(nn.Module):
         terms = self.loss(self._output(x), columns)
         mtp_losses = []
         for depth, block in enumerate(self._mtp_blocks()):
-            x = block(x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
-            mtp_losses.append(self._mtp_loss(x, columns, depth))
-        terms = self._with_mtp_term(terms, mtp_losses)
-        return connect_loss(x, terms) if self.is_frozen else terms
-
-    def forward_resumable(
-        self, x: Tensor, *, document_bounds: DocumentBounds | None = None, **columns: Tensor
-    ) -> Resumable[Tensor]:
-        """Compute `forward` with labels, yielding at each MoE all-to-all."""
-        args = self._block_args(columns, document_bounds)
-        x = self._embed(x) if self.is_first else x
-        shortcut = _Shortcut()
-        selections = _Selections()
-        for block in self._blocks():
-            x = shortcut.add((yield from block.forward_resumable(x, *args, selections.of(block))))
-        if not self.is_last:
-            return self._hidden_output(x)
-        x = self._final_norm(x)
-        terms = self.loss(self._output(x), columns)
-        mtp_losses = []
-        for depth, block in enumerate(self._mtp_blocks()):
-            x = yield from block.forward_resumable(x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
+            x = yield from run_block(block, x, *args, None, self.embedding(_mtp_tokens(columns, depth)))
             mtp_losses.append(self._mtp_loss(x, columns, depth))
         terms = self._with_mtp_term(terms, mtp_losses)
         return connect_loss(x, terms) if self.is_frozen else terms
@@ -565,6 +560,16 @@ class Transformer(nn.Module):
         """Return the indexers of the sparse attention of this stage by the number of their layer in the whole model."""
         found = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
         return {i: indexer for i, indexer in found.items() if indexer is not None}
+
+
+def _run_module(block: Block, *args: Any) -> Resumable[Any]:
+    """Run a layer with its hooks; yields nothing."""
+    yield from ()
+    return block(*args)
+
+
+def _run_resumable(block: Block, *args: Any) -> Resumable[Any]:
+    return block.forward_resumable(*args)
 
 
 def _mtp_tokens(columns: Mapping[str, Tensor], depth: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,56 +230,73 @@ class MoELayer(nn.Module):
         self, y: Tensor, routing: RoutingDecision, routing_map: RoutingMap, token_positions: TokenPositions
     ) -> Tensor:
         """Attach the auxiliary losses to y, and add this micro-batch to `stats` when its gradient arrives."""
-        num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
-        sums = routing.sums
         weights_T = token_positions.weights_T
-        group_T, num_groups = self._loss_groups(token_positions)
-        if sums is not None and num_groups == 1:
-            counts_XE = sums.tokens_per_expert_E.unsqueeze(0)
-        elif group_T is not None:
-            counts_XE = count_tokens_of_groups(
-                routing.ids_TK, self._num_choices, group_T, num_groups, token_positions.is_token()
-            )
-        else:
-            counts_XE = count_tokens_per_expert(
-                routing.ids_TK, self._num_choices, num_groups, token_positions.is_token()
-            )
-        aux = z = None
-        if self._aux_scale:
-            load_XE = self._expert_load(counts_XE, token_positions)
-            scale = self._aux_scale if weights_T is None else self._aux_coefficient
-            if group_T is not None:
-                shares = 1.0 / num_tokens if weights_T is None else weights_T.to(routing.scores_TE.dtype)
-                loss_part = placed_load_balancing_loss(routing.scores_TE, load_XE, group_T, shares)
-            elif weights_T is None:
-                loss_part = local_load_balancing_loss(
-                    routing.scores_TE, load_XE, num_tokens, sums.scores_E if sums else None
-                )
-            else:
-                loss_part = local_weighted_load_balancing_loss(routing.scores_TE, load_XE, weights_T)
-            aux = (loss_part.detach(), scale)
-            y = attach_aux_loss(y, loss_part, scale)
-        if self._z_scale:
-            z_sum = local_z_sum(routing.logits_TE, weights_T) if sums is None else sums.z
-            scale = self._z_scale / num_tokens if weights_T is None else self._moe.z_loss
-            z = (z_sum.detach(), scale)
-            y = attach_aux_loss(y, z_sum, scale)
+        groups = self._loss_groups(token_positions)
+        counts_XE = self._count_tokens(routing, groups, token_positions)
+        aux = self._aux_loss(routing, counts_XE, groups, token_positions) if self._aux_scale else None
+        z = self._z_loss(routing, weights_T) if self._z_scale else None
+        for loss, scale in filter(None, (aux, z)):
+            y = attach_aux_loss(y, loss, scale)
         if torch.is_grad_enabled() or self.counts_without_gradients:
-            counts_E = counts_XE[0] if num_groups == 1 else counts_XE.sum(0)
-            entropy = _entropy_sum(routing.scores_TE.detach(), weights_T) if sums is None else sums.entropy
+            counts_E = counts_XE[0] if len(counts_XE) == 1 else counts_XE.sum(0)
             kept_TK = routing_map.kept_TK
-            dropped = None if kept_TK is None or self._capacity_policy is None else counts_E.sum() - kept_TK.sum()
-            thresholds_E = self._thresholds_part(routing, weights_T)
-
-            def count(grad: Tensor | None = None) -> None:
-                self.stats.add(counts_E, entropy=entropy, dropped=dropped, aux=aux, z=z, thresholds_E=thresholds_E)
-
+            add = partial(
+                self.stats.add,
+                counts_E,
+                entropy=routing.sums.entropy if routing.sums else _entropy_sum(routing.scores_TE.detach(), weights_T),
+                dropped=None if kept_TK is None or self._capacity_policy is None else counts_E.sum() - kept_TK.sum(),
+                aux=None if aux is None else (aux[0].detach(), aux[1]),
+                z=None if z is None else (z[0].detach(), z[1]),
+                thresholds_E=self._thresholds_part(routing, weights_T),
+            )
             if y.requires_grad:
-                y.register_hook(count)
+                y.register_hook(lambda grad: add())
             else:
                 # No gradient passes a frozen layer, and nothing recomputes it; or there is no backward pass.
-                count()
+                add()
         return y
+
+    def _count_tokens(
+        self, routing: RoutingDecision, groups: tuple[Tensor | None, int], token_positions: TokenPositions
+    ) -> Tensor:
+        """Count the tokens of each group of `_loss_groups` that chose each expert, [groups, E]."""
+        group_T, num_groups = groups
+        if routing.sums is not None and num_groups == 1:
+            return routing.sums.tokens_per_expert_E.unsqueeze(0)
+        is_token_T = token_positions.is_token()
+        if group_T is None:
+            return count_tokens_per_expert(routing.ids_TK, self._num_choices, num_groups, is_token_T)
+        return count_tokens_of_groups(routing.ids_TK, self._num_choices, group_T, num_groups, is_token_T)
+
+    def _aux_loss(
+        self,
+        routing: RoutingDecision,
+        counts_XE: Tensor,
+        groups: tuple[Tensor | None, int],
+        token_positions: TokenPositions,
+    ) -> tuple[Tensor, float]:
+        """Return this rank's part of the load-balancing loss, and its factor."""
+        num_tokens = len(routing.ids_TK) * self.micro_batch_group.size
+        scores_TE = routing.scores_TE
+        weights_T = token_positions.weights_T
+        group_T, _ = groups
+        load_XE = self._expert_load(counts_XE, token_positions)
+        if group_T is not None:
+            shares = 1.0 / num_tokens if weights_T is None else weights_T.to(scores_TE.dtype)
+            loss = placed_load_balancing_loss(scores_TE, load_XE, group_T, shares)
+        elif weights_T is None:
+            sums = routing.sums
+            loss = local_load_balancing_loss(scores_TE, load_XE, num_tokens, sums.scores_E if sums else None)
+        else:
+            loss = local_weighted_load_balancing_loss(scores_TE, load_XE, weights_T)
+        return loss, self._aux_scale if weights_T is None else self._aux_coefficient
+
+    def _z_loss(self, routing: RoutingDecision, weights_T: Tensor | None) -> tuple[Tensor, float]:
+        """Return this rank's sum of the z loss, and its factor."""
+        z_sum = local_z_sum(routing.logits_TE, weights_T) if routing.sums is None else routing.sums.z
+        if weights_T is not None:
+            return z_sum, self._moe.z_loss
+        return z_sum, self._z_scale / (len(routing.ids_TK) * self.micro_batch_group.size)
 
     def _thresholds_part(self, routing: RoutingDecision, weights_T: Tensor | None) -> Tensor | None:
         """Return this rank's part of the mean of the thresholds over the tokens of the global batch, [E].
