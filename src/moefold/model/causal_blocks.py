@@ -90,7 +90,7 @@ class CausalBlocks:
             for i, count in enumerate(num_past):
                 yield from self._visible_blocks(i, chunks[:count])
             return
-        # Of all keys that both chunks attend to, one block.
+        # One block has all keys that both chunks attend to.
         spans = [(slice(2 * size), num_past[0])]
         if num_past[0] != num_past[1]:
             spans = [(slice(i * size, (i + 1) * size), count) for i, count in enumerate(num_past)]
@@ -204,5 +204,5 @@ def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def zigzag(cp: int, rank: int) -> tuple[int, int]:
-    """Return the two of 2*cp chunks that a rank holds."""
+    """Return the numbers of the two chunks, of 2*cp, that a rank holds."""
     return rank, 2 * cp - 1 - rank

@@ -1,8 +1,8 @@
 """Frozen parts of a model: computed without a graph, and passed by gradients, so that the layers stay connected.
 
-In the warm-up of indexers (`train.indexer_stage`) only their losses have gradients to compute, and none of them passes
-through the model. Gradients still pass from the last layer to the first, because pipelines and FSDP start the
-backward pass of a stage or layer when they arrive; their values mean nothing.
+In the warm-up of indexers (`train.indexer_stage`) only their losses need gradients, and these do not pass through the
+model. Gradients still pass from the last layer to the first, because pipelines and FSDP start the backward pass of a
+stage or layer when they arrive; their values mean nothing.
 """
 
 from typing import Any

@@ -41,10 +41,10 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
 
 def logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    """Return the logical tensors of which a parameter has a part on this rank: itself, or one for each of its experts.
+    """Return the logical tensors of a parameter of this rank: the parameter itself, or one tensor for each expert.
 
     Returns:
-        Of each: name, global shape, slices of the part, and its values, which share the memory of the parameter.
+        For each: name, global shape, slices of this rank's part, and its values, which share the parameter's memory.
     """
     values, starts = local_slice(parameter)
     index = region_of(values, starts)
@@ -60,7 +60,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     if is_adapter(name):
         return _initial_adapter(name, shape, seed)
     weights = model_weights(cfg)
-    # One of several experts has a number at the end, and rows that are drawn for them a word.
+    # A name ends with a number for one of several experts, and with a word for rows that are drawn separately.
     spec = weights.get(name) or weights[name.rpartition(".")[0]]
     if spec.initial:
         rows = torch.tensor(spec.initial).view(-1, *[1] * (len(shape) - 1))
@@ -86,7 +86,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
 
 
 def _initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return A [r, in], of an expert [in, r], or B, which is zero."""
+    """Return A [r, in] ([in, r] for an expert), or B, which is zero."""
     if [part for part in name.split(".") if not part.isdigit()][-1].endswith("_b"):
         return torch.zeros(shape)
     inputs = shape[0] if EXPERT_ADAPTERS in name else shape[1]

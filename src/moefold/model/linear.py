@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_wgrad = wgrad_sink.is_delayed or ctx.needs_input_grad[1]
         ctx.save_for_backward(x if ctx.has_wgrad else None, weight)
         ctx.args = linear_backend, wgrad_sink
-        # No view: a module of FSDP that returned it would lose its hook to an operation in place, and torch warns.
+        # Not a view: an in-place operation on a view would remove the hook of an FSDP module, and torch warns.
         return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1]).detach()
 
     @staticmethod

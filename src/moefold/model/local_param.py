@@ -43,7 +43,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def parameter_over(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a parameter without a gradient that is sharded as another one, with the storage of `values`.
+    """Return a parameter without a gradient, with the sharding of `parameter` and the storage of `values`.
 
     Args:
         parameter: plain, or a DTensor.
@@ -98,8 +98,8 @@ class _ReadCopy(torch.autograd.Function):
 class CastCopies:
     """Copies of parameters in the compute dtype, cast once a step instead of at each use in each pass.
 
-    A copy is used only inside `fresh`. Nothing on a tensor says whether it has changed: torch's fused AdamW, for
-    example, does not raise the version of the weights that it writes.
+    A copy is used only inside `fresh`, because a tensor does not reliably record that it has changed: torch's fused
+    AdamW, for example, does not raise the version of the weights that it writes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:

@@ -2,7 +2,7 @@
 
 A wrapper takes a function and returns another of the same signature. `wrap_method` is the only code that replaces
 methods. It sets an attribute of the object, so its class, its sub-modules and the names of its parameters stay, and
-FSDP and autograd see the same module. Of several wrappers of one method, the one applied last is the outermost.
+FSDP and autograd see the same module. If a method has several wrappers, the last applied wrapper is the outermost.
 
 Most wrappers add contexts to a call. `wrap_calls` writes them once for plain and for resumable functions: a resumable
 call leaves the contexts while it is suspended, as another micro-batch may then run.
@@ -34,7 +34,7 @@ class CallContext:
 
 
 def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> Function:
-    """Wrap a plain function, or one that is a generator (`Resumable`), so that each call runs in a context.
+    """Wrap a plain function or a generator function (`Resumable`), so that each call runs in a context.
 
     Args:
         function: the function.

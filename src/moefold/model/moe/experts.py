@@ -37,7 +37,7 @@ class Experts(nn.Module):
         num_experts: E.
         hidden_size: H.
         ffn_hidden_size: F, inner width of one expert.
-        activation: of the gate and up projections.
+        activation: activation of the gate and up projections.
         has_bias: True if the three projections have biases.
         applies_probs: True if the routing probabilities are applied to the hidden values, not to the outputs.
         probs_on_input: True if they are applied to the input instead (Llama 4).

@@ -39,7 +39,7 @@ from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 
 LayerOutput = Tensor | tuple[Tensor, Tensor]
-"""Output of a layer; of an MoE layer with `model.ffn.moe.shortcut` also the routed part, which is added later."""
+"""Output of a layer. An MoE layer with `model.ffn.moe.shortcut` also returns the routed part, which is added later."""
 
 
 class MoELayer(nn.Module):
@@ -124,7 +124,7 @@ class MoELayer(nn.Module):
     def set_micro_batches(self, global_count: int, per_rank: int) -> None:
         """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
 
-        They may be lower than the numbers of the recipe, where the samples of a step vary in number.
+        They may be lower than the numbers of the recipe if the number of samples varies from step to step.
         """
         self._scale_losses(1.0 / global_count)
         self._micro_batches_per_rank = per_rank
@@ -145,7 +145,7 @@ class MoELayer(nn.Module):
 
         Args:
             tokens_per_expert_E: routed tokens of each expert over the whole global batch.
-            thresholds_E: of quantile balancing, mean over the tokens of the global batch.
+            thresholds_E: thresholds of quantile balancing, mean over the tokens of the global batch.
         """
         self.router.update_bias(tokens_per_expert_E, thresholds_E)
         if self.last_counts_E is not None:
@@ -158,7 +158,7 @@ class MoELayer(nn.Module):
 
         Args:
             x: hidden states.
-            columns: of the micro-batch.
+            columns: columns of the micro-batch.
         """
         return run_to_end(self.forward_resumable(x, columns))
 
@@ -276,7 +276,7 @@ class MoELayer(nn.Module):
             if y.requires_grad:
                 y.register_hook(count)
             else:
-                # No gradient passes a frozen layer, and nothing recomputes it; or there is no backward pass.
+                # No gradient passes a frozen layer, and it is not recomputed; or there is no backward pass.
                 count()
         return y
 
@@ -305,7 +305,7 @@ class MoELayer(nn.Module):
         )
 
     def _loss_groups(self, token_positions: TokenPositions) -> tuple[Tensor | None, int]:
-        """Return the group of each row whose tokens share a load-balancing loss, int64 [T], and the number of groups.
+        """Return the load-balancing group of each row, int64 [T], and the number of groups.
 
         None: the rows of sample b are those with index b modulo the groups.
         """

@@ -29,7 +29,7 @@ class CapacityPolicy:
     def padded_capacity(self, num_tokens: int, top_k: int, num_experts: int, group: MicroBatchGroup) -> int:
         """Return the most tokens that an expert can keep from one rank's `num_tokens` tokens: the length to pad to.
 
-        Only where each rank drops by itself: with a shared capacity one rank could need all of it.
+        This is valid only if each rank drops by itself: one rank could need the whole shared capacity.
         """
         assert not self.scope.is_shared or group.size == 1, "rejected by parts/drop_scope/full_sequence.py"
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
@@ -54,7 +54,7 @@ class CapacityPolicy:
             index_T: index of each token in the micro-batch, int64 [T], all different.
             num_experts: E.
             group: the ranks that share the micro-batch.
-            is_token_T: rows that are no padding, bool [T]; None: all. Padding is not kept, and does not count in the
+            is_token_T: rows that are not padding, bool [T]; None: all. Padding is not kept, and does not count in the
                 capacity.
 
         Returns:
@@ -62,7 +62,7 @@ class CapacityPolicy:
         """
         num_tokens, top_k = ids_TK.shape
         if is_token_T is not None:
-            # An expert that does not exist, whose queue no capacity limits.
+            # The number of an expert that does not exist; its queue is not limited.
             ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
         if not self.scope.is_shared:
             capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
@@ -78,7 +78,7 @@ class CapacityPolicy:
         return kept if is_token_T is None else kept & is_token_T.unsqueeze(1)
 
     def _capacity_of(self, ids_TK: Tensor, num_experts: int, has_padding: bool) -> int | Tensor:
-        """Return `capacity` for the rows with experts below `num_experts`, which may be known to the device alone."""
+        """Return `capacity` for the rows with experts below `num_experts`; their number may be only on the device."""
         num_tokens, top_k = ids_TK.shape
         if not has_padding:
             return self.capacity(num_tokens, top_k, num_experts)
@@ -96,7 +96,7 @@ def keep_within_capacity(
 ) -> Tensor:
     """Keep `capacity` tokens for each expert, the first ones in the order of the policy.
 
-    Ids of `num_experts` mark padding; what is returned for them has no meaning.
+    Ids of `num_experts` mark padding; the values returned for padding have no meaning.
 
     Returns:
         bool [T, K].

@@ -11,7 +11,7 @@ from moefold.comm.groups import Group
 
 
 class MicroBatchGroup(Protocol):
-    """Group of cp x tp ranks with equally many tokens of a micro-batch each. Its collectives have no gradient."""
+    """Group of cp x tp ranks with the same number of tokens of a micro-batch. Its collectives have no gradient."""
 
     @property
     def size(self) -> int:
@@ -30,7 +30,7 @@ class MicroBatchGroup(Protocol):
 
     @property
     def data_parallel_size(self) -> int:
-        """Micro-batches that are computed at the same time, each by a group of its own: dp."""
+        """Micro-batches that are computed at the same time, each by a separate group: dp."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class TokenPositions:
     weights_T: Tensor | None = None
     """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
     placed: PlacedTokens | None = None
-    """The tokens, where `parallel.context` moves them; `sample_ids_B` are then those that rows would have as samples.
+    """The tokens, where `parallel.context` moves them; `sample_ids_B` are then the samples of unmoved rows.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class TokenPositions:
         Args:
             group: the ranks that share the micro-batch.
             x: hidden states of this rank, [S/(cp*tp), B, H].
-            columns: of the micro-batch.
+            columns: columns of the micro-batch.
         """
         sample_ids = columns.sample_ids
         samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
@@ -149,7 +149,7 @@ class TokenPositions:
         return TokenPositions(group, len(x), samples_B, weights_T, placed)
 
     def is_token(self) -> Tensor | None:
-        """Return which rows of this rank are tokens and not padding, bool [T]; None: all."""
+        """Return the mask of this rank's rows that are not padding, bool [T]; None: all."""
         return None if self.weights_T is None else self.weights_T > 0
 
     def keys(self) -> tuple[Tensor, Tensor]:
