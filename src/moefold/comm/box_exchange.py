@@ -24,9 +24,9 @@ def exchange_boxes(
     """Send and receive the boxes of one round; collective over the group.
 
     Args:
-        transfers: of all members, the same on each of them.
+        transfers: transfers of all members, the same on each member.
         group: the ranks; sources and targets are numbers of members.
-        device: device of the buffers, one that the group communicates from.
+        device: device of the buffers; the group must be able to communicate from it.
         dtypes: type in which each tensor is sent.
         read: returns the values of a box that this rank sends, on any device.
         write: receives the values of a box that this rank gets, a view of the buffer.

@@ -115,7 +115,7 @@ class ParallelGroups:
             layout: the folding.
             device: device of this rank.
             recorder: flight recorder that a watchdog reads; None for a new one.
-            separates_purposes: whether model, experts and FSDP have communicators of their own; None: on CUDA only.
+            separates_purposes: whether model, experts and FSDP have separate communicators; None: on CUDA only.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -180,7 +180,7 @@ class ParallelGroups:
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the time limit of a collective: none to speak of where the watchdog names the ranks that are late."""
+    """Return the time limit of a collective: very long where the watchdog names the ranks that are late."""
     return WATCHED_TIMEOUT if hang_timeout_s else default_pg_timeout
 
 

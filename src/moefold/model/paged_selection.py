@@ -86,7 +86,7 @@ class PagedSelection(PagedCache):
         return keys, values, selected.unsqueeze(1)
 
     def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass in a layer without an indexer; return keys and values as `extend`; local."""
+        """Cache the tokens of this pass in a layer without an indexer; return keys and values; local."""
         slots_R = self._pass.current.slots_R
         keys = self._keys.write(key.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
         if value is None:

@@ -186,7 +186,7 @@ class Block(nn.Module):
         return hidden if isinstance(output, Tensor) else (hidden, output[1])
 
     def _add_ffn(self, x: Tensor, y: LayerOutput) -> LayerOutput:
-        """Add the output of the feed-forward network; with a shortcut, return the routed part instead of adding it."""
+        """Add the output of the feed-forward network; with a shortcut, the routed part is returned instead."""
         if isinstance(y, Tensor):
             return self._add(x, y, self.ffn_output_norm)
         shared, routed = y

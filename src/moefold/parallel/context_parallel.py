@@ -56,7 +56,7 @@ def _share_sequences(stage: Transformer, context: ContextPart, cp: Group) -> Non
 
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "AttentionPlanner | None":
-    """Return what the layers plan their attention with; None: they do not, or there is nothing to send."""
+    """Return the attention planner of the layers; None if nothing is planned, or nothing must be sent."""
     context = chosen_in(parallel, ContextPart)
     plan = context.plan
     moves_work = plan.balances_hosts and (plan.pool or groups.attn.dp_cp.size) > 1
@@ -88,7 +88,7 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
     """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1.
 
     Args:
-        context: the recipe's.
+        context: the recipe's context part.
         cp: the ranks that share a sample.
         window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
         chunk_size: tokens of an attention chunk; 0: no chunks.
@@ -107,7 +107,7 @@ def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, c
     (arXiv:2407.21783 sec. 3.3.2).
 
     Args:
-        context: the recipe's, or its class.
+        context: the recipe's context part, or its class.
         seq_len: tokens of a sample, S; divisible by cp, and by 2*cp if it is split into chunks.
         cp: context-parallel degree.
         rank: context-parallel rank.
@@ -129,10 +129,10 @@ class ContextSegments:
     A segment turns the state S before it into T S + U, so each rank computes T and U of its segments, all ranks gather
     them, and each composes T and U of the earlier segments. The bytes sent do not depend on the length of the sequence:
     D * (D + Dv) numbers for each head, sample and segment, and K-1 tokens for the convolution. All segments are
-    computed at the same time, so the zigzag order of ring attention, two segments a rank, is as good as any.
+    computed at the same time, so the zigzag order of ring attention, with two segments on a rank, is as good as any.
 
     Args:
-        context: the recipe's; see `sequence_positions`.
+        context: the recipe's context part.
         cp: the ranks that share a sample.
     """
 
@@ -141,7 +141,7 @@ class ContextSegments:
         self._context = context
         segments_of_ranks = [zigzag(cp.size, rank) if context.splits_in_chunks else (rank,) for rank in range(cp.size)]
         self._own = segments_of_ranks[cp.rank]
-        # Place of each segment in what is gathered, in the order of the sequence.
+        # Index of each segment in the gathered tensor, in the order of the sequence.
         gathered = [number for numbers in segments_of_ranks for number in numbers]
         self._places = [gathered.index(number) for number in range(len(gathered))]
         self.num_segments = len(self._own)
@@ -178,7 +178,7 @@ class ContextKeys:
     """Keys of sparse attention on a context-parallel rank; see `KeyGather`.
 
     Args:
-        context: the recipe's; see `sequence_positions`.
+        context: the recipe's context part.
         cp: the ranks that share a sample.
     """
 

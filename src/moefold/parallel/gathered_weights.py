@@ -36,7 +36,7 @@ class GatheredWeights:
 
     def refresh(self) -> None:
         """Read the current weights from now on; call it between two training steps."""
-        # A gathered parameter is no shard.
+        # A gathered parameter is not a shard.
         reshard_parameters(self._model.stages)
         self._local = {name: values.detach() for name, values in merged_shards(self._model).items()}
 
@@ -93,7 +93,7 @@ class GatheredWeights:
 
 
 def _owners(boxes_of_rank: list[dict[str, Box]]) -> dict[str, list[tuple[int, Box]]]:
-    """Return the different boxes of each tensor with the first rank that holds each, in the order of the ranks."""
+    """Return the different boxes of each tensor and the first rank that holds each box, in the order of the ranks."""
     owners: dict[str, dict[Box, int]] = {}
     for rank, boxes in enumerate(boxes_of_rank):
         for name, box in boxes.items():

@@ -31,7 +31,7 @@ class InferenceModel(ShardedStages):
         message = "; ".join(filter(None, (sharded.message, recalled)))
         super().__init__(**vars(sharded) | {"message": message})
         if groups.world.size > 1:
-            # Ranks that serve requests have no common point after which all of them use what was measured.
+            # Ranks that serve requests have no common point from which all of them could use the measured times.
             sharded.autotuner.stop_measuring()
         (self.stage,) = self.stages
         self.stage.eval().requires_grad_(False)
@@ -83,7 +83,7 @@ class InferenceModel(ShardedStages):
         Args:
             tokens: int64 [B, S/cp]; on other stages than the first only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers; None: S/(cp*tp).
-            is_token: tokens that are no padding, bool [B, S/cp]; None: all. Padding is not routed.
+            is_token: tokens that are not padding, bool [B, S/cp]; None: all. Padding is not routed.
 
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.

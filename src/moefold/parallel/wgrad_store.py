@@ -80,9 +80,9 @@ class WeightGradStore:
 def _reduce_param_groups(stage: FSDPModule) -> None:
     """Reduce the gradients of a stage, one FSDP parameter group after another.
 
-    Gradients accumulated by a backward pass without reduction are in the reduction type, delayed ones in the type of
-    the weights, and FSDP reduces gradients of a single type at once. One group at a time, so that only one group has
-    its gradients in high precision.
+    Gradients that a backward pass accumulates without reduction are in the reduction type, delayed gradients in the
+    type of the weights, and FSDP reduces gradients of one type at a time. Groups follow each other, so that only one
+    group has its gradients in high precision.
     """
     for group in fsdp_param_groups(stage):
         for parameter in group.fsdp_params:

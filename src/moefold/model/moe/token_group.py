@@ -11,7 +11,7 @@ from moefold.comm.groups import Group
 
 
 class MicroBatchGroup(Protocol):
-    """Group of cp x tp ranks with the same number of tokens of a micro-batch. Its collectives have no gradient."""
+    """Group of cp x tp ranks with equal numbers of tokens of a micro-batch; its collectives have no gradient."""
 
     @property
     def size(self) -> int:
