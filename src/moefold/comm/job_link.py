@@ -65,7 +65,7 @@ class JobLink:
         self.split = split
         self.rank = rank
         self.recorder = FlightRecorder()
-        """Called with the rank for whose messages this rank waits; replaced by the recorder of the run."""
+        """Records the rank for whose messages this rank waits; replaced by the recorder of the run."""
         self._handle = handle
 
     @classmethod

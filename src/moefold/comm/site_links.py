@@ -71,7 +71,7 @@ class Probe:
     """Values that the equal ranks of the other sites compare with theirs."""
 
     key: int
-    """Below 2**63; probes with different keys or sizes are not exchanged."""
+    """Key below 2**63; probes with different keys or sizes are not exchanged."""
     values: Tensor
     """Values of the probe, on the host."""
 

@@ -12,7 +12,7 @@ output with a sink is the output without, scaled by 1 - exp(sink - lse), with ls
 (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
 blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
-The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents as they are (`FlashMask`).
+The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents directly (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
 the window reaches back: the T queries of a block attend to the keys of this block and of the previous one, so the
 sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
@@ -104,8 +104,8 @@ class BlockedWindow:
             v: values, [S, B, G, D].
 
         Returns:
-            (queries [T, n*B, A, D], keys [2T, n*B, G, D], values likewise, mask bool [n*B, T, 2T]); every query attends
-            to itself, padding queries of the last block too.
+            (queries [T, n*B, A, D], keys and values [2T, n*B, G, D], mask bool [n*B, T, 2T]); every query attends to
+            itself, also the padding queries of the last block.
         """
         return (
             self.to_query_blocks(q),
@@ -169,7 +169,7 @@ Mask = Literal["all", "causal"] | Tensor
 
 @dataclass(frozen=True)
 class FlashMask:
-    """Limits that the CUDA flash kernel and the C kernel take as they are, without a mask in memory.
+    """Limits that the CUDA flash kernel and the C kernel take directly, without a mask in memory.
 
     The last query is aligned with the last key: the place of query i among the keys is i + Sk - Sq.
     """
@@ -179,13 +179,13 @@ class FlashMask:
     window_left: int = -1
     """Most keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None
-    """Documents: a query attends to the keys of its own; None: one for each sample."""
+    """Documents: a query attends to the keys of its document; None: each sample is one document."""
     query_segments: Segments | None = None
-    """The queries of each document, which belong to its last tokens, for B = 1; None: of all tokens, with Sq = Sk."""
+    """The queries of each document, which belong to its last tokens, for B = 1; None: all tokens (Sq = Sk)."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
-"""A `Mask`; a sliding window, with Sq = Sk; or limits of a kernel that takes them."""
+"""A `Mask`, a sliding window (with Sq = Sk), or limits for a kernel that takes them."""
 
 
 class BlockKernel(Protocol):
@@ -209,7 +209,7 @@ class CausalKernel(BlockKernel, Protocol):
 
 
 class LimitedCausalKernel(Protocol):
-    """Kernel of causal attention that takes the limits of a `FlashMask`, and sinks, as they are."""
+    """Kernel of causal attention that takes the limits of a `FlashMask`, and sinks, directly."""
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel supports these tensors, [S, B, heads, D]."""
@@ -257,7 +257,7 @@ def attention_block(
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
         block_mask: keys that each query attends to.
-        kernel: kernel of blocks that are "all" or "causal"; None: the fastest of this file.
+        kernel: kernel of blocks that are "all" or "causal"; None: the fastest kernel of this file.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
@@ -295,7 +295,7 @@ def attention_block_backward(
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
         lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
-        block_mask: as in the forward pass of this block; likewise `kernel`.
+        block_mask, kernel: as in the forward pass of this block.
 
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
@@ -533,7 +533,7 @@ def _from_flash(x: Tensor, like_SBAD: Tensor, mask: FlashMask) -> Tensor:
 
 
 def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Return cumulative lengths of queries and of keys, and the greatest length of each, as the kernel takes them."""
+    """Return cumulative lengths of queries and of keys, and the greatest length of each, in the kernel's form."""
     segments = mask.segments
     if segments is None:
         return None, None, q.shape[0], k.shape[0]

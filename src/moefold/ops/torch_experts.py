@@ -1,4 +1,4 @@
-"""Expert operations of torch's libraries: grouped_mm on GPUs that have it, else one expert after another."""
+"""Expert operations of torch's libraries: grouped_mm on GPUs that have it, otherwise one expert after another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -110,14 +110,14 @@ def scaled_mm_unsupported_reason(
     dtype: torch.dtype,
     sizes: tuple[int, int, int] = UNEVEN_SIZES,
 ) -> str:
-    """Compare the three GEMMs of a small layer with the emulation; returns why they disagree, empty if they agree.
+    """Compare the three GEMMs of a small layer with the emulation; return the disagreement, empty if they agree.
 
     Block magnitudes differ widely, so that a misplaced scale is detected.
 
     Args:
         linear: the GEMMs.
         quant_format: format that they quantise to.
-        device: where they run.
+        device: device of the GEMMs.
         dtype: the dtype of the run, as a device may support one result dtype and not another.
         sizes: rows M, depth K and width N; N is at most M and K.
     """
@@ -153,7 +153,7 @@ def swizzle_scales(scales_MC: Tensor) -> Tensor:
     """Swizzle block scales into the layout of the tensor cores, [M * C].
 
     Args:
-        scales_MC: of M rows and C blocks in each, multiples of 128 and 4.
+        scales_MC: scales of M rows with C blocks each, multiples of 128 and 4.
     """
     groups = SCALE_TILE_ROWS // SCALE_TILE_LANES
     tiles = scales_MC.unflatten(1, (-1, SCALE_TILE_COLUMNS)).unflatten(0, (-1, groups, SCALE_TILE_LANES))
