@@ -19,7 +19,7 @@ BODY_TIMEOUT_S = 60.0
 UNREAD_ANSWER_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its answer."""
 LINGER_S = 2.0
-"""Time in which the rest of a refused body is discarded, so that the client reads why."""
+"""Time in which the rest of a refused body is discarded, so that the client reads the reason."""
 LINGER_BYTES = 16 << 20
 
 
@@ -31,8 +31,8 @@ def make_server(
     Args:
         app: the ASGI application.
         listener: listening socket, which is taken over.
-        most: most connections; None for what the descriptors allow.
-        timeouts: of a connection, by the names of `GuardedProtocol`'s arguments.
+        most: most connections; None for all that the descriptors allow.
+        timeouts: timeouts of a connection, by the names of `GuardedProtocol`'s arguments.
     """
     guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), most)
 
@@ -42,7 +42,7 @@ def make_server(
     logs = copy.deepcopy(LOGGING_CONFIG)
     logs["filters"] = {"once": {"()": lambda: _OncePerReason(guard)}}
     logs["handlers"]["default"]["filters"] = ["once"]
-    # asyncio's own loop: another one would not call the listener's accept.
+    # asyncio's own loop: another event loop would not call the listener's accept.
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -73,7 +73,7 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         """Create the protocol of one connection.
 
         Args:
-            guard: of the listener.
+            guard: guard of the listener.
             keywords: arguments of uvicorn.
             header_s: longest time in which the header of a request may come.
         """
@@ -93,7 +93,7 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on, and start the time of what is to come next."""
+        """Pass data on, and start the time limit of the next data."""
         if self._phase == "linger":
             self._num_discarded += len(data)
         if self._phase == "idle":

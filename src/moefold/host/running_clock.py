@@ -14,9 +14,10 @@ MIN_STOP_S = 3.0
 class RunningClock:
     """Monotonic clock of the time in which this process runs.
 
-    Between `start` and `end` a thread wakes up in short intervals. If it wakes up late, the process did not run, apart
-    from the time in which it waited for a core, and in which the thread that called `start` computed or waited for one:
-    that may hold the interpreter's lock. Before `start` it is `time.monotonic`.
+    Between `start` and `end` a thread wakes up in short intervals. If it wakes up late, the process was stopped. Time
+    in which the thread waited for a core does not count as stopped. The same holds for time in which the thread that
+    called `start` computed or waited for a core, as it may hold the interpreter's lock. Before `start` the clock is
+    `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class RunningClock:
     def __call__(self) -> float:
         """Return the seconds that this process has run, from an arbitrary start."""
         now_s = time.monotonic()
-        # The thread may not have had its turn yet since the process was continued.
+        # The thread may not have run yet since the process was continued.
         if self._beat_s is not None and now_s - self._beat_s > BEAT_S + MIN_STOP_S:
             self.beat()
         return now_s - self._stopped_s
@@ -84,7 +85,7 @@ class RunningClock:
 
 
 def _busy_s(thread: int) -> float:
-    """Return the time in which a thread ran or waited for a core; 0 where the kernel does not tell."""
+    """Return the time in which a thread ran or waited for a core; 0 if the kernel does not report it."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
         return (int(fields[0]) + int(fields[1])) / 1e9

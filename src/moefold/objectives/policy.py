@@ -35,9 +35,9 @@ class PolicyGradientLoss:
     "trainer_log_probs", of the weights that sampled, computed by the training forward pass; "reference_log_probs", of
     the reference under `temperature`; "sequence_ids", index of the rollout within its row, int64, -1 for none.
 
-    The ratio of the policy is taken against "trainer_log_probs" instead of "old_log_probs" where a correction asks for
-    them. An objective that does not read the sampler takes the log-probabilities of this very forward pass as the
-    trainer's.
+    If a correction asks for it, the ratio of the policy is taken against "trainer_log_probs" instead of
+    "old_log_probs". An objective that does not read the sampler uses the log-probabilities of this forward pass as
+    "trainer_log_probs".
     """
 
     objective: ObjectivePart
@@ -72,7 +72,7 @@ class PolicyGradientLoss:
 
     @property
     def metrics(self) -> tuple[LossMetric, ...]:
-        """Metrics over the tokens that are trained (nonzero weight); metrics of columns that a batch lacks are not.
+        """Metrics over the tokens that are trained (nonzero weight), without metrics of columns that a batch lacks.
 
         Entropy of the policy in nats; largest ratio; metrics of the objective; KL penalty before its coefficient;
         absolute difference to the log-probabilities of the sampler, its maximum, and the fraction of tokens where they
@@ -173,7 +173,7 @@ class PolicyGradientLoss:
 
 
 def _within(sequences: Sequences | None, difference: Tensor, is_trained: Tensor) -> Tensor:
-    """Replace differences of log-probabilities by 0 where they are of no sampled token, and may be anything."""
+    """Replace differences of log-probabilities by 0 at tokens that were not sampled, where they are undefined."""
     return difference.where(is_trained if sequences is None else sequences.has_sequence, 0.0)
 
 

@@ -33,5 +33,5 @@ class Sequences:
         return self._context_parallel.sum_over_context(sums).view(-1, *self._shape)
 
     def of_tokens(self, of_slots: Tensor) -> Tensor:
-        """Return the value of each token's sequence: [B, slots] -> [B, S/cp]; of the last slot where it has none."""
+        """Return the value of each token's sequence (without one, of the last slot): [B, slots] -> [B, S/cp]."""
         return of_slots.flatten().index_select(0, self._slot_N).view(self.has_sequence.shape)

@@ -52,7 +52,7 @@ class OffloadBackend(Protocol):
             An event for `CopyEngine.wait_event` before `out` is read.
 
         Raises:
-            RunError: the bytes are lost, or differ from what was stored.
+            RunError: the bytes are lost, or differ from the stored bytes.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Pipeline layouts, `Et*3|(tt|)*2,m|L`: the parts of the model on each stage, and their ranks. Torch-free.
+"""Pipeline layouts, `Et*3|(tt|)*2,m|L`: the parts of the model on each stage, and their ranks.
 
 The notation is the same as in Megatron-Core's `--pipeline-model-parallel-layout`:
 
