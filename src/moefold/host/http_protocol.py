@@ -88,12 +88,12 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the time of the first header."""
+        """Start the timer of the first header."""
         super().connection_made(transport)
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on, and start the time limit of the next data."""
+        """Pass data on, and start the timer of the next data."""
         if self._phase == "linger":
             self._num_discarded += len(data)
         if self._phase == "idle":
@@ -105,23 +105,23 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Give the rest of an unread body a short time."""
+        """Start a short timer for the rest of an unread body."""
         super().on_response_complete()
         self._follow()
 
     def pause_writing(self) -> None:
-        """Start the time of an answer that is not read."""
+        """Start the timer of an unread answer."""
         super().pause_writing()
         self._unread_timer = self.loop.call_later(self._unread_s, self._end)
 
     def resume_writing(self) -> None:
-        """Stop the time of an answer that is not read."""
+        """Stop the timer of an unread answer."""
         if self._unread_timer is not None:
             self._unread_timer.cancel()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all times."""
+        """Stop all timers."""
         self._enter("done")
         super().connection_lost(exc)
 

@@ -1,4 +1,4 @@
-"""A capacity is of a micro-batch, so that every mapping drops the same tokens."""
+"""The capacity counts for a micro-batch, so that every mapping drops the same tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

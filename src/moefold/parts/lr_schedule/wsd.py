@@ -35,7 +35,7 @@ class WarmupStableDecay(DecayPart):
         return f"the decay of wsd begins after step {begin:,} and ends at {end:.3g} in step {steps:,}"
 
     def check(self, run: "RunConfig", train: "TrainConfig") -> Iterator[Problem]:
-        """Yield that warm-up and decay are longer than the run."""
+        """Yield an error if warm-up and decay are longer than the run."""
         warmup = train.warmup_steps
         steps = run.steps
         if warmup <= steps < warmup + self.decay_steps:

@@ -1,4 +1,4 @@
-"""RoPE scaling of Llama 3.1 (arXiv:2407.21783): low frequencies are divided, high ones kept, others blended."""
+"""RoPE scaling of Llama 3.1 (arXiv:2407.21783): divide low frequencies, keep high ones, blend between."""
 
 import math
 from collections.abc import Iterator

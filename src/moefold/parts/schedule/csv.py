@@ -34,7 +34,7 @@ Row = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class CsvSchedule(SchedulePart):
-    """Rows from a file. Where no file is named, as in a mapping of the planner, the rows of interleaved 1F1B."""
+    """Rows from a file; without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
 
     path: str = ""
     """File with the actions of each pipeline rank, in order."""
@@ -44,7 +44,7 @@ class CsvSchedule(SchedulePart):
     splits_backward: ClassVar[bool] = True
 
     def check(self, parallel: "ParallelConfig") -> Iterator[Problem]:
-        """Yield that no file is named, or that there are no ranks for its rows."""
+        """Yield a missing file name, or missing ranks for the rows of the file."""
         if not self.path:
             rule = f"needs {self.key}.path, its file"
             yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")

@@ -19,7 +19,7 @@ class WindowSpan(SpanPart):
     tokens: int = 0
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few tokens."""
+        """Return the part with few tokens."""
         return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
@@ -34,7 +34,7 @@ class WindowSpan(SpanPart):
 
     @property
     def window(self) -> int:
-        """The tokens."""
+        """Tokens of a window."""
         return self.tokens
 
     def formula(self) -> Callable[[Any], Any]:

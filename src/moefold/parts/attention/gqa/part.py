@@ -76,7 +76,7 @@ class GqaPart(SoftmaxAttentionPart):
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few narrow heads, grouped as before."""
+        """Return the part with few narrow heads, grouped as before."""
         return replace(
             self,
             num_heads=to.query_heads(self.num_heads, self.num_kv_heads),
@@ -87,7 +87,7 @@ class GqaPart(SoftmaxAttentionPart):
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""
+        """Yield numbers of heads that do not divide, and norms of queries and keys without a meaning."""
         heads, groups, hidden = self.num_heads, self.num_kv_heads, model.hidden_size
         is_given = getattr(model.attention, "head_dim", 0) > 0
         if not is_given and hidden % heads:

@@ -52,7 +52,7 @@ class Buffer(Protocol):
 
         Args:
             x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]; received tokens have the same form.
-            handle: of an earlier dispatch, whose layout is reused; then no layout is given.
+            handle: handle of an earlier dispatch, whose layout is reused; then no layout is given.
             layout: topk_idx, topk_weights float32 [T, K], and the results of `get_dispatch_layout`.
 
         Returns:
@@ -67,8 +67,8 @@ class Buffer(Protocol):
 
         Args:
             x: a row for each received token, [N, H].
-            handle: of the dispatch that received them.
-            topk_weights: summed in the same way, [N, K].
+            handle: handle of the dispatch that received them.
+            topk_weights: weights that are summed in the same way, [N, K].
 
         Returns:
             (combined_x [T, H], combined_topk_weights [T, K] or None, event).
@@ -93,8 +93,8 @@ class DeepEPMetadata:
 class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
     """Dispatcher over a DeepEP buffer; etp is 1.
 
-    Unlike with the other dispatchers, the counts of received tokens arrive with the tokens, so that
-    `dispatch_communicate` synchronises with the device too.
+    Unlike in other dispatchers, the counts of received tokens arrive with the tokens, so that `dispatch_communicate`
+    synchronises with the device too.
 
     Args:
         buffer: a `deep_ep.Buffer` over the ranks of ep; member i holds the i-th part of the experts.

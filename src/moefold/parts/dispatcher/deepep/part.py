@@ -42,7 +42,7 @@ class DeepEP(DispatcherPart):
         moe: "MoEConfig",
         faults: "FaultsConfig",
     ) -> Iterator[str]:
-        """Yield what the kernels cannot do."""
+        """Yield settings that the kernels do not support."""
         p = parallel
         part = model.routed
         if part is None:

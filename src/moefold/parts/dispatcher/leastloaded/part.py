@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LeastLoaded(DispatcherPart):
-    """Send routed tokens of a busy expert, with a copy of its weights, to a rank that has less to do."""
+    """Send routed tokens of a busy expert, with a copy of its weights, to a rank with less load."""
 
     threshold: Annotated[float, at_least(1)] = 1.3
-    """Move routed tokens where the busiest ep rank has more than this times the mean load."""
+    """Move routed tokens if the busiest ep rank has more than this times the mean load."""
     capacity: Annotated[float, at_least(1)] = 1.1
     """Target load of a rank after the move, as a multiple of the mean load."""
     min_tokens: Annotated[int, at_least(1)] = 64
