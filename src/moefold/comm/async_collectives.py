@@ -82,7 +82,7 @@ class AsyncResult:
         return received if self._postprocess is None else self._postprocess(received)
 
     def wait_resumable(self) -> Resumable[Tensor]:
-        """Yield once while the collective is in flight, then wait for the result; no yield in a group of one."""
+        """Yield once while the collective is in flight, then wait for the result; no yield in a group of one rank."""
         if self._collective is not None:
             yield
         return self.wait()
@@ -104,7 +104,7 @@ def async_all_to_all(
         group: the members.
         input_splits: encoded rows for each member.
         output_splits: encoded rows from each member.
-        wire_format: encoding of the rows; not used in a group of one.
+        wire_format: encoding of the rows; not used in a group of one rank.
         resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, because
             another collective in flight at the same time does so.
     """

@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 BACKEND_NAMES = ("gloo", "NCCL")
-"""Names that occur in the message of every failed collective, by which the error is recognised."""
+"""Names that occur in the message of every failed collective, and so identify the error."""
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -228,7 +228,7 @@ def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_sp
 
 
 def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
-    # An all-to-all in which every member sends all its rows: exact lengths, no padding to the longest.
+    # An all-to-all where every member sends all its rows: exact lengths, no padding to the longest.
     sent = x.repeat(group.size, *[1] * (x.dim() - 1))
     return _sync_all_to_all(sent, group, [x.shape[0]] * group.size, split_sizes)
 
@@ -334,7 +334,7 @@ SUM_TAG = 1
 def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = None) -> Iterator[tuple[int, Tensor]]:
     """Yield (source, block) of each member, starting with this rank, then backwards round the ring.
 
-    While the caller computes with one block, the next one is in flight.
+    While the caller computes with one block, the next block is in flight.
 
     Args:
         block: this rank's block, contiguous; only read.
@@ -378,7 +378,7 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
 
 
 def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dist.Work]:
-    """Start sending to the next member and receiving from the previous one; keep both tensors until `wait_all`."""
+    """Start sending to the next member and receiving from the previous member; keep both tensors until `wait_all`."""
     if group.size == 1:
         receive.copy_(send)
         return []

@@ -57,7 +57,7 @@ class FlightRecorder:
     """Records the state of the training thread; any other thread may read it.
 
     Args:
-        hang_timeout_s: time without an event after which the job counts as stuck; 0: no limit.
+        hang_timeout_s: longest time without an event before the job counts as stuck; 0: no limit.
         file: memory-mapped copy for other processes of this host.
     """
 
@@ -112,7 +112,7 @@ class FlightRecorder:
         self.set_phase(phase)
 
     def set_phase(self, phase: str) -> None:
-        """Start a phase; the previous one ends."""
+        """Start a phase; the previous phase ends."""
         self._phase = phase
         self._phase_number += 1
         self._last_event_s = self.clock()
@@ -197,7 +197,7 @@ def decode_snapshot(content: bytes) -> FlightSnapshot | None:
 WATCHED_TIMEOUT = timedelta(days=30)
 """torch's own timeout for collectives where the watchdog runs, which names the ranks that are late.
 
-torch's clocks go on while a job is stopped: with a shorter limit, its collectives would fail once it is continued.
+torch's clocks continue while a job is stopped: with a shorter limit, its collectives would fail once it is continued.
 """
 
 

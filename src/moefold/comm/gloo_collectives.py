@@ -51,7 +51,7 @@ def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
-    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part.
+    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`.
 
     Args:
         out: contiguous.

@@ -109,12 +109,12 @@ class ParallelGroups:
     ) -> "ParallelGroups":
         """Create the communicators of this rank. Collective: every rank of the world calls it.
 
-        Groups share a communicator as `topology.communicators` says.
+        `topology.communicators` determines which groups share a communicator.
 
         Args:
             layout: the folding.
             device: device of this rank.
-            recorder: flight recorder that a watchdog reads; None for a new one.
+            recorder: flight recorder that a watchdog reads; None for a new recorder.
             separates_purposes: whether model, experts and FSDP have separate communicators; None: on CUDA only.
 
         Raises:

@@ -58,7 +58,7 @@ def plan_reshard(
     Args:
         source: the mapping that holds the weights.
         target: the mapping that needs them; it may lack layers of multi-token prediction.
-        itemsize: bytes of an element as it is sent, by tensor of the target.
+        itemsize: bytes of an element in a message, by tensor of the target.
         max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round; at least one element.
         ranks_per_node: consecutive ranks that share a node; None: all do.
         first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping.
@@ -105,7 +105,7 @@ def plan_box_transfers(
     Args:
         holders: the ranks that hold each box, by tensor; the boxes of a tensor do not overlap.
         wanted: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
-        itemsize: bytes of an element as it is sent, by tensor.
+        itemsize: bytes of an element in a message, by tensor.
         max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round.
         ranks_per_node: consecutive ranks that share a node.
 

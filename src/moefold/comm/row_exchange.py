@@ -1,7 +1,7 @@
 """Exchange of rows over symmetric memory, with split sizes that stay on the device: the host never waits for them.
 
 Built on `torch.ops.symm_mem.all_to_all_vdev_2d` and its inverse `all_to_all_vdev_2d_offset` (torch 2.11, NVSHMEM).
-Tested against a stand-in for their contract over gloo; it has not been run on a GPU.
+Tested over gloo against an emulation of their contract; it has not been run on a GPU.
 """
 
 from typing import Protocol
@@ -106,8 +106,8 @@ class RowExchange:
             num_rows: N, rows that this rank gave to `dispatch`.
 
         Returns:
-            The rows in the order of `dispatch`'s argument, [N, W], undefined after the last segment. The first row is
-            zero if there is none, as it stands in for the rows of dropped tokens, with factor 0.
+            The rows in the order of `dispatch`'s argument, [N, W], undefined after the last segment. Without rows the
+            first row is zero, because rows of dropped tokens read it with factor 0.
         """
         sent, splits = self._fill_send_buffers(rows_CW, segments)
         returned = _rows_view(self._receive, num_rows, rows_CW)

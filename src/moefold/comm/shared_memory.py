@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine share: each maps the same pages, so a rank reads what another has written.
 
 The memory is anonymous (memfd): it has no name in /dev/shm, whose size a container limits, and the kernel frees it when
-the last process that maps it has ended, however it ends.
+the last process that maps it has ended in any way.
 """
 
 import mmap
@@ -255,7 +255,7 @@ class SharedExchange:
         return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
-        """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""
+        """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
         parts = gathered_parts(out, x, self.group.size, self.group.rank)
         width = PIECE_BYTES // out.element_size()
         for pieces in zip(*(part.split(width) for part in parts), strict=True):

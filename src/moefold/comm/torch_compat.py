@@ -198,7 +198,7 @@ def cuda_flash_attention() -> Any:
 
 
 def cuda_flash_attention_reads_pages() -> bool:
-    """Return whether flash attention on CUDA takes a block table, by which it reads the pages of a cache."""
+    """Return whether flash attention on CUDA takes a block table, and so reads the pages of a cache."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     return {"seqused_k", "block_table", "num_splits"} <= {argument.name for argument in schema.arguments}
 
@@ -258,7 +258,7 @@ _GROUP_TABLES = (
     "_tags_to_pg",
     "_pg_to_tag",
 )
-"""Tables in which torch.distributed holds the process groups of this process."""
+"""torch.distributed's tables of the process groups of this process."""
 
 
 @contextmanager

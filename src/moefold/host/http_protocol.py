@@ -15,11 +15,11 @@ from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedL
 from moefold.terminal import print_escaped
 
 BODY_TIMEOUT_S = 60.0
-"""Longest time in which the body of a request may come."""
+"""Time limit for the body of a request."""
 UNREAD_ANSWER_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its answer."""
 LINGER_S = 2.0
-"""Time in which the rest of a refused body is discarded, so that the client reads the reason."""
+"""Time for discarding the rest of a refused body, so that the client reads the reason."""
 LINGER_BYTES = 16 << 20
 
 
@@ -75,7 +75,7 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         Args:
             guard: guard of the listener.
             keywords: arguments of uvicorn.
-            header_s: longest time in which the header of a request may come.
+            header_s: time limit for the header of a request.
         """
         super().__init__(**keywords)
         self._guard = guard

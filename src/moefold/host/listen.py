@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     Args:
         host: name or address of this machine; `::` stands for all addresses, IPv4 and IPv6.
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Raises:
         ConfigError: the address is not one of this machine, or the port is in use.
@@ -79,7 +79,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionGuard:
-    """Limit of the connections of a listener: the oldest silent connection is closed if a new one is too many."""
+    """Limit of the connections of a listener: it closes the oldest silent connection if a new connection is too many."""
 
     def __init__(self, log: Callable[[str], None], most: int | None = None) -> None:
         """Raise the limit of descriptors of this process.

@@ -24,7 +24,7 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
     Without it, Ctrl-C during a child's imports prints a traceback.
 
     Args:
-        starts_python: whether the child is a new interpreter, not a fork of this one.
+        starts_python: whether the child is a new interpreter, not a fork of this process.
     """
     if starts_python:
         # multiprocessing would start its resource tracker inside the context, and unblock the signals afterwards.

@@ -28,7 +28,7 @@ class _ProcessManager:
     world_size: str
     local_world_size: tuple[str, ...]
     job: tuple[str, ...]
-    """Names of the job's id, from which the port is derived."""
+    """Names of the job's id; the port is derived from it."""
 
 
 _OPEN_MPI = _ProcessManager(
@@ -71,7 +71,7 @@ class RankEnv:
 
     @property
     def cuda_device_index(self) -> int:
-        """Number of the rank's CUDA device among those that this process sees."""
+        """Number of the rank's CUDA device among the devices that this process sees."""
         return self.local_rank if self.cuda_index is None else self.cuda_index
 
 
@@ -285,7 +285,7 @@ def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
 
 
 def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the master address and port as far as they are not set in the environment."""
+    """Return the master address and port that the environment does not set."""
     master = {}
     if "MASTER_PORT" not in environment:
         job = environment.get("SLURM_JOB_ID", "0")

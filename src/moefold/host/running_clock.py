@@ -1,4 +1,4 @@
-"""Clock that stands still while this process is stopped: by SIGSTOP, a scheduler's suspend, a frozen container."""
+"""Clock that stops while this process is stopped: by SIGSTOP, a scheduler's suspend, a frozen container."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ MIN_STOP_S = 3.0
 
 
 class RunningClock:
-    """Monotonic clock of the time in which this process runs.
+    """Monotonic clock of the time that this process runs.
 
     Between `start` and `end` a thread wakes up in short intervals. If it wakes up late, the process was stopped. Time
     in which the thread waited for a core does not count as stopped. The same holds for time in which the thread that
@@ -39,7 +39,7 @@ class RunningClock:
         return now_s - self._stopped_s
 
     def start(self) -> None:
-        """Start the thread; the calling thread is the one that computes."""
+        """Start the thread; the calling thread is the thread that computes."""
         self._computing_thread = threading.get_native_id()
         self._ended.clear()
         self.beat()
@@ -52,7 +52,7 @@ class RunningClock:
             self._beat_s = None
 
     def take_stopped_s(self) -> float:
-        """Return the seconds in which the process was stopped, or the machine suspended, since the last call."""
+        """Return the seconds that the process was stopped, or the machine suspended, since the last call."""
         self()
         with self._lock:
             stopped_s, self._unreported_s = self._unreported_s, 0.0
@@ -72,7 +72,7 @@ class RunningClock:
                 if stopped_s >= MIN_STOP_S:
                     self._stopped_s += stopped_s
                     self._unreported_s += stopped_s
-                # The monotonic clock of Linux stands still while the machine is suspended.
+                # The monotonic clock of Linux stops while the machine is suspended.
                 if (suspended_s := boot_s - self._beat_boot_s - elapsed_s) >= MIN_STOP_S:
                     self._unreported_s += suspended_s
             self._beat_s, self._beat_boot_s, self._beat_busy_s = now_s, boot_s, busy_s
@@ -85,7 +85,7 @@ class RunningClock:
 
 
 def _busy_s(thread: int) -> float:
-    """Return the time in which a thread ran or waited for a core; 0 if the kernel does not report it."""
+    """Return the time that a thread ran or waited for a core; 0 if the kernel does not report it."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
         return (int(fields[0]) + int(fields[1])) / 1e9

@@ -320,7 +320,7 @@ class CausalAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Call `kernel`, where it supports the tensors, else a kernel for blocks or SDPA, on [S, B, heads, D]."""
+        """Call `kernel` if it supports the tensors, otherwise a kernel for blocks or SDPA, on [S, B, heads, D]."""
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
         kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None

@@ -45,8 +45,8 @@ class WeightGradSink:
         """Compute the weight gradients now, or store `compute` for later; return the gradients for autograd.
 
         Args:
-            compute: returns the gradient of each weight, None for an absent one.
-            num_weights: weights of the call, absent ones included.
+            compute: returns the gradient of each weight, None for an absent weight.
+            num_weights: number of weights of the call, with absent weights.
         """
         if self.wgrad_store is None:
             return compute()

@@ -14,7 +14,7 @@ from torch import Tensor
 def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
     """Return `value`; the backward pass gives its gradient to `source`, of the same shape, instead.
 
-    Without gradients, as in evaluation, `value` is returned as it is.
+    Without gradients, as in evaluation, `value` is returned unchanged.
     """
     if not (torch.is_grad_enabled() and source.requires_grad):
         return value
@@ -23,7 +23,7 @@ def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
 
 
 def connect_loss(source: Tensor, loss: Tensor) -> Tensor:
-    """Return `loss`; the backward pass gives zeros to `source`, on which it was computed without a graph."""
+    """Return `loss`, which was computed from `source` without a graph; the backward pass gives zeros to `source`."""
     if not (torch.is_grad_enabled() and source.requires_grad):
         return loss
     connected: Tensor = _ConnectLoss.apply(source, loss)

@@ -182,7 +182,7 @@ class FusedBlock:
 
 
 class FusedLayers:
-    """Forward pass of all layers of a stage: one call if the kernel computes each whole layer, else layer by layer.
+    """Forward pass of all layers of a stage: one call if the kernel computes whole layers, otherwise layer by layer.
 
     Args:
         blocks: in their order; they share the pass of the decoder.

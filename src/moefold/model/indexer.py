@@ -243,7 +243,7 @@ class LightningIndexer(nn.Module):
         losses = []
         for start in range(0, num_own, size):
             stop = min(start + size, num_own)
-            # The same rows of each rank of tp, so that each rank gets the sums of its own queries.
+            # Each rank of tp takes the same rows, so that each rank gets the sums of its own queries.
             rows = torch.cat([torch.arange(part * num_own + start, part * num_own + stop) for part in range(parts)])
             rows = rows.to(query.device)
             keys = torch.arange(num_keys, device=query.device)
@@ -289,7 +289,7 @@ class Selection:
         self._indexer: LightningIndexer | None = None
         self._selected: Tensor | None = None
         self.index: IndexTensors | None = None
-        """Projections from which the losses of all layers are computed; None where the indexer does not learn."""
+        """Projections for the losses of all layers; None where the indexer does not learn."""
         self.dense_loss: Tensor | None = None
         """In the warm-up, the loss of the layer that runs, which `attach_dense_loss` takes."""
 

@@ -164,7 +164,7 @@ class StateShapes:
     """Shapes of the cached tensors of one sample."""
 
     num_previous: int
-    """Tokens before the next one that the convolutions read, K-1."""
+    """Number of tokens before the next token that the convolutions read, K-1."""
     width: int
     """Channels of the convolutions, C; 0: none."""
     state: tuple[int, int, int]

@@ -111,7 +111,7 @@ class LinearAttention(TokenMixer):
 
     @abstractmethod
     def state_shapes(self, weights: Sequence[Tensor]) -> StateShapes:
-        """Return the shapes of what is cached for one sample, given the local weights of `compute`."""
+        """Return the shapes of the cached tensors of one sample, given the local weights of `compute`."""
 
     @abstractmethod
     def compute(
@@ -156,7 +156,7 @@ class LinearAttention(TokenMixer):
         Args:
             x: [S/(cp*tp), B, K].
             weights: weights of the projections, [N/tp, K].
-            num_unquantized: projections, from the last one on, that `train.precision` leaves in the type of x.
+            num_unquantized: number of the last projections, which `train.precision` leaves in the type of x.
         """
         columns = [(local_param(weight, x.dtype), None) for weight in weights]
         return self.sequence_parallel.all_gather_linear(

@@ -83,7 +83,7 @@ def token_losses(
         labels: int64 [...], rows of the whole vocabulary.
         vocab_range: rows of this rank.
         ops: operations on the logits.
-        softmax: temperature, with which the logits are saved in float32 at least; and whether there is an entropy.
+        softmax: temperature (the logits are saved divided by it, in float32 at least), and whether there is an entropy.
 
     Returns:
         [...]: the same on each rank that shares the vocabulary; the gradient into `logits` is of one such loss.

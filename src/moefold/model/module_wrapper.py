@@ -63,7 +63,7 @@ def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> 
 
 
 def as_resumable(function: Function, *args: Any, **kwargs: Any) -> Resumable[Any]:
-    """Call a plain or resumable function as a resumable one."""
+    """Call a plain or resumable function as a resumable function."""
     if isgeneratorfunction(function):
         return (yield from function(*args, **kwargs))
     return function(*args, **kwargs)
@@ -76,7 +76,7 @@ def wrap_method(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None
 
     Args:
         owner: the object, or a class to replace the method of all its objects.
-        name: the method, or an attribute that is called like one.
+        name: the method, or a callable attribute.
         wrapper: returns a function that takes the same arguments.
     """
     before = vars(owner).get(name)

@@ -10,7 +10,7 @@ from moefold.ops.exact_topk import exact_topk
 from moefold.ops.sparse_attention import IndexTensors
 
 GUESSED_FACTOR = 4
-"""Ratio of cached to selected keys from which selections of the last pass are kept; below it, `exact_topk` does not
+"""Minimum ratio of cached to selected keys for keeping selections of the last pass; below it, `exact_topk` does not
 read them.
 """
 

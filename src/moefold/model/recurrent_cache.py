@@ -19,7 +19,7 @@ class _Slots(NamedTuple):
 class RecurrentStates(LayerCache):
     """States of one layer by slot; they grow with the number of slots in use.
 
-    A sample's first token starts from zeros, whatever its slot held before.
+    A sample's first token starts from zeros, for any old content of its slot.
 
     Args:
         current_pass: shared by the layers.

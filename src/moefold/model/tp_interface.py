@@ -46,7 +46,7 @@ class SequenceParallel(ABC):
             weights_and_biases: weight [N, K] and bias [N] of each layer.
             wgrad_store: see `linear`.
             linear_backend: see `linear`.
-            num_unquantized: layers, from the last one on, whose GEMMs are in the dtype of x in any case.
+            num_unquantized: number of the last layers, whose GEMMs are always in the dtype of x.
 
         Returns:
             [S/cp, B, N] for each layer.

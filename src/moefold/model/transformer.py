@@ -83,7 +83,7 @@ def module_settings(cfg: Config) -> ModuleSettings:
 class Block(nn.Module):
     """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `model.residual` says where the norms are; norms that it leaves out are None.
+    `model.residual` sets the places of the norms; missing norms are None.
 
     `parallelize` replaces `norms_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
@@ -212,7 +212,7 @@ class Block(nn.Module):
         return x + self._scale(y if norm is None else norm(y))
 
     def _scale(self, y: Tensor) -> Tensor:
-        """Multiply an output by the factor with which it is added to the residual stream."""
+        """Multiply an output by its factor in the residual stream."""
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
 
 
@@ -412,7 +412,7 @@ class Transformer(nn.Module):
         """Run the layers of this stage.
 
         Args:
-            x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
+            x: tokens, int64 [B, S/cp], on the first stage, or hidden states of the previous stage, [S/(cp*tp), B, H].
             document_bounds: bounds of the documents in the column "document_starts"; None: the host reads that column.
             columns: the columns of the micro-batch; see `Batch`.
 

@@ -44,9 +44,9 @@ class OffloadTotals:
     resident_bytes: int = 0
     """Bytes of the same parts that stayed in memory, for lack of space or bandwidth."""
     io_s: float = 0.0
-    """Time in which bytes were copied, in either direction."""
+    """Time of copies, in either direction."""
     waited_s: float = 0.0
-    """Time in which training waited for copies."""
+    """Time that training waited for copies."""
 
 
 class _ThreadState(threading.local):

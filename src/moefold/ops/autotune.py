@@ -1,4 +1,4 @@
-"""Autotuning: measure equivalent implementations once for each shape; all ranks choose the same fastest one."""
+"""Autotuning: measure equivalent implementations once for each shape; all ranks choose the same implementation."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ NUM_WARMUP_RUNS = 2
 """Runs before the timed runs: the first run compiles."""
 NUM_TIMED_RUNS = 5
 MAX_MEASURING_S = 120.0
-"""Time after which a process starts no measurement: shapes that are not measured take the choice of another octave."""
+"""Time limit for starting measurements in a process: shapes that are not measured take the choice of another octave."""
 
 
 class TuningKey(NamedTuple):

@@ -1,4 +1,4 @@
-"""Blockwise attention with log-sum-exp, from which ring attention is built; attention sinks and sliding windows.
+"""Blockwise attention with log-sum-exp, the building block of ring attention; attention sinks and sliding windows.
 
 The softmax over a union of key blocks is the average of the blocks' outputs, weighted by the exponentials of their
 log-sum-exps (arXiv:2205.14135 sec. 3.1, arXiv:2310.01889). Gradients need no merging: given the output and the
@@ -14,7 +14,7 @@ blocks, and the backward pass of each block is exact, given the output and the l
 
 The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents directly (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
-the window reaches back: the T queries of a block attend to the keys of this block and of the previous one, so the
+the window reaches back: the T queries of a block attend to the keys of this block and of the previous block, so the
 sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
@@ -83,7 +83,7 @@ class BlockedWindow:
 
     window: int
     document_starts: Tensor | None = None
-    """Index at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
+    """Start index of each token's document, int64 [S, B]; may be negative. None: no limit."""
 
     @property
     def block_size(self) -> int:

@@ -42,7 +42,7 @@ class CrossEntropyOps(Protocol):
         """Write the gradient of the logits into `out`, which may be the logits themselves.
 
         With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p; without a
-        second row the normalizer has no gradient of its own.
+        second row the normalizer has no separate gradient.
 
         Args:
             out_CV: of any floating dtype, contiguous; rounded once.

@@ -165,7 +165,7 @@ logger = logging.getLogger(__name__)
 MAX_ROUNDS = 3
 """Timed runs of each way, after a run that allocates."""
 MAX_ROUND_S = 0.02
-"""Time from which one round is enough: noise is a small part of a long run."""
+"""Minimum time for which one round is enough: noise is a small part of a long run."""
 MODULES_GAIN = 0.95
 """Modules are chosen only if they take at most this share of the kernel's time: the kernel's results do not depend on
 the number of rows, but the results of library GEMMs may."""

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Positions at which the documents of a micro-batch begin, known to the host.
+    """Start positions of the documents of a micro-batch, known to the host.
 
     This is not a tuple, because FSDP and pipeline schedules pass a class on unchanged, without a copy to the device.
     """
@@ -32,7 +32,7 @@ class DocumentBounds:
 
     @staticmethod
     def of_starts(starts_BS: Tensor) -> "DocumentBounds":
-        """Compute the bounds from the position at which the document of each token begins, [B, S].
+        """Compute the bounds from the start position of each token's document, [B, S].
 
         The host waits if the tensor is on a GPU.
         """
@@ -64,7 +64,7 @@ class PackedDocuments:
 
     bounds: DocumentBounds
     starts_SB: Tensor
-    """Position at which the document of each token begins, int64 [S, B], on the device."""
+    """Start position of each token's document, int64 [S, B], on the device."""
     token_weights: Tensor | None = None
     """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None: there is no padding."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -82,7 +82,7 @@ class PackedDocuments:
         return PackedDocuments(DocumentBounds(((0, seq_len),) * batch), starts_SB)
 
     def in_chunks(self, chunk_size: int) -> "PackedDocuments":
-        """Divide every document into chunks of `chunk_size` tokens, the last one shorter; built once."""
+        """Divide every document into chunks of `chunk_size` tokens, the last chunk shorter; built once."""
         if chunk_size not in self._in_chunks:
             bounds = tuple(
                 (*(i for start, stop in pairwise(sample) for i in range(start, stop, chunk_size)), sample[-1])

@@ -43,7 +43,7 @@ class Gemm:
         return is_faster_in_fp32(x)
 
     def upcast(self, x: Tensor) -> Tensor:
-        """Cast x to the dtype in which its GEMMs are computed: for callers with several GEMMs of x."""
+        """Cast x to the dtype of its GEMMs: for callers with several GEMMs of x."""
         return x.float() if self.upcasts(x) else x
 
     def accepts_fp32_weight(self, x: Tensor) -> bool:

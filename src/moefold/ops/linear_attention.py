@@ -242,7 +242,7 @@ class Chunks:
     def padded_for_summary(self) -> tuple[Tensor, Tensor]:
         """Return values [.., C, Dv + D] and first states [.., D, Dv + D] whose last states are update and transition.
 
-        Columns that begin as the identity, and for which no token has values, end as the transition.
+        Columns that begin as the identity, and have no values of tokens, end as the transition.
         """
         key_size = self.write_keys.shape[-1]
         identity = torch.eye(key_size, dtype=self.values.dtype, device=self.values.device)

@@ -66,13 +66,13 @@ def index_scores(query_RJD: Tensor, weight_RJ: Tensor, key_ND: Tensor) -> Tensor
 
 @torch.no_grad()
 def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor:
-    """Select the keys with the highest scores among those that each query sees; the lowest key wins ties.
+    """Select the keys with the highest scores among the keys that each query sees; the lowest key wins ties.
 
     A score that is not a number counts as minus infinity; the loss of the indexer is then not a number either.
 
     Args:
         index: projections of the queries and of all keys.
-        visible: keys that each query sees; every query sees at least one.
+        visible: keys that each query sees; every query sees at least one key.
         top_k: most keys of a query.
 
     Returns:

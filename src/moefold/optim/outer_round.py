@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OuterNorms:
-    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its own."""
+    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its sum on each."""
 
     difference: float
-    """Of the sent difference D, with the residual."""
+    """Sum for the sent difference D, with the residual."""
     mean: float
-    """Of the mean difference g."""
+    """Sum for the mean difference g."""
     product: float
     """Dot product of both."""
     weights: float
-    """Of the outer weights before the step."""
+    """Sum for the outer weights before the step."""
     averaged: float
-    """Of the sent values that the sites average; `mean` and `product` leave out all other values."""
+    """Sum for the sent values that the sites average; `mean` and `product` leave out all other values."""
 
     def to_tensor(self) -> Tensor:
         """Return the sums, float64 [5]."""

@@ -50,7 +50,7 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """Return the step count of the moments of each parameter that has one, by name."""
+    """Return the step counts of the moments by name of the parameter, for parameters with a step count."""
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
     return {name: float(state[STEP]) for name, state in states.items() if STEP in state}
 

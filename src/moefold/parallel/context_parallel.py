@@ -1,9 +1,9 @@
 """Context parallelism: attention over full samples whose tokens are sharded, S/cp per rank.
 
-The kinds are parts (`parts/context/`) with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v likewise) ->
-[S/cp, B, A/tp, D]`. With tokens sharded by `sequence_positions`, they compute what `CausalAttention` computes on the
+The kinds are parts (`parts/context/`) with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v of the same
+shape) -> [S/cp, B, A/tp, D]`. With tokens sharded by `sequence_positions`, the result equals `CausalAttention` on the
 full sequence. Keys and values are sent with their own G/tp heads, not expanded to the query heads. Every rank has the
-document bounds of the full sample, so each rank knows which keys its own queries attend to.
+document bounds of the full sample, so each rank knows the keys that its own queries attend to.
 """
 
 from collections.abc import Callable
@@ -102,9 +102,8 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
 def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, cp: int, rank: int) -> Tensor:
     """Return the positions of the tokens of a context-parallel rank, in its order.
 
-    The sequence is split into cp contiguous parts; or into 2*cp chunks, of which rank r has the chunks r and 2*cp-1-r:
-    an early one and a late one, so that every rank has the same number of (query, earlier key) pairs
-    (arXiv:2407.21783 sec. 3.3.2).
+    The sequence is split into cp contiguous parts, or into 2*cp chunks. Rank r has the chunks r and 2*cp-1-r, one early
+    and one late, so that every rank has the same number of (query, earlier key) pairs (arXiv:2407.21783 sec. 3.3.2).
 
     Args:
         context: the recipe's context part, or its class.

@@ -23,10 +23,10 @@ Replay = Callable[[], None]
 
 
 class GraphRecorder(Protocol):
-    """Records graphs that share a memory pool. They must be replayed in the order in which they were recorded."""
+    """Records graphs that share a memory pool. They must be replayed in the order of their recording."""
 
     def run(self, function: Callable[[], object]) -> None:
-        """Run a function eagerly, on the stream on which graphs are recorded."""
+        """Run a function eagerly, on the stream that records graphs."""
         ...
 
     def record(self, function: Callable[[], T]) -> tuple[T, Replay]:
@@ -59,7 +59,7 @@ class CudaGraphRecorders:
 
 
 class CudaGraphRecorder:
-    """`GraphRecorder` of CUDA graphs, with a memory pool of its own.
+    """`GraphRecorder` of CUDA graphs, with its own memory pool.
 
     Graphs of different micro-batches must not share a pool: a temporary tensor of the first may have the same address
     as a saved tensor of the second, which is captured later, and a pipeline does not replay in the order of capture.

@@ -74,7 +74,7 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
 def apply_expert_parallel(
     stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any], *, is_checked: bool
 ) -> None:
-    """Give the MoE layers their dispatcher, checked if the recipe says so, and the ranks of their micro-batch."""
+    """Give the MoE layers their dispatcher, validated if the recipe asks for it, and the ranks of their micro-batch."""
     routed = stage.config.routed
     if routed is None:
         return

@@ -77,7 +77,7 @@ def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
 
 
 def narrow_frozen_weights(stage: Transformer) -> None:
-    """Convert the meta parameters that adapters leave frozen to the compute type, in which they are read."""
+    """Convert the meta parameters that adapters leave frozen to the compute type, because they are read in it."""
     weights = training_weights(stage.config, stage.settings.lora)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):

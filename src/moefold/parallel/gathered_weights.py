@@ -50,7 +50,7 @@ class GatheredWeights:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return the values of a region on rank 0, on the CPU; other ranks get undefined values of its shape.
 
-        One all-to-all, in which only rank 0 receives; none if rank 0 holds the region.
+        Uses one all-to-all where only rank 0 receives; none if rank 0 holds the region.
         """
         box = Box(tuple(part.start for part in region), tuple(part.stop - part.start for part in region))
         dtype = self._dtypes[name]
@@ -75,7 +75,7 @@ class GatheredWeights:
         return values
 
     def _send_to_first(self, name: str, parts: list[tuple[int, Box]]) -> Tensor:
-        """Send parts of a tensor to rank 0 as bytes; return what this rank receives, in the order of the ranks."""
+        """Send parts of a tensor to rank 0 as bytes; return the received parts, in the order of the ranks."""
         rank = self._world.rank
         itemsize = self._dtypes[name].itemsize
         mine = [part for owner, part in parts if owner == rank]

@@ -38,7 +38,7 @@ class GraphArguments:
     constant: object
     """The same object in each call: its tensors are part of the graph."""
     rebuild: Callable[..., tuple[Any, ...]]
-    """Returns the arguments of the module, given tensors in place of `tensors`."""
+    """Returns the arguments of the module, with other tensors instead of `tensors`."""
 
 
 def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> GraphArguments:

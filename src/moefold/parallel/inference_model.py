@@ -65,7 +65,7 @@ class InferenceModel(ShardedStages):
     def writing_weights(self) -> Iterator[None]:
         """Allow changes of the weights inside this context; collective where ranks read each other's experts.
 
-        No rank enters while another one generates, and all weights are complete at its end.
+        No rank enters while another rank generates, and all weights are complete at its end.
         """
         if self._peer_experts is None:
             yield

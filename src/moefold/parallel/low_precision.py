@@ -1,4 +1,4 @@
-"""Selection of the GEMMs of `train.precision`: tensor cores if they agree with the emulation, else the emulation."""
+"""Selection of the GEMMs of `train.precision`: tensor cores if they agree with the emulation."""
 
 import logging
 from dataclasses import replace

@@ -26,7 +26,7 @@ class PipelineStage:
         wgrad_store: the delayed weight gradients of the module, if the schedule splits the backward pass.
         reduces_at_end: whether the gradients of an FSDP module are reduced once, after the last micro-batch of a step
             (zero 0 and 1); otherwise FSDP or the caller decides.
-        resumable: the resumable forward pass of the module, which runs in place of the plain one.
+        resumable: the resumable forward pass of the module, which replaces the plain forward pass.
         on_backward_end: called after each backward pass.
     """
 
@@ -111,7 +111,7 @@ class PipelineStage:
             self._on_backward_end()
         if self.is_first:
             return None
-        # Frozen layers may not pass a gradient to the input; the stage before waits for one.
+        # Frozen layers may pass no gradient to the input, but the stage before waits for a gradient.
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def backward_weights(self, micro_batch: int) -> None:

@@ -53,7 +53,7 @@ class AttentionStatistics:
     """Attention work of a rank since the last reset, over its layers and passes."""
 
     pairs: list[int] = field(default_factory=list)
-    """Visible (query, key) pairs of each round, in the order in which their forward passes began."""
+    """Visible (query, key) pairs of each round, in the order of their forward passes."""
     moved_rows: int = 0
     """Rows of queries that this rank computed for other ranks."""
     sent_bytes: int = 0
@@ -209,14 +209,14 @@ def members_of_round(groups: ParallelGroups) -> Integers:
     """Return the number in dp_cp of each rank of a round, int64 [dp * cp]; see `token_placement`."""
     view = groups.layout.attention
     ranks = groups.attn.dp_cp.ranks
-    # Members of a group are sorted by rank, whatever the order of the axes.
+    # Members of a group are sorted by rank, for any order of the axes.
     return np.argsort(
         [view.coordinate(rank, "dp") * groups.attn.cp.size + view.coordinate(rank, "cp") for rank in ranks]
     )
 
 
 def nodes_of_round(groups: ParallelGroups) -> tuple[int, ...] | None:
-    """Return the node of each rank of a round; None if all are on one. Collective over dp_cp."""
+    """Return the node of each rank of a round; None if all are on one node. Collective over dp_cp."""
     group = groups.attn.dp_cp
     # A rank of a dry run has no peers.
     names = [""] if groups.device.type == "meta" else all_gather_objects(socket.gethostname(), group)

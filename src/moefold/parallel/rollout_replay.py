@@ -1,7 +1,7 @@
 """Routing replay of rollouts (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose.
 
 The ranks that sampled hold the choices; each training rank needs the choices of its own rows, positions and layers. All
-ranks know the packing, so one all-to-all of bytes moves exactly these, whatever the two mappings are.
+ranks know the packing, so one all-to-all of bytes moves exactly these choices, for any two mappings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class BatchRouting:
     ids_of_layer: Mapping[int, Tensor]
     """Experts by number of the MoE layer, [N, S/(cp*tp), K]."""
     is_replayed_NS: Tensor
-    """Tokens that have choices, bool [N, S/(cp*tp)]: all but padding and the last token of each rollout."""
+    """Tokens that have choices, bool [N, S/(cp*tp)]: all except padding and the last token of each rollout."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
+"""Selection of the ops on this machine: torch or kernels (`run.kernels`), and their precision (`train.precision`)."""
 
 import logging
 from dataclasses import replace

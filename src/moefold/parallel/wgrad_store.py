@@ -18,7 +18,7 @@ class WeightGradStore:
     After each backward pass of a micro-batch the object is called once and returns the weight-gradient pass to run.
     Within a micro-batch the tasks run in the order of the backward pass, on all ranks of the stage.
 
-    Gradients of several backward passes are accumulated in the reduction type, whatever type they are computed in.
+    Gradients of several backward passes are computed in any type and accumulated in the reduction type.
 
     Args:
         stage: the module.

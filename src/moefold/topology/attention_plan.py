@@ -502,7 +502,7 @@ class _Balancer:
 
 
 def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
-    """Return the plan after the moves; a task's moves are in order, each ends where the next one begins, backwards."""
+    """Return the plan after the moves; a task's moves are in order, each ends where the next move begins, backwards."""
     if not moves:
         return plan
     tasks, firsts, stops, hosts = (np.array(column, np.int64) for column in zip(*moves, strict=True))

@@ -43,7 +43,7 @@ GROUPS = {
     "fsdp_dense": GroupSpec("attention", ("dp", "cp"), "fsdp"),
     "fsdp_experts": GroupSpec("moe", ("edp",), "fsdp"),
 }
-"""The groups of a rank by name, in the order in which they are created."""
+"""The groups of a rank by name, in the order of their creation."""
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[i
 
     Args:
         shape: ranks and tokens of the round.
-        documents_of_samples: for each sample of the round the position at which each document begins, ascending from
-            0; the end of the sample may follow.
+        documents_of_samples: for each sample of the round the start positions of its documents, ascending from 0; the
+            end of the sample may follow.
 
     Raises:
         ValueError: the documents do not match the samples of the round.
@@ -210,7 +210,7 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
 def _of_runs(
     shape: RoundShape, bounds_N: Integers, cp_ranks: Integers, firsts: Integers, lengths: Integers
 ) -> Placement:
-    """Build a placement in which samples stay on their dp ranks from runs in any order."""
+    """Build a placement from runs in any order; samples stay on their dp ranks."""
     dp_ranks = firsts // shape.seq_len // shape.micro_batch_size
     return sorted_placement(shape, bounds_N, dp_ranks * shape.cp + cp_ranks, firsts, lengths)
 

@@ -292,7 +292,7 @@ class MoELayer(nn.Module):
         return routing.thresholds_E * weights_T.sum()
 
     def _expert_load(self, tokens_per_expert_XE: Tensor, token_positions: TokenPositions) -> Tensor:
-        """Return the routed tokens of each expert over which the load-balancing loss is computed, [1 or B, E]."""
+        """Return the routed tokens of each expert for the load-balancing loss, [1 or B, E]."""
         if self.last_counts_E is not None:
             return uniform_if_empty(self.last_counts_E).unsqueeze(0)
         if not self._balance.accumulates:
@@ -345,7 +345,7 @@ def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tenso
 
 
 def split_zero_experts(routing_map: RoutingMap, num_experts: int) -> tuple[RoutingMap, Tensor]:
-    """Return the routing to experts, and the choices of zero-computation experts, bool [T, K]; padding is neither."""
+    """Return the routing to experts, and the choices of zero-computation experts, bool [T, K], without padding."""
     is_zero_TK = routing_map.ids_TK >= num_experts
     kept_TK = routing_map.kept_TK
     if kept_TK is None:

@@ -34,7 +34,7 @@ def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
     """Return the experts of the K largest values of each token, descending; ties go to the lower expert. int64 [T, K].
 
     torch.topk leaves the order of equal values open, which would make routing depend on the shape of the shard; argmax
-    returns the first one, and K passes are faster than a stable sort.
+    returns the first of them, and K passes are faster than a stable sort.
     """
     # The clamp distinguishes a value of -inf, which may still be chosen, from an expert that is already chosen.
     candidates_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
@@ -50,7 +50,7 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     """Mask all experts outside a token's best groups (group-limited routing).
 
     Args:
-        values_TE: values by which experts are chosen.
+        values_TE: values that rank the experts.
         num_groups: groups of E/num_groups neighbouring experts each.
         top_groups: groups that stay unmasked.
         sums_top2: the value of a group is the sum of its two best experts, as in the code that DeepSeek-V3 was released
@@ -159,8 +159,8 @@ class RoutingDecision:
     """Sums for the auxiliary losses, where the fused kernel computed them."""
 
 
-# FSDP and CUDA graphs look for tensors in what a router returns. torch 2.13 finds them in every dataclass, 2.11 only in
-# registered ones.
+# FSDP and CUDA graphs look for tensors in the output of a router. torch 2.13 finds them in every dataclass, torch 2.11
+# only in registered classes.
 register_dataclass(RouterLossSums)
 register_dataclass(RoutingDecision)
 

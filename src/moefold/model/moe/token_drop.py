@@ -16,7 +16,7 @@ from moefold.model.moe.token_group import MicroBatchGroup
 
 @dataclass(frozen=True)
 class CapacityPolicy:
-    """Capacity of an expert, and the order in which it keeps tokens."""
+    """Capacity of an expert, and the order of the tokens that it keeps."""
 
     capacity_factor: float
     policy: DropPart
@@ -94,7 +94,7 @@ def keep_within_capacity(
     capacity: int | Tensor,
     policy: DropPart,
 ) -> Tensor:
-    """Keep `capacity` tokens for each expert, the first ones in the order of the policy.
+    """Keep the first `capacity` tokens of each expert in the order of the policy.
 
     Ids of `num_experts` mark padding; the values returned for padding have no meaning.
 

@@ -84,7 +84,7 @@ class TokenColumns:
     token_weights: Tensor | None = None
     """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
     positions: Tensor | None = None
-    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; else None."""
+    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; otherwise None."""
     token_samples: Tensor | None = None
     """Index of each token's sample in the global batch, int64 [B, S/cp], together with `positions`."""
 
@@ -108,7 +108,7 @@ class PlacedTokens:
     """Samples of a micro-batch, B."""
 
     def micro_batches(self) -> Tensor:
-        """Return the micro-batch of the global batch to which each token belongs, int64 [T]."""
+        """Return the index in the global batch of each token's micro-batch, int64 [T]."""
         return self.sample_ids_T // self.micro_batch_size
 
     def samples_in_micro_batch(self) -> Tensor:

@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 256
 MAX_SEQ_LEN = 16384
 """Maximum tokens of a sample, as measured (docs/log.md): each thread packs keys and values of a head."""
 MIN_FAST_VECTOR_WIDTH = 8
-"""Smallest vector, in floats, with which it is faster than torch's kernel: AVX. With SSE2 it takes twice as long."""
+"""Smallest vector, in floats, for which the kernel is faster than torch's: AVX. With SSE2 it takes twice as long."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (37, 2, 4, 2, 24)

@@ -29,7 +29,7 @@ COMPILERS = ("gcc", "cc", "clang")
 COMPILE_TIMEOUT_S = 600
 """Longest time of one compilation: seconds on a quiet machine, minutes where many jobs share a core."""
 SILENCE_S = 3.0
-"""Time after which a compilation, or the wait for a compilation by another process, is reported."""
+"""Time until a compilation, or the wait for a compilation by another process, is reported."""
 VECTORIZATION_FLAGS = ("-fno-trapping-math", "-fno-math-errno", "-ffinite-math-only", "-fno-signed-zeros")
 """Flags that let comparisons become min and max instructions: without them gcc 12 vectorises these with AVX-512 only,
 and SwiGLU takes four to eight times as long with AVX2. The order of sums is kept; sources must not use floating-point

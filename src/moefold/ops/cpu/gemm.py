@@ -22,11 +22,11 @@ from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the dtypes in `gemm.c`."""
 MIN_FAST_VECTOR_WIDTH = 8
-"""Smallest vector, in floats, with which it is as fast as the libraries: AVX."""
+"""Smallest vector, in floats, for which the GEMM is as fast as the libraries: AVX."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
-"""Words of a cache line, to which panels are aligned."""
+"""Words of a cache line; panels are aligned to it."""
 SELF_TEST_SHAPES = ((37, 41, 75), (3, 64, 528))
 """Rows, columns and depth of the self-test: not multiples of vectors and panels, and few rows, as in decoding."""
 GEMM_ARGS = struct.Struct("P7qPq")

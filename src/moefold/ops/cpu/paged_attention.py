@@ -50,7 +50,7 @@ class CPagedAttention:
     """Attention to pages of float32 or bfloat16, computed in float32.
 
     Args:
-        attention: the kernel of training, with which the self-test compares every bit.
+        attention: the kernel of training; the self-test compares every bit with it.
 
     Raises:
         CompilerError: the library cannot be built, or has other bits than `attention`.

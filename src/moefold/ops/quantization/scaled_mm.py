@@ -1,7 +1,7 @@
 """MXFP8 and NVFP4 GEMMs on tensor cores that support the formats, through torch.
 
-**It has not been run on hardware.** It is written against `torch.nn.functional.scaled_mm` and tested against a stand-in
-for it, so it is not used before `scaled_mm_unsupported_reason` has compared a GEMM with the emulation on the device.
+**It has not been run on hardware.** It is written for `torch.nn.functional.scaled_mm` and tested with an emulation of
+it, so it is not used before `scaled_mm_unsupported_reason` has compared a GEMM with the emulation on the device.
 
 Blackwell's tensor cores read block scales in tiles of 128 rows and 4 columns. As cuBLAS documents it for blocks of 16
 and 32 values ("1D block scaling factors layout"): tiles are contiguous, along the columns first; within a tile the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moefold.ops.triton.fp8_gemm import Fp8Linear
 
 DEPTH_MULTIPLE = 128
-"""Multiple to which the reduction dim is padded: 4 blocks of 32, or 8 of 16."""
+"""The reduction dim is padded to a multiple of this: 4 blocks of 32, or 8 of 16."""
 UNEVEN_SIZES = (300, 200, 170)
 """Sizes of the self-test whose blocks and tiles of scales are incomplete."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16)

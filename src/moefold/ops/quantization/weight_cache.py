@@ -48,7 +48,7 @@ class WeightCache:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Cache inside this context, in which no weight may change; free everything at its end."""
+        """Cache inside this context, where no weight may change; free everything at its end."""
         assert self._scope is None, "the scopes of two steps overlap"
         self._scope = object()
         self._results = {} if self._is_enabled else None

@@ -21,7 +21,7 @@ from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear, single_expert_o
 from moefold.ops.triton.quantize import QuantizedTensor, quantize_columns, quantize_rows
 
 SCALE_ROW_MULTIPLE = 4
-"""Multiple to which the scales of a row of blocks [128, 128] are padded."""
+"""The scales of a row of blocks [128, 128] are padded to a multiple of this."""
 SCALED_MM_BLOCK = 128
 
 

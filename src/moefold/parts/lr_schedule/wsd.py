@@ -22,7 +22,7 @@ class WarmupStableDecay(DecayPart):
     """
 
     decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one."""
+    """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one step."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
         """Return the learning rate of a step after the warm-up; see the base class."""

@@ -195,7 +195,7 @@ class GqaPart(SoftmaxAttentionPart):
             yield from prefixed("indexer", self.indexer.params(hidden, hidden))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the heads, and the indexer's key if there is one."""
+        """Return the heads, and the key of the indexer if the layer has an indexer."""
         return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,

@@ -104,7 +104,7 @@ class MlaPart(SoftmaxAttentionPart):
         query = heads * self.head_dim
         query_rank = self.q_lora_rank
         rank = self.kv_lora_rank
-        # The shared key is a logical matrix of its own, and so are the keys and the values of each head.
+        # The shared key is a separate logical matrix, like the keys and the values of each head.
         down_rows = (rank, self.qk_rope_head_dim)
         up_rows = (self.qk_nope_head_dim, self.v_head_dim)
         if query_rank:

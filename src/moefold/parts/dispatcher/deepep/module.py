@@ -1,9 +1,8 @@
 """DeepEP dispatcher (github.com/deepseek-ai/DeepEP): a token is sent once to each rank that holds its experts.
 
-The plain all-to-all sends a token once for each chosen expert. DeepEP sends it once to each rank that holds any of
-its experts, copies it there, and returns one partial sum from each of those ranks. This adapter is written against the
-documented interface of `deep_ep.Buffer` and tested against a stand-in for that contract. It has not been run on
-hardware.
+The plain all-to-all sends a token once for each chosen expert. DeepEP sends it once to each rank that holds any of its
+experts, copies it there, and returns one partial sum from each of those ranks. This adapter is written for the
+documented interface of `deep_ep.Buffer` and tested with an emulation of it. It has not been run on hardware.
 """
 
 from collections.abc import Sequence

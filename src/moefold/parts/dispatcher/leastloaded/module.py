@@ -149,7 +149,7 @@ def _move_chunk(
 ) -> bool:
     """Move one chunk from a rank over the limit to the least-loaded rank; return False if no move is possible.
 
-    A rank that gave more than its excess has headroom for less than a chunk: it never receives one.
+    A rank that gave more than its excess has headroom for less than a chunk: it never receives a chunk.
     """
     experts_per_rank = assignment_PE.shape[1] // len(loads)
     first = overloaded_rank * experts_per_rank

@@ -19,7 +19,7 @@ def output(
         weights: weights of the layer by name.
         x: normalised hidden states.
         route: chooses the experts.
-        round_dispatched: rounds the input of the experts to the number format in which it is sent.
+        round_dispatched: rounds the input of the experts to its number format in the dispatch.
     """
     chosen = route(x, weights["router.weight"], weights["router.bias"] if part.router.bias else None)
     return shared_expert(part, weights, x), routed_experts(part, weights, x, chosen, round_dispatched)

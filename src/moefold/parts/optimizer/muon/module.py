@@ -64,7 +64,7 @@ class MuonOptimizer(torch.optim.Optimizer):
         fallback: optimizer of all other parameters.
         part: momentum, steps and weight decay.
         split: returns the logical matrices of a full matrix, as views.
-        run: the stage, over which constructor and step are collective; learning rate and store of the momenta.
+        run: the stage (constructor and step are collective over it), learning rate and store of the momenta.
     """
 
     def __init__(

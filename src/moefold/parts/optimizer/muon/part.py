@@ -45,7 +45,7 @@ class Muon(AdamW):
     momentum: Annotated[float, BELOW_ONE] = 0.95
     """Decay of Muon's Nesterov momentum."""
     ns_steps: Annotated[int, at_least(1), Most(100)] = 5
-    """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
+    """Newton-Schulz iterations that Muon uses to orthogonalise a matrix."""
 
     def gathers(self, weight: ParamSpec) -> bool:
         """Return whether Muon updates a weight, instead of AdamW."""
@@ -78,7 +78,7 @@ class Muon(AdamW):
             yield Problem(key, [], "leaves Muon nothing", f"name some of {names}, or choose optimizer='adamw'")
         for group in dict.fromkeys(self.groups):
             if group not in MUON_GROUPS:
-                yield Problem(key, None, f"has {group!r}, which is no group of matrices", f"choose from {names}")
+                yield Problem(key, None, f"has {group!r}, which is not a group of matrices", f"choose from {names}")
             elif (count := self.groups.count(group)) > 1:
                 yield Problem(key, None, f"names {group!r} {count} times", "name it once")
         # The default, all groups, means all groups that the model has.

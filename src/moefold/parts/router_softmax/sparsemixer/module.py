@@ -51,7 +51,7 @@ def mixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float, noise_TN: Te
         logits_TE: float32 or float64.
         ids_TK: chosen experts, int64, in order.
         jitter: see `sample_experts`.
-        noise_TN: the numbers with which the choices were sampled; None in evaluation.
+        noise_TN: the numbers that sampled the choices; None in evaluation.
     """
     is_chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
     step_TK = None

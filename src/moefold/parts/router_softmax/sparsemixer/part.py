@@ -86,7 +86,7 @@ class SparseMixer(RouterSoftmaxPart):
         from moefold.parts.router_softmax.sparsemixer.oracle import noise_width, sparse_mixer
 
         def weights(chosen: "Tensor") -> "Tensor":
-            raise AssertionError("its weights are no scores")
+            raise AssertionError("its weights are not scores")
 
         def formula(softmax: Callable[["Tensor"], "Tensor"]) -> ScoreFormula:
             choose: Callable[..., Any] = partial(sparse_mixer, jitter=self.jitter)
