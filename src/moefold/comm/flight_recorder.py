@@ -130,7 +130,7 @@ class FlightRecorder:
             _EVENT.pack_into(self._mmap, 0, self._counts[group], name, axes, *sizes, now_s)
 
     def note_progress(self) -> None:
-        """Record that this rank computes on, within a phase and without a collective."""
+        """Record that this rank makes progress inside a phase, without a collective."""
         self._last_event_s = self.clock()
 
     def credit_wait(self) -> None:

@@ -51,7 +51,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return how many in-place changes a tensor and its views have seen."""
+    """Return the number of in-place changes of a tensor and its views."""
     return tensor._version
 
 

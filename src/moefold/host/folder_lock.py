@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Owner | None":
-        """Parse the text of such a file; None if it names no process."""
+        """Parse the text of a lock file; None if it names no process."""
         try:
             fields = json.loads(text)
             found = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
@@ -60,7 +60,7 @@ class Owner:
         return found if type(found.process) is int and all(isinstance(text, str) for text in texts) else None
 
     def to_json(self) -> str:
-        """Return the text of such a file."""
+        """Return the text of a lock file."""
         return json.dumps(asdict(self)) + "\n"
 
     def is_running_here(self) -> bool:

@@ -79,7 +79,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionGuard:
-    """Limit of the connections of a listener: it closes the oldest silent connection if a new connection is too many."""
+    """Limit of the connections of a listener: it closes the oldest silent connection if there are too many."""
 
     def __init__(self, log: Callable[[str], None], most: int | None = None) -> None:
         """Raise the limit of descriptors of this process.
@@ -140,7 +140,7 @@ class ConnectionGuard:
 
 
 class GuardedListener(socket.socket):
-    """Listening socket whose `accept` keeps to the limits of a guard; asyncio calls it."""
+    """Listening socket whose `accept` applies the limits of a guard; asyncio calls it."""
 
     def __init__(self, listener: socket.socket, guard: ConnectionGuard) -> None:
         """Take over a listening socket; this object closes it."""

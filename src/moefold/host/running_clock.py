@@ -59,7 +59,7 @@ class RunningClock:
         return stopped_s
 
     def beat(self) -> None:
-        """Note that the process runs now."""
+        """Record that the process runs now."""
         with self._lock:
             if self._ended.is_set():
                 return

@@ -35,10 +35,10 @@ def supports_fused(block: nn.Module) -> bool:
 
 
 def fused_unsupported_reason(block: nn.Module) -> str:
-    """Return why `FusedBlock` does not compute a layer, for the log; "" if it does.
+    """Return the reason why `FusedBlock` does not compute a layer, for the log; "" if it does.
 
-    It computes grouped-query attention and SwiGLU, in layers of exactly the classes, parameters and kernels that it
-    knows.
+    It computes grouped-query attention and SwiGLU, only in layers of the classes, parameters and kernels that it
+    supports.
     """
     return next((reason for reason, holds in _unsupported(block) if holds), "")
 

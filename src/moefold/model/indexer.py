@@ -3,7 +3,7 @@
 The indexer learns only from the KL divergence of its softmax from the attention probabilities: its inputs and its
 target are detached, and a selection has no gradient.
 
-Two stages (`train.indexer_stage`). warmup: attention is dense, all weights but the indexer's are frozen, and the
+Two stages (`train.indexer_stage`). warmup: attention is dense, all weights except the indexer's are frozen, and the
 indexer learns the attention probabilities over all visible keys. sparse: each query attends to its selected keys, the
 model learns only from the language-model loss, and the indexer only from the attention probabilities over these keys.
 

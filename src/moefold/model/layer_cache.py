@@ -125,7 +125,7 @@ class LayerCache:
     """Base class of the cache of a layer, which keeps the data of earlier tokens while a model generates."""
 
     page_path = ""
-    """How attention on CUDA read the pages in the last pass that had rows; "" elsewhere, or without such a pass."""
+    """Description of how attention on CUDA read the pages in the last pass with rows; "" on CPUs and before that."""
 
     @property
     def nbytes(self) -> int:

@@ -47,7 +47,7 @@ def parameter_over(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
     Args:
         parameter: plain, or a DTensor.
-        values: of the local shard, of the same shape.
+        values: values of the local shard, in its shape.
     """
     if isinstance(parameter, DTensor):
         values = DTensor.from_local(

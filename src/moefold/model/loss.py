@@ -141,7 +141,7 @@ def chunked_token_losses(
         weight: rows of this rank, [V/tp, H].
         labels: int64 [...].
         options: chunk size, vocabulary rows, kernels.
-        bias: of the same rows, [V/tp]; None: none.
+        bias: bias of the same rows, [V/tp], or None.
 
     Returns:
         [...]: see `token_losses`; the gradients of `weight` and `bias` are summed over chunks in float32 at least.

@@ -201,7 +201,7 @@ class PagedAttention(PagedCache):
         return f"gathered, as {reason}" if reason else "read by flash attention"
 
     def _gather_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> str:
-        """Return why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
+        """Return the reason why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
         if self._reader is None:
             return "run.kernels='plain'"
         if self._limits.chunk_size:
@@ -210,9 +210,9 @@ class PagedAttention(PagedCache):
 
 
 class PagedLatents(PagedCache):
-    """Cache of the latents and rotated keys, one vector a token, replicated on the tensor-parallel ranks.
+    """Cache of the latents and rotated keys, one vector for each token, replicated on the tensor-parallel ranks.
 
-    Args: as of `PagedAttention`.
+    Args: see `PagedAttention`.
     """
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
@@ -226,7 +226,7 @@ class PagedLatents(PagedCache):
             self._latents.write(new_SBR, self._pass.current.slots_R)
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return that the latents are gathered; see base class."""
+        """Return the description of gathered latents; see base class."""
         return "gathered, as flash attention does not take latents" if q.device.type == "cuda" else ""
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
@@ -347,7 +347,7 @@ def attend_pages(
 def _masked_attention(
     q_NSAD: Tensor, k_NLGD: Tensor, v_NLGD: Tensor, positions_NS: Tensor, limits: KeyLimits, sinks: Tensor | None
 ) -> Tensor:
-    """Attend to keys at positions up to each query's own, [N, S, A, Dv]."""
+    """Attend to keys at positions up to the position of each query, [N, S, A, Dv]."""
     mask_NSL = limits.mask(torch.arange(k_NLGD.shape[1], device=q_NSAD.device), positions_NS)
     if sinks is not None:
         sequence_first = (x.transpose(0, 1) for x in (q_NSAD, k_NLGD, v_NLGD))

@@ -489,7 +489,7 @@ class Transformer(nn.Module):
             documents = PackedDocuments(bounds, starts_SB, weights)
         elif weights is not None and self.config.selected_keys and self.training:
             # Padding is in samples of one document each, which the indexers' losses leave out. Outside of training
-            # there is not such a loss, and texts have any length.
+            # there is no such loss, and texts have any length.
             length = self.settings.train.seq_len
             starts_SB = torch.zeros(length, len(weights), dtype=torch.int64, device=weights.device)
             documents = PackedDocuments(DocumentBounds(((0, length),) * len(weights)), starts_SB, weights)

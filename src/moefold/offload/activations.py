@@ -338,7 +338,7 @@ class ActivationOffload:
                 return
 
     def _fetch(self, part_run: PartRun) -> bool:
-        """Start loading offloaded storages and keep resident ones; return whether there are any."""
+        """Start loading offloaded storages and keep resident storages; return whether there are any storages."""
         storages = part_run.live_storages()
         for storage in storages:
             if not self._keep_resident(storage):
@@ -381,7 +381,7 @@ class ActivationOffload:
         self._waited_s += time.perf_counter() - started_s
 
     def _warn_if_slow(self) -> None:
-        """Warn once if less was stored than stayed for lack of bandwidth."""
+        """Warn once if lack of bandwidth kept more bytes in memory than were stored."""
         with self._lock:
             stored_bytes = self._stored_bytes
             late_bytes = self._late_bytes

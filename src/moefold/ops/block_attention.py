@@ -37,7 +37,7 @@ from moefold.ops.interface import unit_stride
 
 
 def scale_queries(q: Tensor, scale: float | None) -> Tensor:
-    """Return queries whose scores have this scale if a kernel multiplies them by 1/sqrt(D); None: unchanged."""
+    """Return queries rescaled for a kernel that multiplies scores by 1/sqrt(D); `scale` None: unchanged."""
     return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
 
 
@@ -542,7 +542,7 @@ def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tens
 
 
 def _window_args(mask: FlashMask) -> dict[str, int]:
-    """Return how many keys before and after its place a query attends to; -1: no limit."""
+    """Return the numbers of keys before and after its place that a query attends to; -1: no limit."""
     return {"window_size_left": mask.window_left, "window_size_right": 0 if mask.is_causal else -1}
 
 

@@ -45,7 +45,7 @@ class CrossEntropyOps(Protocol):
         second row the normalizer has no separate gradient.
 
         Args:
-            out_CV: of any floating dtype, contiguous; rounded once.
+            out_CV: result in any floating dtype, contiguous; rounded once.
             logits_CV: as in `statistics`.
             row_C: as in `statistics`.
             normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.

@@ -133,7 +133,7 @@ class DecodePass(Protocol):
         """Compute layers of this decoder in sequence; the kernel must choose their experts; no shared experts.
 
         Args:
-            layers: at least one; all have the same number of experts of a row.
+            layers: at least one layer; all have the same number of experts for each row.
             x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
             rows: rows of the pass.
 
@@ -188,7 +188,7 @@ class DecodeChoice:
     def picks_whole(
         self, kind: Hashable, num_rows: int, whole: Callable[[], object], modules: Callable[[], object]
     ) -> bool:
-        """Return whether to compute a layer by the kernel; runs both if this is the first pass of such rows.
+        """Return whether to compute a layer by the kernel; run both ways in the first pass of this number of rows.
 
         Args:
             kind: kind of the layer; layers of a kind take equally long.
@@ -207,7 +207,7 @@ class DecodeChoice:
         return self._is_whole[key]
 
     def has_picked_whole(self, kind: Hashable, num_rows: int) -> bool:
-        """Return whether `picks_whole` has chosen the kernel for such rows; False if it has not run."""
+        """Return whether `picks_whole` has chosen the kernel for this number of rows; False if it has not run."""
         return self._is_whole.get((kind, num_rows.bit_length()), False)
 
     def _measure(self, *candidates: Callable[[], object]) -> list[float]:

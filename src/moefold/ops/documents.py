@@ -59,7 +59,7 @@ class Segments:
 class PackedDocuments:
     """Documents of the samples of one micro-batch.
 
-    Tensors and plans are built when they are first asked for, and cached: all layers of a stage share them.
+    Tensors and plans are built at their first use and cached: all layers of a stage share them.
     """
 
     bounds: DocumentBounds

@@ -28,8 +28,8 @@ SUB_CHUNK_SIZE = 16
 """Tokens between the reference points of decays of each channel; see `_ChannelDecays`."""
 
 InitialState = Callable[[Tensor, Tensor], Tensor]
-"""Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update
-[B, A, D, Dv]: they turn a state S before these tokens into transition @ S + update after them."""
+"""Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update [B, A,
+D, Dv]: they turn a state S before these tokens into transition @ S + update after them."""
 
 
 def recurrent_linear_attention(
@@ -315,7 +315,7 @@ class _ChannelDecays:
         return difference.masked_fill(is_later.unsqueeze(-1), float("-inf")).exp()
 
     def products(self, q: Tensor, k: Tensor, repeats: int) -> Tensor:
-        """Return the products of queries and earlier keys with the decays between them, as `_HeadDecays.products`."""
+        """Return the products of queries and earlier keys with the decays between them; see `_HeadDecays.products`."""
         if repeats > 1:
             q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
         total = self._total

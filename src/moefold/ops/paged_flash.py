@@ -33,8 +33,8 @@ class FlashPages:
     """Attention to pages by flash attention, without autograd; bfloat16 and float16.
 
     Args:
-        fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower
-            for few rows with many keys.
+        fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower for
+            few rows with many keys.
     """
 
     def __init__(self, *, fixed_order: bool = False) -> None:
@@ -102,7 +102,7 @@ class FlashPages:
 
 @cache
 def device_refusal(device: torch.device) -> str:
-    """Return why flash attention cannot read pages on a device, "" if it can; the first call compares it there."""
+    """Return the reason why flash attention cannot read pages on a device, "" if it can; the first call tests it."""
     if not cuda_flash_attention_reads_pages():
         return f"flash attention of torch {torch.__version__} takes no block table"
     return find_disagreement(device)

@@ -122,7 +122,7 @@ def _part_before(value: Any, train: TrainConfig) -> Any:
 
 
 def _decays(train: TrainConfig, steps: int) -> bool:
-    """Return whether the rate of the last step is lower than the peak, as the schedule has a decay."""
+    """Return whether the schedule has a decay: the rate of the last step is lower than the peak."""
     peak = _peak_step(train)
     return steps > peak and chosen_in(train, LrSchedulePart).rate(train.lr, peak, steps, steps) < train.lr
 

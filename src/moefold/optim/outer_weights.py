@@ -80,7 +80,7 @@ class OuterWeights:
         self.tokens = [0] * num_fragments
         """Tokens of this site up to the last of these rounds, by fragment."""
         self.pending: PendingRound | None = None
-        """A round that is certain and not applied yet; None: no such round."""
+        """A round that is certain and not applied yet, or None."""
 
     def select(self, name: str, tensor: Tensor) -> Tensor:
         """Return a view of the rows of a parameter that this site trains and sends: all of them."""

@@ -18,7 +18,7 @@ class Batch:
 
     Micro-batches are contiguous along dim 0 of every tensor. A column per token has the shape of its S tokens sharded
     over cp, [N, ..., S/cp] for N = num_micro_batches * B samples; a column per sample [N, ...] is whole on every cp
-    rank. `BatchSharder` makes these columns, and those that the samples bring along:
+    rank. `BatchSharder` makes these columns, and the columns of the samples:
 
     * "labels": next tokens, int64 [N, S/cp].
     * "weights": share of each token in the loss, [N, S/cp]: 1/(target tokens of the global batch), 0 where masked.
@@ -28,8 +28,8 @@ class Batch:
     * "document_starts", if samples hold several documents: start position of each token's document, int64 [N, S]. It is
       a column per sample, as attention crosses shards. Attention stays within a document. The starts are also in
       `document_bounds`, as the host cannot read a column on a GPU without waiting.
-    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
-      [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
+    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers, [N,
+      S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
 
     Where `parallel.context` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are not
     samples. "document_starts" is a column per token then, and two more columns say which tokens they are:

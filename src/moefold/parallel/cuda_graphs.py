@@ -149,7 +149,7 @@ class CapturedPasses:
 
 
 def write_inputs(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to fixed addresses, in one launch for each dtype, except those that share their storage.
+    """Copy tensors to fixed addresses, in one launch for each dtype; tensors that share their storage stay.
 
     Autograd need not know: the input of graphs in use is not overwritten, and weights keep their values in a step.
     """

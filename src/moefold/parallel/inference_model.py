@@ -46,7 +46,7 @@ class InferenceModel(ShardedStages):
         return cls(sharded, fetches_experts=fetches_experts(cfg.rollout))
 
     def record_kernel_times(self) -> str:
-        """Record the times of kernels that the passes of one rank measured; return which kernels run, to log."""
+        """Record the times of kernels that the passes of one rank measured; return the chosen kernels, to log."""
         if self.groups.world.size > 1:
             return ""
         return settle_choices(self.autotuner, self.groups.device, self.groups.world)

@@ -109,7 +109,7 @@ def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:
 
 
 def tensor_core_unsupported_reason(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
-    """Return why low-precision tensor cores are not used here; empty if recipe and device allow them."""
+    """Return the reason why low-precision tensor cores are not used; empty if recipe and device allow them."""
     if run.kernels == "plain":
         return "run.kernels='plain'"
     if device.type != "cuda":

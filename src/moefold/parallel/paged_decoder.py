@@ -95,8 +95,8 @@ def _describe_paths(paths: Sequence[str]) -> str:
 def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChain]:
     """Prepare a model for forward passes without gradients, and return its stages; collective over all ranks.
 
-    The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP,
-    and it is in evaluation mode. They must not change inside.
+    The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP, and
+    it is in evaluation mode. They must not change inside.
     """
     if isinstance(model, InferenceModel):
         yield model.chain
@@ -155,8 +155,8 @@ class PagedDecoder:
     cache of this layer | | `sequence_parallel` | one for any number of tokens | | `sequence_parallel` of the head |
     `PickedRows` | | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all | |
     `eval_capacity_policy` | None: no token is dropped | | `override` of the routers, if choices are recorded |
-    `RoutingCache` | | `fused` of a layer that a kernel computes whole | `FusedBlock` | | `fused` of a stage all of
-    whose layers are such | `FusedLayers` |
+    `RoutingCache` | | `fused` of a layer that a kernel computes whole | `FusedBlock` | | `fused` of a stage with only
+    these layers | `FusedLayers` |
 
     Args:
         chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.

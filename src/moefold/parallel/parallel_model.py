@@ -49,7 +49,7 @@ class ShardedStages:
     shards_data_parallel: bool
     """Whether data-parallel ranks shard the weights."""
     message: str = ""
-    """How the open choices of the recipe were resolved; empty if it left nothing open."""
+    """Log message about the resolved open choices of the recipe; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
     """Activation offload between the passes; None without offload."""
     weight_cache: WeightCache = field(default_factory=WeightCache)

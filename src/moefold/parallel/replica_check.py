@@ -112,7 +112,7 @@ class ReplicaCheck:
         self._comm_hooks.enable()
 
     def metrics(self, loss: Tensor) -> ReplicaMetrics:
-        """Return how the replicas' losses and gradients since `enable` differ; one all-reduce over the world.
+        """Return metrics of the differences between the replicas' losses and gradients; one all-reduce over the world.
 
         Args:
             loss: this rank's part of the loss of the global batch, 0-dim; 0 on duplicate ranks.

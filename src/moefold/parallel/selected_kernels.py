@@ -25,7 +25,7 @@ class SelectedKernels(Kernels):
     """The kernels of a run."""
 
     message: str = ""
-    """How the open choices of the recipe were resolved."""
+    """Log message about the resolved open choices of the recipe."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))

@@ -84,7 +84,7 @@ class UnevenSequenceParallel(SequenceParallel):
         self._split_sizes = [0] * tp.size
 
     def set_num_tokens(self, num_tokens: int) -> int:
-        """Set the tokens per sample of the next forward pass; return how many of them this rank holds."""
+        """Set the tokens per sample of the next forward pass; return the number of them on this rank."""
         base, extra = divmod(num_tokens, self._tp.size)
         self._split_sizes = [base + (member < extra) for member in range(self._tp.size)]
         return self._split_sizes[self._tp.rank]
@@ -200,7 +200,7 @@ def _gemm(linear_backend: LinearBackend | None) -> Gemm:
 
 
 class _AllGatherLinear(torch.autograd.Function):
-    """(x [S/n, B, K], weights [N, K]) -> [S, B, N] of each, n = tp."""
+    """(x [S/n, B, K], weights [N, K]) -> [S, B, N] for each weight, n = tp."""
 
     @staticmethod
     def forward(

@@ -25,8 +25,8 @@ def num_fragments(num_layers: int, fragment_layers: int) -> int:
 def fragment_of(name: str, count: int) -> int:
     """Return the fragment of a parameter or buffer.
 
-    Layers, multi-token prediction layers included, are strided, layer l in fragment l mod count, so that each
-    fragment has early and late layers. Embedding and head are in the last fragment, which has the fewest layers.
+    Layers, multi-token prediction layers included, are strided, layer l in fragment l mod count, so that each fragment
+    has early and late layers. Embedding and head are in the last fragment, which has the fewest layers.
 
     Args:
         name: name in the full model.

@@ -85,7 +85,7 @@ def forward_rows(rows: Sequence[SlotRow]) -> tuple[SlotRow, ...]:
 
 
 def live_messages(plan: RankPlan, num_stages: int, *, overlaps: bool) -> list[int]:
-    """Count the messages in memory while each slot of a plan runs, without those that it consumes or produces.
+    """Count the messages in memory while each slot of a plan runs, without messages that it consumes or produces.
 
     Counted are posted receives, sent tensors that are not released, and inputs of another stage of the rank.
 

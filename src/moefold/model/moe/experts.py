@@ -30,8 +30,8 @@ class Experts(nn.Module):
     reduction requires it.
 
     `parallelize` replaces `bias_slice` (the columns of H of the local part of b_down), `wgrad_store` (backward pass
-    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them), `ops` (forward
-    and backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
+    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them), `ops` (forward and
+    backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
 
     Args:
         num_experts: E.

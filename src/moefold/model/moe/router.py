@@ -399,7 +399,7 @@ class FusedRouting:
 
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
-    """Return why the fused kernel does not support the router of a recipe; empty if it does."""
+    """Return the reason why the fused kernel does not support the router of a recipe; empty if it does."""
     choice = chosen_in(moe, ChoicePart)
     score = model.ffn.moe.router
     if not choice.scores_decide:

@@ -1,4 +1,4 @@
-"""Token dropping: which routed tokens an expert of limited capacity keeps.
+"""Token dropping: an expert of limited capacity keeps some of its routed tokens.
 
 Expert capacity is as in arXiv:2006.16668 sec. 2.2; deciding over a rank's own tokens is the default of
 arXiv:2504.14960.

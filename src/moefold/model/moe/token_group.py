@@ -159,7 +159,7 @@ class TokenPositions:
         return self.sample_ids_B, self.positions()
 
     def micro_batch(self, micro_batches_per_rank: int) -> Tensor:
-        """Return the number of this micro-batch among those that a data-parallel rank computes in a step, int64 []."""
+        """Return the number of this micro-batch among the micro-batches of a data-parallel rank in a step, int64 []."""
         return self.sample_ids_B[0] // len(self.sample_ids_B) % micro_batches_per_rank
 
     def positions(self) -> Tensor:

@@ -141,7 +141,7 @@ class SequentialExpertOps:
 
         Args:
             x: all rows.
-            weights: of the experts.
+            weights: weights of the experts.
             options: row counts of the experts.
             count: tensors of an expert.
             per_expert: True: a buffer for each expert; False: one buffer for all.

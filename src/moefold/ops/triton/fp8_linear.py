@@ -30,7 +30,7 @@ class ScaledMMFp8Linear(Fp8Linear):
 
     Args:
         expert_ops: quantises weights, and computes the other GEMMs.
-        scaled_mm: `torch.nn.functional.scaled_mm` (also for None), or its stand-in.
+        scaled_mm: `torch.nn.functional.scaled_mm` (also for None), or an emulation of it.
     """
 
     def __init__(self, expert_ops: Fp8ExpertOps, scaled_mm: Callable[..., Tensor] | None = None) -> None:

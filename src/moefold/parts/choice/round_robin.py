@@ -25,7 +25,7 @@ class RoundRobin(ChoicePart):
         return assign_in_turn(inputs.tokens.global_index(), inputs.top_k, inputs.logits_TE.shape[1])
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield settings of scores, which this choice does not read."""
+        """Yield errors for settings of scores, which this choice does not read."""
         return no_bias_problems(model, self.kind, "reads no score")
 
     def formula(self) -> ChoiceFormula:

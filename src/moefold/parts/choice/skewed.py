@@ -36,7 +36,7 @@ class Skewed(ChoicePart):
         return ids_TK
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield settings of scores, which this choice does not read, and too few experts."""
+        """Yield errors for settings of scores, which this choice does not read, and for too few experts."""
         yield from no_bias_problems(model, self.kind, "reads no score")
         part = model.routed
         if part is None or part.top_k < part.num_experts:

@@ -64,7 +64,7 @@ class PlannedContext(RoundPlan, ContextPart):
             yield UnusedKeys(f"{self.key}.block", reason, f"{remedy} or {self.key}.placement='documents'")
 
     def check(self, model: "ModelConfig", train: "TrainConfig", rl: "RLConfig") -> Iterator[Problem]:
-        """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""
+        """Yield errors: attention that cannot be planned, a block that no document exceeds, samples without hosts."""
         if model.selected_keys:
             rule = (
                 f"does not go with model.attention.indexer.top_k={model.selected_keys}, which selects among the keys "

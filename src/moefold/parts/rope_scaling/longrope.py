@@ -33,7 +33,7 @@ class LongRope(ContextScaling):
     """Factor on the rotated parts of queries and keys together with long_factors; see short_mscale."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
+        """Yield errors for factors that are not a positive number for each pair, or an undefined attention factor."""
         pairs = model.rope_settings.rotary_dim // 2
         for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
             key = f"{self.key}.{key}_factors"

@@ -38,7 +38,7 @@ class Yarn(ContextScaling):
     """See attention_factor; 0: not given. With mla, m(mscale_all_dim) squared scales the scores."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a factor of 1, a blend outside of the head, and factors that contradict each other."""
+        """Yield errors for a factor of 1, a blend outside of the head, and factors that contradict each other."""
         yield from super().check()
         if self.beta_slow > self.beta_fast:
             rule = f"must be at most model.rope.scaling.beta_fast={self.beta_fast}"

@@ -44,7 +44,7 @@ class CsvSchedule(SchedulePart):
     splits_backward: ClassVar[bool] = True
 
     def check(self, parallel: "ParallelConfig") -> Iterator[Problem]:
-        """Yield a missing file name, or missing ranks for the rows of the file."""
+        """Yield errors for a missing file name, and for missing ranks of the rows."""
         if not self.path:
             rule = f"needs {self.key}.path, its file"
             yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")

@@ -23,7 +23,7 @@ class ChunkSpan(SpanPart):
         return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a chunk of no token, and an indexer."""
+        """Yield errors for a chunk without tokens, and for an indexer."""
         key, pattern, topk = "model.layers", model.layers, model.selected_keys
         if not self.tokens:
             yield Problem(

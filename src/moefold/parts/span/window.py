@@ -23,7 +23,7 @@ class WindowSpan(SpanPart):
         return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a window of no token."""
+        """Yield an error for a window without tokens."""
         if not self.tokens:
             yield Problem(
                 "model.layers",

@@ -87,7 +87,7 @@ class GqaPart(SoftmaxAttentionPart):
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield numbers of heads that do not divide, and norms of queries and keys without a meaning."""
+        """Yield errors for numbers of heads that do not divide, and for norms of queries and keys without a meaning."""
         heads, groups, hidden = self.num_heads, self.num_kv_heads, model.hidden_size
         is_given = getattr(model.attention, "head_dim", 0) > 0
         if not is_given and hidden % heads:
@@ -109,7 +109,7 @@ class GqaPart(SoftmaxAttentionPart):
             yield from self._check_norm(self.qk_norm, model)
 
     def _check_rope(self, is_given: bool) -> Iterator[Problem]:
-        """Yield an odd number of rotated dims: RoPE rotates pairs."""
+        """Yield an error for an odd number of rotated dims: RoPE rotates pairs."""
         size = self.head_dim
         rotated = size * self.rope_fraction
         if size % 2 and is_given:

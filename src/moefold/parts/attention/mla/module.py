@@ -30,9 +30,9 @@ class LatentAttention(SelfAttention):
     and the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of
     `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A
-    decoder sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are
-    computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
+    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A decoder
+    sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are computed from them
+    (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         part: sizes.

@@ -66,7 +66,7 @@ class MlaPart(SoftmaxAttentionPart):
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield norms and chunks that MLA does not have, and an odd number of rotated dims."""
+        """Yield errors for norms and chunks that MLA does not have, and for an odd number of rotated dims."""
         if model.norm.zero_centered:
             rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
             yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")

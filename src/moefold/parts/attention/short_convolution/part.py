@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolutionPart(AttentionPart):
-    """Mix the last tokens of each channel."""
+    """Mix the last tokens in each channel."""
 
     is_recurrent: ClassVar[bool] = True
     conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4

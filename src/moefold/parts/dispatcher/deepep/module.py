@@ -1,7 +1,7 @@
 """DeepEP dispatcher (github.com/deepseek-ai/DeepEP): a token is sent once to each rank that holds its experts.
 
 The plain all-to-all sends a token once for each chosen expert. DeepEP sends it once to each rank that holds any of its
-experts, copies it there, and returns one partial sum from each of those ranks. This adapter is written for the
+experts, copies it there, and returns one partial sum from each of these ranks. This adapter is written for the
 documented interface of `deep_ep.Buffer` and tested with an emulation of it. It has not been run on hardware.
 """
 
@@ -55,9 +55,9 @@ class Buffer(Protocol):
             layout: topk_idx, topk_weights float32 [T, K], and the results of `get_dispatch_layout`.
 
         Returns:
-            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for experts of other
-            ranks, recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the
-            first and the last are given.
+            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for experts of other ranks,
+            recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the first
+            and the last are given.
         """
         ...
 

@@ -44,7 +44,7 @@ class RebalanceRule:
 
 
 def plan_rebalance(load_E: Sequence[int] | Counts, num_ranks: int, rule: RebalanceRule) -> Counts:
-    """Compute how many tokens of each expert each rank computes.
+    """Compute the number of tokens of each expert that each rank computes.
 
     Rank r owns experts r*E/P .. (r+1)*E/P - 1. Below the threshold it computes all of their tokens. Above it, each rank
     over the limit gives tokens to the least-loaded rank until it is at the limit: its largest expert first, so that few
@@ -112,7 +112,7 @@ class TokenAssignment:
 
 
 def order_by_rank(sent_PE: Counts) -> Counts:
-    """Compute how a source reorders its rows, which are sorted by expert, for the all-to-all.
+    """Compute the order of a source's rows, which are sorted by expert, for the all-to-all.
 
     Rows are sorted by destination rank; for one rank, its own experts come first, then received experts.
 
@@ -228,8 +228,8 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
 class MigratedExperts:
     """Experts that each ep rank sends to each other rank, from the view of this rank.
 
-    One all-to-all in each direction for each micro-batch, of exactly the weights that are needed. Its autograd node
-    lies between the weights and their use on every rank, so that all ranks reach it in their backward passes.
+    It uses one all-to-all in each direction for each micro-batch, which sends exactly the needed weights. Its autograd
+    node lies between the weights and their use on every rank, so that all ranks reach it in their backward passes.
     """
 
     ep: Group

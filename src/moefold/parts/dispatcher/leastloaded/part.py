@@ -35,7 +35,7 @@ class LeastLoaded(DispatcherPart):
     def check(
         self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
     ) -> Iterator[Problem]:
-        """Yield one ep rank, equal loads, and thresholds that cannot apply."""
+        """Yield errors for one ep rank, for equal loads, and for thresholds that cannot apply."""
         yield from super().check(model, parallel, moe, train)
         p = parallel
         if not has_moe_layers(model):

@@ -76,7 +76,7 @@ class AdamW(OptimizerPart):
         return BF16_MOMENTS_BYTES_PER_PARAM if self.has_bf16_moments else BYTES_PER_PARAM
 
     def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
-        """Yield decays for which a bfloat16 moment is too coarse."""
+        """Yield errors for decays for which a bfloat16 moment is too coarse."""
         yield from self._imprecise_decays({"beta1": self.beta1, "beta2": self.beta2})
 
     def _imprecise_decays(self, decays: Mapping[str, float]) -> Iterator[Problem]:

@@ -69,7 +69,7 @@ class Muon(AdamW):
         return MatrixWork(self.ns_steps, gemms, KERNELS_PER_MATRIX, OWNER_BYTES_PER_PARAM)
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield groups that are unknown, named twice or not in the model, and the decays that AdamW yields."""
+        """Yield errors for groups that are unknown, named twice or not in the model, and the errors of AdamW."""
         yield from super().check()
         yield from self._imprecise_decays({"momentum": self.momentum})
         key = f"{self.key}.groups"

@@ -58,7 +58,7 @@ class SparseMixer(RouterSoftmaxPart):
         return top_k * num_choices * (value_bytes + 2)
 
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
-        """Yield settings other than the logits that would decide over the choices."""
+        """Yield errors for settings, other than the logits, that would decide over the choices."""
         part = model.routed
         if part is None or not part.router.chooses:
             return
