@@ -243,7 +243,7 @@ class World:
 
 
 def current_world() -> World:
-    """Return the world of the default process group, or a world of one rank if there is none."""
+    """Return the world of the default process group, or without a group a world of one rank."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
 
 

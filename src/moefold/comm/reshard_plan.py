@@ -40,7 +40,7 @@ class ReshardPlan:
 
     @property
     def moved(self) -> Iterator[BoxTransfer]:
-        """Yield the transfers between different ranks."""
+        """The transfers between different ranks."""
         return (transfer for transfers in self.rounds for transfer in transfers)
 
 

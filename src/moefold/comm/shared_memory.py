@@ -247,7 +247,7 @@ class SharedExchange:
 
     @property
     def memory(self) -> Tensor:
-        """Return the shared memory."""
+        """The shared memory."""
         return self._halves
 
     def serves(self, group: dist.ProcessGroup) -> bool:

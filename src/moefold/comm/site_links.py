@@ -244,7 +244,7 @@ class SiteLinks:
         """Return the tensors of all members, which are sent as bytes: gloo has no int16.
 
         In a ring of three or more members, each connection carries one direction. Two members have a connection for
-        each direction: on a single one gloo reaches half of the rate of a slow link (docs/log.md).
+        each direction: on a single connection gloo reaches half of the rate of a slow link (docs/log.md).
         """
         payload = values.view(torch.uint8)
         received = [torch.empty_like(payload) for _ in self._members]

@@ -31,7 +31,7 @@ def make_server(
     Args:
         app: the ASGI application.
         listener: listening socket, which is taken over.
-        most: most connections; None for all that the descriptors allow.
+        most: maximum number of connections; None for all that the descriptors allow.
         timeouts: timeouts of a connection, by the names of `GuardedProtocol`'s arguments.
     """
     guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), most)

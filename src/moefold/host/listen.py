@@ -86,7 +86,7 @@ class ConnectionGuard:
 
         Args:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
-            most: most connections; None for all that the descriptors allow.
+            most: maximum number of connections; None for all that the descriptors allow.
         """
         self.most = most_connections() if most is None else most
         self._log = log

@@ -195,7 +195,7 @@ def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) 
 
 
 def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager) -> RankEnv:
-    """Parse the environment of a launcher that sets ranks, and add an address on one machine and a port."""
+    """Parse the environment of a launcher that sets ranks; add a port, and on one machine an address."""
     local_rank = _first_set(environment, manager.local_rank) or manager.local_rank[0]
     world_size = environment[manager.world_size]
     filled = dict(environment)
@@ -223,7 +223,7 @@ def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager)
 
 
 def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the first name that is set; "" if none is."""
+    """Return the first name that is set; "" if no name is set."""
     return next((name for name in names if environment.get(name)), "")
 
 

@@ -48,7 +48,7 @@ class AttentionMaskSpec:
     """
 
     window: int = 0
-    """Sliding window: most keys that a query attends to, its own included; 0: no limit."""
+    """Sliding window: maximum number of keys of a query, its own included; 0: no limit."""
     documents: PackedDocuments | None = None
     """Documents of the whole samples; None: a sample is one document."""
 
@@ -191,7 +191,7 @@ class SelfAttention(TokenMixer):
     `parallelize` also replaces `core_attention` and `attends_in_blocks` (context parallelism).
 
     Args:
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
     """
 
     def __init__(self, window: int) -> None:
@@ -269,7 +269,7 @@ class CausalAttention:
     in the same way for causal attention with sinks, and `tuner`, which chooses the backend of SDPA.
 
     Args:
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         chunk_size: tokens of an attention chunk; 0: no chunks.
     """
 

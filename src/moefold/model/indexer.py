@@ -121,12 +121,12 @@ class LightningIndexer(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Return whether attention is dense, as in the warm-up stage, where only the indexer learns."""
+        """True if attention is dense, as in the warm-up stage, where only the indexer learns."""
         return self.stage == "warmup"
 
     @property
     def learns(self) -> bool:
-        """Return whether losses are computed."""
+        """True if losses are computed."""
         return self.training and self._coefficient > 0
 
     def project(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:

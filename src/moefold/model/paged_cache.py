@@ -265,7 +265,7 @@ class KeyLimits:
     """Limits of the keys of a row in addition to causality."""
 
     window: int = 0
-    """Most keys of a row, its own included; 0: no limit."""
+    """Maximum number of keys of a row, its own included; 0: no limit."""
     chunk_size: int = 0
     """Tokens of an attention chunk; 0: no chunks."""
 

@@ -73,8 +73,8 @@ class PagedSelection(PagedCache):
             index: projections of the pass, with its own keys only.
             key: [R, 1, G, D].
             value: [R, 1, G, Dv]; None: parts of the keys.
-            top_k: most keys of a query.
-            window: most keys that a query sees, its own included; 0: no limit.
+            top_k: maximum number of keys of a query.
+            window: maximum number of keys that a query sees, its own included; 0: no limit.
 
         Returns:
             All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
@@ -103,8 +103,8 @@ def select_slots(
         index: projections of the rows, [R, 1, ...].
         index_keys: pages of the index keys, [P, positions of a page, D].
         rows: the pass.
-        top_k: most keys of a row.
-        window: most keys that a row sees; 0: no limit.
+        top_k: maximum number of keys of a row.
+        window: maximum number of keys that a row sees; 0: no limit.
         last: selections of the last pass, which are replaced; they save time and change no result.
 
     Returns:

@@ -97,7 +97,7 @@ class PolicyGradientLoss:
 
     @property
     def reads_trainer_log_probs(self) -> bool:
-        """Return whether a batch has the log-probabilities of the training forward pass at the start of a round."""
+        """True if a batch has the log-probabilities of the training forward pass at the start of a round."""
         return self.correction.corrects and self.objective.reads_sampler
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:

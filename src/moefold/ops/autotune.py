@@ -172,7 +172,7 @@ class Autotuner:
 
     @property
     def choices(self) -> dict[TuningKey, str]:
-        """Choices for the keys that occurred, each with the most rows of its octave."""
+        """Choices for the keys that occurred, each with the maximum rows of its octave."""
         return dict(self._chosen)
 
 

@@ -177,7 +177,7 @@ class FlashMask:
     is_causal: bool
     """Whether a query attends to no key after its place."""
     window_left: int = -1
-    """Most keys before its place that a query attends to; -1: no limit."""
+    """Maximum number of keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None
     """Documents: a query attends to the keys of its document; None: each sample is one document."""
     query_segments: Segments | None = None
@@ -222,7 +222,7 @@ class LimitedCausalKernel(Protocol):
             q: queries.
             k: keys.
             v: values.
-            longest: most keys of a document.
+            longest: maximum number of keys of a document.
         """
         ...
 

@@ -48,7 +48,7 @@ class HeadWeights:
     """A logit for each query head, [A]; see `fold_in_sinks`."""
     head_dim: int
     window: int
-    """Most keys of a query, its own included; 0: no limit."""
+    """Maximum number of keys of a query, its own included; 0: no limit."""
     query_key_eps: float
     """Epsilon of the norms of queries and keys."""
 

@@ -42,7 +42,7 @@ class PagedAttentionKernel(Protocol):
             value_pages: [P, G, PAGE_SIZE, D], contiguous.
             page_table: pages of each row, int32 [R, pages], contiguous, on the CPU for a kernel of the CPU.
             lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
-            window: sliding window: most keys of a row, its own included; 0: no limit. Pages before it are not read.
+            window: sliding window: maximum keys of a row, its own included; 0: no limit. Pages before it are not read.
             sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
 
         Returns:

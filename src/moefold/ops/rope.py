@@ -103,7 +103,7 @@ class Rope:
 
     @property
     def positions(self) -> Tensor | None:
-        """Return the positions of the tokens, see `NoRope`."""
+        """Positions of the tokens, see `NoRope`."""
         return self.no_rope.positions
 
     def __call__(self, x: Tensor) -> Tensor:

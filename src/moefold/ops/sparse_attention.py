@@ -73,7 +73,7 @@ def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor
     Args:
         index: projections of the queries and of all keys.
         visible: keys that each query sees; every query sees at least one key.
-        top_k: most keys of a query.
+        top_k: maximum number of keys of a query.
 
     Returns:
         Selected keys in ascending order, then -1, int32 [S, B, min(top_k, N)].

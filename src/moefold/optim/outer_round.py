@@ -46,7 +46,7 @@ class PendingRound:
 
     @property
     def is_overlapped(self) -> bool:
-        """Return whether the site trains until it is applied."""
+        """True if the site trains until the round is applied."""
         return self.due > self.step
 
 

@@ -87,7 +87,7 @@ class WeightSender:
         model: this rank's part of the model in training.
         source, target: the mappings of training and of sampling.
         link: link to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
-        max_round_bytes: most bytes that a sampling rank receives in one round.
+        max_round_bytes: maximum bytes that a sampling rank receives in one round.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class WeightReceiver:
         model: this rank's part of the model that samples.
         source, target: the mappings of training and of sampling.
         link: link to the ranks that train, which have a `WeightSender`.
-        max_round_bytes: most bytes that this rank receives in one round.
+        max_round_bytes: maximum bytes that this rank receives in one round.
     """
 
     def __init__(

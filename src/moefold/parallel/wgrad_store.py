@@ -13,7 +13,7 @@ WeightGradTask = Callable[[], None]
 
 
 class WeightGradStore:
-    """Store of the weight-gradient tasks of one stage; also the `dw_builder` of its `PipelineStage`.
+    """Store of the weight-gradient tasks of one stage; the `wgrad_store` of its `PipelineStage`.
 
     After each backward pass of a micro-batch the object is called once and returns the weight-gradient pass to run.
     Within a micro-batch the tasks run in the order of the backward pass, on all ranks of the stage.

@@ -125,7 +125,7 @@ class AttentionPlan:
 
     Args:
         placement: placement of the tokens.
-        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
         stops_K: number of the last token of each task, plus 1.
@@ -274,7 +274,7 @@ def plan_attention(
 
     Args:
         placement: placement of the tokens.
-        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         tolerance: see above, at least 0; None: every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.
         pool: number of ranks that share work, a divisor of the number of ranks; 0: all.

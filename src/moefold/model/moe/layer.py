@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
 
     @property
     def has_zero_experts(self) -> bool:
-        """Return whether the router may choose zero-computation experts."""
+        """True if the router may choose zero-computation experts."""
         return self._num_choices > self._num_experts
 
     def set_micro_batches(self, global_count: int, per_rank: int) -> None:

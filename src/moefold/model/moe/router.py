@@ -75,7 +75,7 @@ class RouterOverride(Protocol):
 
     @property
     def only_records(self) -> bool:
-        """Return whether it changes no choice."""
+        """True if it changes no choice."""
         ...
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class ReplayedRouting:
 
     @property
     def only_records(self) -> bool:
-        """Return whether no choice is replaced."""
+        """True if no choice is replaced."""
         return self.replayed_NSK is None
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:

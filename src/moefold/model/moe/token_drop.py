@@ -27,7 +27,7 @@ class CapacityPolicy:
         return max(1, math.ceil(num_tokens * top_k / num_experts * self.capacity_factor))
 
     def padded_capacity(self, num_tokens: int, top_k: int, num_experts: int, group: MicroBatchGroup) -> int:
-        """Return the most tokens that an expert can keep from one rank's `num_tokens` tokens: the length to pad to.
+        """Return the maximum that an expert can keep of one rank's `num_tokens` tokens: the length to pad to.
 
         This is valid only if each rank drops by itself: one rank could need the whole shared capacity.
         """
@@ -46,7 +46,7 @@ class CapacityPolicy:
         """Return the mask of this rank's routed tokens that are kept.
 
         A shared capacity is decided over the micro-batch, so the mask does not depend on the mapping; the routing (not
-        the tokens) is all-gathered over the group. Else each rank decides over its tokens, without communication.
+        the tokens) is all-gathered over the group. Otherwise each rank decides over its tokens, without communication.
 
         Args:
             ids_TK: chosen experts, [T, K].

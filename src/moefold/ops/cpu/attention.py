@@ -81,7 +81,7 @@ class CAttention:
             q: queries.
             k: keys.
             v: values.
-            longest: most keys of a task.
+            longest: maximum number of keys of a task.
         """
         return self._supports_heads(q, k, v) and longest <= MAX_SEQ_LEN
 

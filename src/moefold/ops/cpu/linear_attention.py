@@ -272,12 +272,12 @@ class _Sizes:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks, N."""
+        """Number of chunks, N."""
         return -(-self.tokens // self.chunk_size)
 
     @property
     def rows(self) -> int:
-        """Return the rows of a chunk in memory."""
+        """Rows of a chunk in memory."""
         return self.padded(self.chunk_size, BLOCK_ROWS)
 
     @staticmethod

@@ -48,17 +48,17 @@ class SoftmaxScore(RouterScorePart):
 
     @property
     def chooses(self) -> bool:
-        """Return whether `softmax` chooses."""
+        """True if `softmax` chooses."""
         return self.softmax.chooses
 
     @property
     def weights_sum_to_one(self) -> bool:
-        """Return whether the weights of `softmax` sum to 1."""
+        """True if the weights of `softmax` sum to 1."""
         return self.softmax.sum_to_one
 
     @property
     def sums_to_one_by(self) -> tuple[str, str]:
-        """Return the kinds of `softmax`."""
+        """Settings with which the weights sum to 1, and do not."""
         return 'model.ffn.moe.router.softmax="post"', 'model.ffn.moe.router.softmax="pre"'
 
     def uniform_weight(self, num_experts: int) -> float | None:

@@ -188,7 +188,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         return None
 
     def take_receive_load(self) -> Tensor | None:
-        """Return the most rows sent to a rank since the last call, divided by the size of its buffer; on the device.
+        """Return the maximum rows sent to a rank since the last call, divided by its buffer size; on the device.
 
         Above 1, some rows were not sent, and the results are wrong. None: no buffer is too small.
         """

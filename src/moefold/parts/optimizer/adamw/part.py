@@ -49,12 +49,12 @@ class AdamW(OptimizerPart):
 
     @property
     def has_bf16_moments(self) -> bool:
-        """Return whether moments are bfloat16 between steps."""
+        """True if moments are bfloat16 between steps."""
         return self.moment_dtype == "bfloat16"
 
     @property
     def state_dtype(self) -> str:
-        """Return the type of the moments; empty: the type of the master weights."""
+        """Type of the moments; empty: the type of the master weights."""
         return "bfloat16" if self.has_bf16_moments else ""
 
     @property

@@ -105,7 +105,7 @@ class MatrixRedistributor:
         Args:
             source: returns this rank's shard of a matrix, [rows, columns], for its key and its index in the local
                 tensor.
-            work: computes the result of a full matrix, of the same shape and type.
+            compute: computes the result of a full matrix, of the same shape and type.
             sink: takes this rank's shard of the result.
         """
         for matrices in self._rounds:

@@ -47,7 +47,7 @@ class SparseMixer(RouterSoftmaxPart):
 
     @property
     def chooses(self) -> bool:
-        """Return True."""
+        """True: SparseMixer chooses the experts."""
         return True
 
     def uniform_weight(self, num_experts: int) -> None:
