@@ -64,7 +64,7 @@ class TokenLosses(NamedTuple):
     loss: Tensor
     """Cross-entropy of the label."""
     log_normalizer: Tensor
-    """Log-sum-exp of the logits. A loss may use the cross-entropy too: the gradients add up in the logits."""
+    """Log-sum-exp of the logits. A loss may use both values: their gradients add up in the logits."""
     entropy: Tensor | None
     """Entropy of the predicted distribution, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
 
@@ -202,7 +202,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del logits_CV
         local = RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True)))
         merged = _merge_over_ranks(local, row_N, options.vocab_range, torch.cat(dots) if dots else None)
-        # The factor of the saved exponentials, or else the log-normaliser to subtract from the logits.
+        # The factor of the saved exponentials, or the log-normaliser to subtract from the logits.
         normalizer_N = merged.share_N / merged.total_N if options.saves_exponentials else merged.normalizer_N
         ctx.save_for_backward(x, weight, bias, row_N, normalizer_N, *exps)
         ctx.options = options

@@ -99,9 +99,9 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
 def _differences(listed: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> Iterator[str]:
     for name in dict.fromkeys((*listed, *found)):
         if name not in found:
-            yield f"{name} is in params() alone"
+            yield f"{name} is only in params()"
         elif name not in listed:
-            yield f"{name} is in the module alone"
+            yield f"{name} is only in the module"
         elif listed[name] != found[name]:
             yield f"{name} has the shape {listed[name]} in params() and {found[name]} in the module"
     if listed == found and list(listed) != list(found):

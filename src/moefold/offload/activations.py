@@ -50,7 +50,7 @@ class OffloadTotals:
 
 
 class _ThreadState(threading.local):
-    """Position of the forward pass in its thread; a concurrent recomputation in backward has its own."""
+    """Position of the forward pass in its thread; a concurrent recomputation in backward has another position."""
 
     micro_batch: MicroBatch | None = None
     part_run: PartRun | None = None

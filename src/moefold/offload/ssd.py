@@ -33,7 +33,7 @@ class Extent:
         self._freed = freed
 
     def __del__(self) -> None:
-        # May run in any thread, even one that holds the lock; deque.append needs no lock.
+        # May run in any thread, even in a thread that holds the lock; deque.append needs no lock.
         self._freed.append((self.start, self.stop))
 
 
@@ -151,7 +151,7 @@ class SsdFile:
         self._read(host, stored.extent.start)
         if checksum(host) != stored.checksum:
             raise RunError(
-                f"{self.name}: the offloaded bytes differ from what was written; the disk or the file is damaged"
+                f"{self.name}: the offloaded bytes differ from the written bytes; the disk or the file is damaged"
             )
         return None if is_cpu else self.copy_engine.to_device_async(host, out, ready)
 

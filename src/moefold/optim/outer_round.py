@@ -42,7 +42,7 @@ class PendingRound:
     mean: Tensor
     """Vector that the members received: g of all parameters, then the means of the buffers."""
     is_mean_of_weights: bool = False
-    """The mean is of weights and not of differences: it replaces weights and outer weights."""
+    """True if the mean is of weights, not of differences: it replaces weights and outer weights."""
 
     @property
     def is_overlapped(self) -> bool:

@@ -42,7 +42,7 @@ class ForwardChain:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, num_local_tokens: int, token_weights: Tensor | None = None) -> Tensor | None:
-        """Run one batch; collective over all ranks; each data-parallel rank has its own batch.
+        """Run one batch; collective over all ranks. Each data-parallel rank has its own batch.
 
         Args:
             tokens: int64 [B, S]; on a rank without the first stage only its shape matters.

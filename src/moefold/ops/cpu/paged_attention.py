@@ -1,7 +1,7 @@
 """Attention to a paged cache on a CPU in C; a `PagedAttentionKernel` (ops/paged_attention.py).
 
-The reference is `ops.cpu.attention.CAttention`. A row has the bits that it computes for the row's token, for any other
-rows: both kernels have the same tiles, exponentials and order of all sums.
+The reference is `ops.cpu.attention.CAttention`. A row has the bits that the reference computes for its token, for any
+other rows: both kernels have the same tiles, exponentials and order of all sums.
 """
 
 import ctypes

@@ -80,7 +80,7 @@ class PlannedContext(RoundPlan, ContextPart):
             )
             yield Problem(self.key, self.kind, rule, "choose parallel.context='ring'")
         if self.balances_hosts and rl.is_on:
-            rule = "needs the documents of all ranks, and rollouts are packed on each rank alone"
+            rule = "needs the documents of all ranks, and each rank packs only its own rollouts"
             yield Problem(f"{self.key}.hosts", self.hosts, rule, "choose hosts='home'")
         # The default is compatible with shorter samples too.
         longest = max(train.seq_len, type(self)().block)

@@ -64,7 +64,7 @@ class LeastLoaded(DispatcherPart):
             yield Problem(
                 f"{self.key}.capacity",
                 self.capacity,
-                f"must be at most threshold={self.threshold}: what a rank may keep needs no relief",
+                f"must be at most threshold={self.threshold}: a smaller load needs no relief",
                 f"choose 1.0 to {self.threshold}",
             )
         ranks = p.ep * p.etp
