@@ -90,7 +90,7 @@ def test_a_changed_byte_ends_the_run(tmp_path, place):
     tier, data = _file(tmp_path), _bytes(10_000)
     stored = tier.store(data, None)
     os.pwrite(tier._file.fileno(), bytes([int(data[place]) ^ 16]), place)
-    with pytest.raises(RunError, match="the offloaded bytes differ from what was written"):
+    with pytest.raises(RunError, match="the offloaded bytes differ from the written bytes"):
         _back(tier, stored, data)
 
 

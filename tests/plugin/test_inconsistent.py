@@ -48,8 +48,8 @@ def built(cfg: Config) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ('"wk", "wv", "wg"):', '"wk", "wv"):', "lists other parameters than GatedAttention has: wg is in the module"),
-        ('"wk", "wv", "wg"):', '"wk", "wv", "wg", "wx"):', "wx is in params() alone"),
+        ('"wk", "wv", "wg"):', '"wk", "wv"):', "other parameters than GatedAttention has: wg is only in the module"),
+        ('"wk", "wv", "wg"):', '"wk", "wv", "wg", "wx"):', "wx is only in params()"),
         (
             '"wo", (hidden, width)',
             '"wo", (width, hidden)',
@@ -167,7 +167,7 @@ def test_a_command_prints_the_refusal_of_its_ranks_as_one_line(changed, capsys):
     assert main(["memory", str(recipe_file), *SIZES, word]) == 2
     [line] = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("moefold: error: model.attention='gated_attention.py:Gated' (")
-    assert line.endswith("wg is in the module alone")
+    assert line.endswith("wg is only in the module")
 
 
 @pytest.mark.parity

@@ -43,7 +43,7 @@ def test_overlapped_work_is_work_in_order(read):
     ("text", "message"),
     [
         ("0F0,0B0\n", "has 1 rows, and parallel.pp=2"),
-        ("0F0,0X0\n1F0,1B0\n", "row 1, cell 2: '0X0' is no action"),
+        ("0F0,0X0\n1F0,1B0\n", "row 1, cell 2: '0X0' is not an action"),
         ("0F0,0B0\n1F0,0B0\n", "stage 0 is on row 1 and, with 0B0, on row 2"),
         ("0F0,0B0\n2F0,2B0\n", "has the stages \\[0, 2\\]"),
         ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 occurs twice"),

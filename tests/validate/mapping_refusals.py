@@ -71,8 +71,8 @@ MAPPINGS = {
         "256 or less"
     ),
     f"{BALANCED_HOSTS} data.kind=task rl.group_size=4": (
-        "parallel.context.hosts='balanced' needs the documents of all ranks, and rollouts are packed on each rank "
-        "alone; choose hosts='home'"
+        "parallel.context.hosts='balanced' needs the documents of all ranks, and each rank packs only its own "
+        "rollouts; choose hosts='home'"
     ),
     "world_size=4 etp=4 model.hidden_size=66 model.attention.head_dim=8 model.ffn.moe.bias=true": (
         "parallel.etp=4 must divide model.hidden_size=66; choose model.hidden_size=64 or 68, or parallel.etp=1 or 2"
@@ -175,7 +175,7 @@ MAPPINGS = {
         "published value is 1.3"
     ),
     "world_size=4 ep=4 dispatcher=leastloaded parallel.dispatcher.capacity=1.5": (
-        "parallel.dispatcher.capacity=1.5 must be at most threshold=1.3: what a rank may keep needs no relief; choose "
+        "parallel.dispatcher.capacity=1.5 must be at most threshold=1.3: a smaller load needs no relief; choose "
         "1.0 to 1.3"
     ),
     "world_size=4 ep=4 dispatcher=leastloaded parallel.dispatcher.min_tokens=1000": (

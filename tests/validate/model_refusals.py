@@ -113,18 +113,18 @@ SIZES = {
         "the context length of the first training, or short_mscale and long_mscale"
     ),
     "model.ffn.moe.router.softmax=sparsemixer moe.choice=round_robin": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses by the "
-        "logits alone, "
+        "model.ffn.moe.router.softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses only "
+        "by the logits, "
         "and the weights of a token have no fixed sum; choose choice='topk', or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.expert_bias=true": (
         "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.expert_bias=true: it "
-        "chooses by the logits alone, "
+        "chooses only by the logits, "
         "and the weights of a token have no fixed sum; choose expert_bias=false, or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
         "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.num_groups=4: it chooses "
-        "by the logits alone, and "
+        "only by the logits, and "
         "the weights of a token have no fixed sum; choose num_groups=1, or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer checkpoint.upcycle.dense=runs/a": (

@@ -167,7 +167,7 @@ TRAINING = {
     ),
     'train.optimizer=muon train.optimizer.groups=["embedding","router","router"]': (
         "2 settings cannot work:\n"
-        "  train.optimizer.groups has 'embedding', which is no group of matrices; choose from 'attention', "
+        "  train.optimizer.groups has 'embedding', which is not a group of matrices; choose from 'attention', "
         "'dense_mlp', 'experts', 'shared_experts', 'router', 'mtp'\n"
         "  train.optimizer.groups names 'router' 2 times; name it once"
     ),

@@ -33,7 +33,7 @@ OBSTACLES = [
     ({"run": {"device": "cpu"}}, "deep_ep needs CUDA GPUs, and run.device='cpu'"),
     (
         {"model": {"hidden_size": 36, "attention.num_heads": 2, "attention.num_kv_heads": 2, "attention.head_dim": 18}},
-        "units of 16 bytes, and model.hidden_size=36 is no multiple of 8",
+        "units of 16 bytes, and model.hidden_size=36 is not a multiple of 8",
     ),
     (
         {
@@ -45,7 +45,7 @@ OBSTACLES = [
             },
             "moe": {"dispatch_precision": "fp8-blockwise"},
         },
-        "with moe.dispatch_precision='fp8-blockwise' model.hidden_size=64 is no multiple of that",
+        "with moe.dispatch_precision='fp8-blockwise' model.hidden_size=64 is not a multiple of that",
     ),
 ]
 

@@ -1,9 +1,9 @@
 """Asynchronous collectives that overlap with computation, in the forward and the backward pass.
 
-A collective is two nodes of the autograd graph: a launch node and a wait node. What is computed between the two hides
-the collective. In the backward pass the wait node launches the collective of the gradients and the launch node waits
-for it. Autograd runs the later-created of two ready nodes first, so the gradients of what was computed in between hide
-that collective too.
+A collective is two nodes of the autograd graph: a launch node and a wait node. The computation between the two hides
+the collective. In the backward pass the wait node launches the collective of the gradients, and the launch node waits
+for it. If two nodes are ready, autograd runs the node that was created later, so the backward pass of the computation
+in between hides that collective too.
 
 The forward pass of another micro-batch (`comm/resumable.py`) may run in between as well: it yields at each collective,
 and a backward pass resumes it before waiting.
@@ -36,7 +36,7 @@ class WireFormat:
     unpack: Callable[[Tensor], Tensor]
     """Decodes the received rows."""
     adjoint: Callable[[Tensor], Tensor] = lambda grad: grad
-    """Gradient of the rows from the gradient of the sent rows, which are as wide as the rows."""
+    """Computes the gradient of the rows from the gradient of the sent rows, which are as wide as the rows."""
 
 
 IDENTITY = WireFormat(lambda rows: rows, lambda rows: rows)
@@ -44,7 +44,7 @@ IDENTITY = WireFormat(lambda rows: rows, lambda rows: rows)
 
 @dataclass
 class _AsyncCollective:
-    """One collective with its adjoint, and the pending result of either."""
+    """One collective with its adjoint, and the pending result of one of them."""
 
     group: Group
     forward: CollectiveLauncher
@@ -82,7 +82,7 @@ class AsyncResult:
         return received if self._postprocess is None else self._postprocess(received)
 
     def wait_resumable(self) -> Resumable[Tensor]:
-        """Yield once while the collective is in flight, then wait for the result; no yield in a group of one."""
+        """Yield once while the collective is in flight, then wait for the result; no yield in a group of one rank."""
         if self._collective is not None:
             yield
         return self.wait()
@@ -104,9 +104,9 @@ def async_all_to_all(
         group: the members.
         input_splits: encoded rows for each member.
         output_splits: encoded rows from each member.
-        wire_format: encoding of the rows; not used in a group of one.
-        resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, as a
-            collective that is in flight at the same time does.
+        wire_format: encoding of the rows; not used in a group of one rank.
+        resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, because
+            another collective in flight at the same time does so.
     """
     sent = list(input_splits)
     received = list(output_splits)

@@ -24,10 +24,10 @@ def exchange_boxes(
     """Send and receive the boxes of one round; collective over the group.
 
     Args:
-        transfers: of all members, the same on each of them.
+        transfers: transfers of all members, the same on each member.
         group: the ranks; sources and targets are numbers of members.
-        device: device of the buffers, one that the group communicates from.
-        dtypes: type in which each tensor is sent.
+        device: device of the buffers; the group must be able to communicate from it.
+        dtypes: type of each tensor in the messages.
         read: returns the values of a box that this rank sends, on any device.
         write: receives the values of a box that this rank gets, a view of the buffer.
 
@@ -57,7 +57,7 @@ def exchange_boxes(
 
 
 def num_bytes(transfer: BoxTransfer, dtypes: Mapping[str, torch.dtype]) -> int:
-    """Return the bytes of a transfer as it is sent."""
+    """Return the bytes of a transfer in a message."""
     return transfer.box.numel * dtypes[transfer.name].itemsize
 
 

@@ -16,12 +16,12 @@ from moefold.comm.groups import Group
 
 T = TypeVar("T")
 
-# torch 2.13 renamed the *_tensor collectives and warns about the old names, which 2.11 alone has.
+# torch 2.13 renamed the *_tensor collectives and warns about the old names; torch 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 BACKEND_NAMES = ("gloo", "NCCL")
-"""Names that occur in the message of every failed collective, by which the error is recognised."""
+"""Names that occur in the message of every failed collective, and so identify the error."""
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -78,7 +78,7 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
 
 
 def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the members, on each of them. Adjoint: the same, as each member's use of the sum counts."""
+    """Sum over the members; each member gets the sum. Adjoint: the same, as each member's use of the sum counts."""
     return x if group.size == 1 else _AllReduce.apply(x, group)
 
 
@@ -145,7 +145,7 @@ def gather_to_first(x: Tensor, group: Group) -> Tensor | None:
 
 
 def broadcast(x: Tensor, group: Group, source: int) -> Tensor:
-    """Return the tensor of member `source` on every member; elsewhere `x` gives shape and dtype. No gradient."""
+    """Return the tensor of member `source` on every member; on others `x` gives shape and dtype. No gradient."""
     x = x.detach().contiguous()
     if group.size > 1:
         group.record_collective("broadcast", x)
@@ -195,7 +195,7 @@ def begin_all_gather(x: Tensor, group: Group, *, async_op: bool = True) -> tuple
 
 
 def begin_reduce_scatter(x: Tensor, group: Group, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-    """Start to sum tensors, of which this rank gets its part along dim 0."""
+    """Start to sum tensors; this rank gets its part of the sum along dim 0."""
     assert x.shape[0] % group.size == 0, (x.shape, group.size)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.record_collective("reduce_scatter", x)
@@ -228,7 +228,7 @@ def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_sp
 
 
 def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
-    # An all-to-all in which every member sends all its rows: exact lengths, no padding to the longest.
+    # An all-to-all where every member sends all its rows: exact lengths, no padding to the longest.
     sent = x.repeat(group.size, *[1] * (x.dim() - 1))
     return _sync_all_to_all(sent, group, [x.shape[0]] * group.size, split_sizes)
 
@@ -332,9 +332,9 @@ SUM_TAG = 1
 
 
 def ring_pass(block: Tensor, group: Group, buffers: Sequence[Tensor] | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Yield (source, block) of each member, this rank's first, then backwards round the ring.
+    """Yield (source, block) of each member, starting with this rank, then backwards round the ring.
 
-    While the caller computes with one block, the next one is in flight.
+    While the caller computes with one block, the next block is in flight.
 
     Args:
         block: this rank's block, contiguous; only read.
@@ -378,7 +378,7 @@ def ring_reduce_scatter(partial_sum: Callable[[int], Tensor], group: Group) -> T
 
 
 def send_recv(send: Tensor, receive: Tensor, group: Group, tag: int) -> list[dist.Work]:
-    """Start sending to the next member and receiving from the previous one; keep both tensors until `wait_all`."""
+    """Start sending to the next member and receiving from the previous member; keep both tensors until `wait_all`."""
     if group.size == 1:
         receive.copy_(send)
         return []

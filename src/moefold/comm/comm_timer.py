@@ -1,7 +1,7 @@
 """Communication timer: time in collectives, by the host clock or, on CUDA, by device events.
 
-A slow rank makes all others wait in shared collectives, so the step time is the same on all ranks. The step time minus
-the time in collectives is the rank's compute time, which identifies the slow rank (C4, arXiv:2406.04594, finds
+A slow rank makes all other ranks wait in shared collectives, so the step time is the same on all ranks. The step time
+minus the time in collectives is the rank's compute time, which identifies the slow rank (C4, arXiv:2406.04594, finds
 stragglers in the same way).
 """
 
@@ -22,8 +22,8 @@ class CommTimer:
 
     `working` inside `waiting` is compute time again: a pipeline schedule waits whenever it does not compute.
 
-    On the CPU, `read` reports the current interval. On CUDA it reports the previous one, whose events the device has
-    passed, so that no synchronisation is needed.
+    On the CPU, `read` reports the current interval. On CUDA it reports the previous interval, whose events the device
+    has passed, so that no synchronisation is needed.
     """
 
     is_on: bool = False
@@ -72,7 +72,7 @@ class CommTimer:
             self._span_start = self._now()
 
     def read(self) -> tuple[float, float]:
-        """End the interval; return its duration and its waiting time in seconds, zeros if none is known yet."""
+        """End the interval; return its duration and its waiting time in seconds, zeros if they are not known yet."""
         if self._span_start is None:
             return 0.0, 0.0
         ended = (list(self._spans), self._span_start, self._now())

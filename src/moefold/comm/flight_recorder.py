@@ -1,4 +1,4 @@
-"""Flight recorder: the current phase and collective of this rank, cheap enough to be always on. Torch-free.
+"""Flight recorder: the current phase and collective of this rank, cheap enough to be always on.
 
 A rank that is dead, stopped or stuck in a kernel cannot report. Other threads of the process can read its recorder, and
 with a file, other processes can too, even after the rank has died.
@@ -41,7 +41,7 @@ class FlightSnapshot:
     moved_s: float
     """Start of the last phase or collective, as time.time()."""
     counts: dict[str, int]
-    """Collectives launched so far per group; all members of a group launch the same ones in the same order."""
+    """Collectives launched so far per group; all members of a group launch the same collectives in the same order."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as JSON values."""
@@ -57,7 +57,7 @@ class FlightRecorder:
     """Records the state of the training thread; any other thread may read it.
 
     Args:
-        hang_timeout_s: time without an event after which the job counts as stuck; 0: no limit.
+        hang_timeout_s: longest time without an event before the job counts as stuck; 0: no limit.
         file: memory-mapped copy for other processes of this host.
     """
 
@@ -70,7 +70,7 @@ class FlightRecorder:
         self.members: Sequence[int] | None = None
         """Rank in the job of each rank of the default process group; None before the ranks regroup."""
         self.awaited_rank: int | None = None
-        """Rank of the job for a message of which this rank waits, maybe longer than the timeout; None: for none."""
+        """Rank of the job for whose message this rank waits, maybe longer than the timeout; None: no rank."""
         self.step = 0
         self._phase = "starting"
         self._phase_number = 0
@@ -112,7 +112,7 @@ class FlightRecorder:
         self.set_phase(phase)
 
     def set_phase(self, phase: str) -> None:
-        """Start a phase; the previous one ends."""
+        """Start a phase; the previous phase ends."""
         self._phase = phase
         self._phase_number += 1
         self._last_event_s = self.clock()
@@ -130,11 +130,11 @@ class FlightRecorder:
             _EVENT.pack_into(self._mmap, 0, self._counts[group], name, axes, *sizes, now_s)
 
     def note_progress(self) -> None:
-        """Record that this rank computes on, within a phase and without a collective."""
+        """Record that this rank makes progress inside a phase, without a collective."""
         self._last_event_s = self.clock()
 
     def credit_wait(self) -> None:
-        """Record that the rank that this one waits for makes progress, so that the wait is no hang."""
+        """Record that the rank that this rank waits for makes progress, so that the wait is not a hang."""
         self._credited_s = self.clock()
 
     def stalled_s(self) -> float:
@@ -197,7 +197,7 @@ def decode_snapshot(content: bytes) -> FlightSnapshot | None:
 WATCHED_TIMEOUT = timedelta(days=30)
 """torch's own timeout for collectives where the watchdog runs, which names the ranks that are late.
 
-torch's clocks go on while a job is stopped: with a shorter limit, its collectives would fail once it is continued.
+torch's clocks continue while a job is stopped: with a shorter limit, its collectives would fail once it is continued.
 """
 
 

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter of FSDP's shards by messages between the members of a gloo group.
 
 torch's reduce-scatter on gloo copies its input, all-reduces the copy and keeps a part of it: twice the bytes on the
-wire. Its all-gather receives into a buffer of its own and copies from there. Here each member sends what another one
-needs straight from the caller's tensors, and receives into them.
+wire. Its all-gather receives into a separate buffer and copies from there. Here each member sends directly from the
+caller's tensors, and receives into them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from torch import Tensor
 
 GATHER_TAG = 2
 REDUCE_TAG = 3
-"""Tags of messages; ring communication in `comm/collectives.py` has others."""
+"""Tags of messages; ring communication in `comm/collectives.py` has other tags."""
 
 NO_TIMEOUT = timedelta(0)
-"""As torch has it: the timeout of the process group."""
+"""Stands for the timeout of the process group, as in torch."""
 
 
 class _Messages(dist.Work):
@@ -26,7 +26,7 @@ class _Messages(dist.Work):
     Args:
         receives: the receives, in the order of the members.
         sends: the sends.
-        finish: computes the result from what was received.
+        finish: computes the result from the received tensors.
     """
 
     def __init__(self, receives: Sequence[dist.Work], sends: Sequence[dist.Work], finish: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class _Messages(dist.Work):
         self._finish = finish
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until the result is there and the tensors that were sent may change."""
+        """Block until the result is complete and the sent tensors may change."""
         for work in self._receives:
             work.wait(timeout)
         self._finish()
@@ -51,7 +51,7 @@ def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
-    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part.
+    """Start to concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`.
 
     Args:
         out: contiguous.
@@ -83,7 +83,7 @@ def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist
 
 
 def gathered_parts(out: Tensor, x: Tensor, size: int, rank: int) -> Sequence[Tensor]:
-    """Return the parts of a gathered tensor, flat, in the order of the members; this rank's own is filled."""
+    """Return the parts of a gathered tensor, flat, in the order of the members; this rank's own part is filled."""
     parts = out.view(-1).chunk(size)
     if parts[rank].data_ptr() != x.data_ptr():
         parts[rank].copy_(x.view(-1))
@@ -100,7 +100,7 @@ def sum_in_order(terms: Sequence[Tensor], total: Tensor) -> None:
 def _exchange(
     sent: Sequence[Tensor], received: Sequence[Tensor], handle: dist.ProcessGroup, tag: int, finish: Callable[[], None]
 ) -> dist.Work:
-    """Send one tensor to each other member and receive one from each; their own items are not used."""
+    """Send one tensor to each other member and receive one from each; the items of this rank are not used."""
     rank = handle.rank()
     size = handle.size()
     # Member r starts with r + 1: no member gets all messages first.

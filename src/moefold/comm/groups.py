@@ -109,13 +109,13 @@ class ParallelGroups:
     ) -> "ParallelGroups":
         """Create the communicators of this rank. Collective: every rank of the world calls it.
 
-        Groups share a communicator as `topology.communicators` says.
+        `topology.communicators` determines which groups share a communicator.
 
         Args:
             layout: the folding.
             device: device of this rank.
-            recorder: flight recorder that a watchdog reads; None for a new one.
-            separates_purposes: whether model, experts and FSDP have communicators of their own; None: on CUDA only.
+            recorder: flight recorder that a watchdog reads; None for a new recorder.
+            separates_purposes: whether model, experts and FSDP have separate communicators; None: on CUDA only.
 
         Raises:
             ValueError: the default process group is missing or has another size than the layout.
@@ -180,7 +180,7 @@ class ParallelGroups:
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the time limit of a collective: none to speak of where the watchdog names the ranks that are late."""
+    """Return the time limit of a collective: very long where the watchdog names the ranks that are late."""
     return WATCHED_TIMEOUT if hang_timeout_s else default_pg_timeout
 
 
@@ -243,7 +243,7 @@ class World:
 
 
 def current_world() -> World:
-    """Return the world of the default process group, or a world of one rank if there is none."""
+    """Return the world of the default process group, or without a group a world of one rank."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
 
 

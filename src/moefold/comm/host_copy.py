@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
-"""Of each array of a packed copy."""
+"""Alignment of each array of a packed copy."""
 
 
 class HostCopy:
     """Copy of a tensor to the host, in flight until `wait`.
 
-    From CUDA through pinned memory, with an event: work that is queued between the constructor and `wait` runs while
-    the host waits. A tensor on the CPU is not copied.
+    Copies from CUDA go through pinned memory, with an event: work that is queued between the constructor and `wait`
+    runs while the host waits. A tensor on the CPU is not copied.
 
     Args:
         values: a small tensor without a gradient.
@@ -44,7 +44,7 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_together_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Copy arrays of the host to a device without a wait; to CUDA by one copy. Those for the CPU are not copied."""
+    """Copy arrays of the host to a device without a wait, to CUDA by one copy. Arrays for the CPU are not copied."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return unpack(copy_to_device(pack(arrays), device), arrays)

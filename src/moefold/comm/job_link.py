@@ -1,8 +1,8 @@
-"""Messages between the ranks of a job that train and those that only sample rollouts.
+"""Messages between the ranks of a job that train and the ranks that only sample rollouts.
 
-Both sets of ranks have a default process group of their own, so that the code of either sees its ranks only. `JobLink`
-is one more group over all ranks of the job, for messages from one rank to another. It uses gloo and host memory on
-every device: a send is in flight while the sender goes on, and no kernel of a GPU waits for a receiver that samples.
+Each of the two sets of ranks has its own default process group, so that its code sees only its ranks. `JobLink` is one
+more group over all ranks of the job, for messages from one rank to another. It uses gloo and host memory on every
+device: a send is in flight while the sender continues, and no GPU kernel waits for a receiver that samples.
 """
 
 import pickle
@@ -23,7 +23,7 @@ that make no progress."""
 
 @dataclass(frozen=True)
 class JobSplit:
-    """Ranks of a job: the first ones train, the others only sample rollouts."""
+    """Ranks of a job: the first ranks train, the other ranks only sample rollouts."""
 
     num_training: int
     num_sampling: int
@@ -65,12 +65,12 @@ class JobLink:
         self.split = split
         self.rank = rank
         self.recorder = FlightRecorder()
-        """Gets the rank for whose messages this one waits; replaced by the recorder of the run."""
+        """Records the rank for whose messages this rank waits; replaced by the recorder of the run."""
         self._handle = handle
 
     @classmethod
     def connect(cls, split: JobSplit, rank: int, store: dist.Store) -> "JobLink":
-        """Connect all ranks of the job; collective over them, without a timeout of its own.
+        """Connect all ranks of the job; collective over them, without a timeout.
 
         Args:
             split: the ranks of the job.

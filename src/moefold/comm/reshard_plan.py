@@ -1,12 +1,12 @@
-"""Plan of a transfer of weights between two mappings: which rank sends which box to which other rank. Torch-free.
+"""Plan of a transfer of weights between two mappings: the boxes that each rank sends to each other rank.
 
-The mappings have the same ranks, or disjoint ones: then the ranks of the target mapping have the higher numbers.
+The mappings have the same ranks or disjoint ranks. If they are disjoint, the ranks of the target have higher numbers.
 
-Under one mapping the shards of a tensor are equal boxes or disjoint ones. So the box that a rank needs is cut by the
-boxes of the source mapping into parts, and each part comes from one rank: from the rank itself if it holds the part,
-else from a holder of the same node, else from any holder; of several, the one that sends least so far. Parts that
-are sent are cut further and collected into rounds, so that no rank sends or receives more than a number of bytes in one
-round. The plan is a function of integers: every rank computes the same one.
+Under one mapping, two shards of a tensor are equal or disjoint boxes. So the boxes of the source mapping cut the box
+that a rank needs into parts, and each part comes from one rank: from the rank itself if it holds the part, otherwise
+from a holder on the same node, otherwise from any holder. Among several holders, the holder that sends least so far is
+chosen. Parts that are sent are cut further and collected into rounds, so that no rank sends or receives more than a
+number of bytes in one round. The plan is a function of integers: every rank computes the same plan.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ class ReshardPlan:
 
     @property
     def moved(self) -> Iterator[BoxTransfer]:
-        """Yield the transfers between different ranks."""
+        """The transfers between different ranks."""
         return (transfer for transfers in self.rounds for transfer in transfers)
 
 
@@ -58,11 +58,11 @@ def plan_reshard(
     Args:
         source: the mapping that holds the weights.
         target: the mapping that needs them; it may lack layers of multi-token prediction.
-        itemsize: bytes of an element as it is sent, by tensor of the target.
+        itemsize: bytes of an element in a message, by tensor of the target.
         max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round; at least one element.
         ranks_per_node: consecutive ranks that share a node; None: all do.
-        first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping;
-            0: both have the same ranks, else the number of ranks of the source mapping or more.
+        first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping.
+            0: both have the same ranks; otherwise at least the number of ranks of the source mapping.
 
     Raises:
         ValueError: the mappings share some ranks but not all, or the models have different tensors.
@@ -105,7 +105,7 @@ def plan_box_transfers(
     Args:
         holders: the ranks that hold each box, by tensor; the boxes of a tensor do not overlap.
         wanted: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
-        itemsize: bytes of an element as it is sent, by tensor.
+        itemsize: bytes of an element in a message, by tensor.
         max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round.
         ranks_per_node: consecutive ranks that share a node.
 
@@ -135,7 +135,7 @@ def plan_box_transfers(
 
 
 def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
-    """Return the boxes of each tensor under a mapping, and the ranks that hold each."""
+    """Return the boxes of each tensor under a mapping, and the ranks that hold each box."""
     found: dict[str, dict[Box, list[int]]] = {name: {} for name in names}
     for rank in range(source.layout.world_size):
         for name, box in source.boxes(rank).items():
@@ -145,7 +145,7 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
 
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
-    """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each."""
+    """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each part."""
     parts = ((box.intersect(held), ranks) for held, ranks in holders.items())
     return [(part, ranks) for part, ranks in parts if part is not None]
 
@@ -162,7 +162,7 @@ def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes
 def pack_rounds(
     moved: Sequence[BoxTransfer], itemsize: Mapping[str, int], max_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], ...]:
-    """Cut transfers to at most `max_bytes`, and put each into the first round in which both ranks have room.
+    """Cut transfers to at most `max_bytes`, and put each into the first round where both ranks have room.
 
     Tensors of different element sizes never share a round.
     """
@@ -196,7 +196,7 @@ def pack_rounds(
 
 
 class _RoundRoom:
-    """Rounds in which a rank has room for a transfer, to find the first one without a search over rounds.
+    """Index of the rounds where a rank has room for a transfer, which finds the first such round without a search.
 
     Args:
         sizes: bytes of the transfers that occur, largest first.

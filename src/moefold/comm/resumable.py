@@ -1,12 +1,12 @@
 """Resumable computations: generators that yield while a collective is in flight, to overlap two micro-batches.
 
 `BackwardOverlap` runs a forward pass that is written as a generator during the backward pass of another micro-batch, so
-that each hides the other's collectives. Without overlap, blocks and stages run a plain forward pass of the same parts;
-`run_to_end` runs the generator of an MoE layer.
+that each pass hides the collectives of the other. Without overlap, blocks and stages run a plain forward pass of the
+same parts; `run_to_end` runs the generator of an MoE layer.
 
 The backward pass is one ordinary autograd call. At each collective of an MoE layer it launches the collective, resumes
 the forward pass up to the launch of its next collective, and only then waits. One thread does all of this, so the order
-in which a rank launches collectives depends on the two passes alone, which are the same on all ranks of the stage.
+in which a rank launches collectives depends only on the two passes, which are the same on all ranks of the stage.
 """
 
 from collections.abc import Generator, Iterator
@@ -55,7 +55,7 @@ class ResumableTask(Generic[T]):
         return run_to_end(self.remaining())
 
     def remaining(self) -> Resumable[T]:
-        """Return the rest as a resumable computation; starts with the yield at which this task stands."""
+        """Return the rest as a resumable computation; it starts with the current yield of this task."""
         while self._value is None:
             yield
             self.resume()

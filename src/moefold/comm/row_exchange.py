@@ -1,7 +1,7 @@
 """Exchange of rows over symmetric memory, with split sizes that stay on the device: the host never waits for them.
 
 Built on `torch.ops.symm_mem.all_to_all_vdev_2d` and its inverse `all_to_all_vdev_2d_offset` (torch 2.11, NVSHMEM).
-Tested against a stand-in for their contract over gloo; it has not been run on a GPU.
+Tested over gloo against an emulation of their contract; it has not been run on a GPU.
 """
 
 from typing import Protocol
@@ -13,11 +13,11 @@ from moefold.comm.groups import Group
 from moefold.comm.torch_compat import NvshmemOps
 
 ALIGNMENT_BYTES = 16
-"""Rows start at multiples of this, as copies between GPUs are fastest with."""
+"""Rows start at multiples of this: copies between GPUs are fastest then."""
 
 
 class SymmetricMemoryOps(Protocol):
-    """Allocation of symmetric memory and the two all-to-alls on it, as torch has them.
+    """Allocation of symmetric memory and the two all-to-alls on it, with the contract of torch's operators.
 
     A segment is the rows that one rank sends to one expert. Segments are in rank-major order on the side of the tokens
     (by global expert), and in expert-major order on the side of the experts (by local expert, then by source).
@@ -31,7 +31,7 @@ class SymmetricMemoryOps(Protocol):
         """Send segments to their experts; all tensors are symmetric.
 
         Args:
-            rows: to send, rank-major, [N, W].
+            rows: rows to send, rank-major, [N, W].
             out: receives the rows, expert-major, [C, W].
             splits_E: rows of each segment to send, int64 [E].
             out_splits_offsets: receives rows and first row of each received segment, int64 [2, E].
@@ -42,7 +42,7 @@ class SymmetricMemoryOps(Protocol):
         """Send segments back to the ranks of their tokens; the inverse of `dispatch`.
 
         Args:
-            rows: to send, expert-major, [C, W].
+            rows: rows to send, expert-major, [C, W].
             out: receives the rows, rank-major, [N, W].
             splits_offsets: rows and first row of each segment to send, int64 [2, E].
             out_splits_offsets: receives rows and first row of each received segment, int64 [2, E].
@@ -55,7 +55,7 @@ class RowExchange:
 
     Each rank of an exchange writes the sizes of its segments to its peers, waits for a barrier, and reads the rows from
     the send buffers of its peers. Until the barrier of the next exchange, a peer may therefore still read a send buffer
-    of this exchange, and may already write the sizes of the next one: two of both buffers alternate.
+    of this exchange, and may already write the sizes of the next exchange: so two of each buffer alternate.
 
     Args:
         ops: operations on symmetric memory over the ranks of ep.
@@ -84,7 +84,7 @@ class RowExchange:
         """Send rows to the ranks of their experts.
 
         Args:
-            rows_NW: rows sorted by expert; those after the last segment are not sent.
+            rows_NW: rows sorted by expert; rows after the last segment are not sent.
             splits_E: rows of each expert, int64 [E] on the device. No rank may receive more than `capacity`.
 
         Returns:
@@ -98,16 +98,16 @@ class RowExchange:
         return received.clone(), segments.clone()
 
     def combine(self, rows_CW: Tensor, segments: Tensor, num_rows: int) -> Tensor:
-        """Send rows back to where `dispatch` got them from.
+        """Send rows back to the ranks that sent them to `dispatch`.
 
         Args:
             rows_CW: rows in the order of `dispatch`; rows after the last segment are not sent.
-            segments: of `dispatch`.
+            segments: segments returned by `dispatch`.
             num_rows: N, rows that this rank gave to `dispatch`.
 
         Returns:
-            The rows in the order of `dispatch`'s argument, [N, W], undefined after the last segment. The first row is
-            zero if there is none, as it stands in for the rows of dropped tokens, with factor 0.
+            The rows in the order of `dispatch`'s argument, [N, W], undefined after the last segment. Without rows the
+            first row is zero, because rows of dropped tokens read it with factor 0.
         """
         sent, splits = self._fill_send_buffers(rows_CW, segments)
         returned = _rows_view(self._receive, num_rows, rows_CW)

@@ -1,4 +1,4 @@
-"""The part of a logical tensor that a DTensor holds on a rank, and the whole of it.
+"""The part of a logical tensor that a DTensor holds on a rank, and the whole tensor.
 
 torch's own offsets, and its `full_tensor`, are wrong where FSDP cuts shards of tensor parallelism of different sizes
 (a vocabulary that tp does not divide): they take the k-th parts of all shards together, as if these had one size.
@@ -34,7 +34,7 @@ def local_slice(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def region_of(values: Tensor, start: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the slices that select, in the logical tensor, what `local_slice` returned."""
+    """Return the slices of the logical tensor that select the result of `local_slice`."""
     return tuple(slice(first, first + size) for first, size in zip(start, values.shape, strict=True))
 
 
@@ -43,17 +43,17 @@ MESSAGE_ELEMENTS = 2**22
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor on every rank of its mesh; collective over that mesh (all-reduce)."""
+    """Return the whole sharded tensor on every rank of its mesh; collective over that mesh (all-reduce)."""
     ((_, whole),) = full_tensors({"": tensor})
     return whole
 
 
 @torch.no_grad()
 def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the wholes of sharded tensors, several in a message; collective over their meshes (all-reduce).
+    """Yield whole tensors of sharded tensors, several in a message; collective over their meshes (all-reduce).
 
     Args:
-        tensors: the same on all ranks, by name; plain tensors are yielded as they are.
+        tensors: tensors by name, the same on all ranks; plain tensors are yielded unchanged.
     """
     messages: dict[tuple[Any, ...], list[str]] = {}
     count = 0
@@ -73,7 +73,7 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """Return the part of this rank in a tensor of the whole's shape, which is zero elsewhere."""
+    """Return this rank's part in a tensor of the whole shape, which is zero elsewhere."""
     if not isinstance(tensor, DTensor):
         return tensor
     values, start = local_slice(tensor)

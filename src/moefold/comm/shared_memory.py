@@ -1,7 +1,7 @@
 """Memory that the ranks of one machine share: each maps the same pages, so a rank reads what another has written.
 
 The memory is anonymous (memfd): it has no name in /dev/shm, whose size a container limits, and the kernel frees it when
-the last process that maps it has ended, however it ends.
+the last process that maps it has ended in any way.
 """
 
 import mmap
@@ -23,14 +23,14 @@ from moefold.errors import RunError
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An open file without a name, memory or a pipe, as the other processes of its machine find it."""
+    """Address of an open file without a name (memory or a pipe) for the other processes of its machine."""
 
     boot_id: str
-    """Of the machine."""
+    """Identity of the machine."""
     pid: int
     descriptor: int
     identity: tuple[int, int]
-    """Device and inode of the file, which tell it from the file of a process with the same number elsewhere."""
+    """Device and inode of the file; they differ for a process with the same number in another container."""
 
 
 def share_file(descriptor: int) -> SharedFile:
@@ -71,7 +71,7 @@ def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
         uint8 [num_bytes], of zeros.
 
     Raises:
-        RunError: on all members, a member cannot map the memory.
+        RunError: raised on all members if one cannot map the memory.
     """
     descriptor: int | None = None
     segment: SharedFile | None = None
@@ -118,7 +118,7 @@ def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
     Args:
         file: the segment.
         num_bytes: its size.
-        descriptor: of the segment in this process; None: another process has created it.
+        descriptor: descriptor of the segment in this process; None: another process has created it.
     """
     opened = open_shared_file(file, os.O_RDWR) if descriptor is None else descriptor
     try:
@@ -136,15 +136,15 @@ def _boot_id() -> str:
 
 
 LONGEST_POLL_MS = 2**31 - 1
-"""About 25 days: what poll(2) takes at most."""
+"""About 25 days: the longest timeout of poll(2)."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """A round of a barrier: tell one member that this one has arrived, and wait until another one has."""
+    """A round of a barrier: tell one member that this rank has arrived, and wait until another member has arrived."""
 
     sends_to: int
-    """Descriptor of the pipe of the member that gets this one's byte."""
+    """Descriptor of the pipe of the member that gets this rank's byte."""
     receives_from: int
     """Descriptor of this rank's pipe."""
     awaited: int
@@ -152,9 +152,9 @@ class _Round:
 
 
 class PipeBarrier:
-    """Dissemination barrier (Hensgen, Finkel, Manber 1988): in round k a member tells the one 2^k after it.
+    """Dissemination barrier (Hensgen, Finkel, Manber 1988): in round k, member i signals member i + 2^k.
 
-    A member that is gone has closed its pipes: those that wait for it get an error.
+    The pipes of a member that has ended are closed: members that wait for it get an error.
     """
 
     def __init__(self, rounds: list[_Round], timeout: timedelta) -> None:
@@ -162,10 +162,10 @@ class PipeBarrier:
         self._timeout = timeout
 
     def wait(self) -> None:
-        """Return when all members have called this as often as this one.
+        """Return when all members have called this as often as this member.
 
         Raises:
-            DistError: a member is gone, or has not arrived within the time limit.
+            DistError: a member has ended, or has not arrived within the time limit.
         """
         for step in self._rounds:
             try:
@@ -190,7 +190,7 @@ def open_pipe_barrier(group: Group) -> PipeBarrier:
     """Connect the members of a group; collective.
 
     Raises:
-        RunError: on all members, a member cannot open the pipe of another one.
+        RunError: raised on all members if one cannot open the pipe of another.
     """
     distances = [1 << k for k in range((group.size - 1).bit_length())]
     ends: list[tuple[int, int]] = []
@@ -207,7 +207,7 @@ def open_pipe_barrier(group: Group) -> PipeBarrier:
                 sends.append(open_shared_file(files[(group.rank + distance) % group.size], os.O_WRONLY))
         except OSError as error:
             reason = f"it cannot open the pipe of another rank ({error.strerror or error})"
-    # A member closes its own writing ends only once the others have opened them.
+    # A member closes its own writing ends only once the other members have opened them.
     reasons = all_gather_objects(reason, group)
     for _, write in ends:
         os.close(write)
@@ -228,14 +228,14 @@ PIECE_BYTES = 4 << 20
 
 
 class SharedExchange:
-    """Collectives of the members of a group, which all call the same ones in the same order.
+    """Collectives of the members of a group; all members call the same collectives in the same order.
 
-    There are two halves of the memory, used in turn. A rank overwrites a half after the barrier that follows the next
-    piece, which every member enters when it has read what the half had.
+    The two halves of the memory are used alternately. A rank overwrites a half after the barrier that follows the next
+    piece: every member enters that barrier only when it has read the old content of the half.
 
     Args:
         memory: shared memory, uint8 [2 * group.size * PIECE_BYTES].
-        barrier: of the members.
+        barrier: barrier of the members.
         group: the members.
     """
 
@@ -247,7 +247,7 @@ class SharedExchange:
 
     @property
     def memory(self) -> Tensor:
-        """Return the shared memory."""
+        """The shared memory."""
         return self._halves
 
     def serves(self, group: dist.ProcessGroup) -> bool:
@@ -255,7 +255,7 @@ class SharedExchange:
         return tuple(dist.get_process_group_ranks(group)) == self.group.ranks
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
-        """Concatenate equal-shaped tensors of the members along dim 0 into `out`, of which `x` may be a part."""
+        """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
         parts = gathered_parts(out, x, self.group.size, self.group.rank)
         width = PIECE_BYTES // out.element_size()
         for pieces in zip(*(part.split(width) for part in parts), strict=True):
@@ -275,7 +275,7 @@ class SharedExchange:
         width = PIECE_BYTES // x.element_size() // (size - 1)
         of_parts = zip(*(part.split(width) for part in parts), strict=True)
         for total, pieces in zip(out.view(-1).split(width), of_parts, strict=True):
-            # slots[m, n]: what member m adds to the sum of the n-th of the other members.
+            # slots[m, n]: the term that member m adds to the sum of the n-th of the other members.
             slots = self._next_half(x.dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
             count = total.numel()
             for slot, piece in zip(slots[rank], (*pieces[:rank], *pieces[rank + 1 :]), strict=True):
@@ -292,7 +292,7 @@ class SharedExchange:
 
 
 def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange | None:
-    """Open an exchange, collectively; None where gloo does not serve the group, or not all ranks can share memory."""
+    """Open an exchange, collectively; None if gloo does not serve the group or not all ranks can share memory."""
     if group.size == 1 or not uses_gloo(group.handle, device):
         return None
     try:

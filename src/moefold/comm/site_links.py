@@ -1,8 +1,8 @@
-"""Exchange between the equal ranks of several sites, each of which is a job with process groups of its own.
+"""Exchange between the equal ranks of several sites; each site is a job with its own process groups.
 
 Rank r of a site has one gloo process group with rank r of the other sites of a round, built directly on a key-value
-store apart from the stores of the jobs. A thread exchanges and sums a vector in parts of bounded size, while training
-may go on. Every member adds the parts in the order of the members, so all of them get the same bits.
+store, which is not a store of the jobs. A thread exchanges and sums a vector in parts of bounded size, while training
+may continue. Every member adds the parts in the order of the members, so all of them get the same bits.
 """
 
 import time
@@ -38,7 +38,7 @@ class KeyValueStore(Protocol):
 
 
 class _TorchStore(dist.Store):
-    """Store of torch on a `KeyValueStore`; it has what gloo calls to connect the members of a group."""
+    """torch store on a `KeyValueStore`, with the methods that gloo calls to connect the members of a group."""
 
     def __init__(self, store: KeyValueStore) -> None:
         super().__init__()
@@ -59,21 +59,21 @@ class SiteRound:
     """Members of a round, as the meeting point chose them."""
 
     epoch: str
-    """Name of the set of members; for another one the members connect again."""
+    """Name of the set of members; for another set the members connect again."""
     members: tuple[int, ...]
-    """The sites of the round, ascending, this one among them."""
+    """The sites of the round, ascending, this site included."""
     weights: tuple[float, ...]
     """Weight of each member; a member of weight 0 takes part, and its values are not read."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Numbers of this rank that its equals on the other sites compare with theirs."""
+    """Values that the equal ranks of the other sites compare with theirs."""
 
     key: int
-    """Below 2**63; probes with different keys or sizes are not exchanged."""
+    """Key below 2**63; probes with different keys or sizes are not exchanged."""
     values: Tensor
-    """On the host."""
+    """Values of the probe, on the host."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Exchanged:
     mean: Tensor
     """Weighted sum of the members' decoded vectors, on the host."""
     decoded: Tensor
-    """What the members decoded of this site's vector; the vector itself if its code loses nothing."""
+    """This site's vector as the members decoded it; the vector itself if its code is lossless."""
     sent_bytes: int
     seconds: float
     of_members: Tensor | None = None
-    """Decoded values of each member of which no mean is taken, [members, values]; zeros of a member of weight 0. None:
-    there are none."""
+    """Decoded values of each member that are not averaged, [members, values]; zeros for a member of weight 0. None:
+    there are no such values."""
     probes: Tensor | None = None
-    """Values of the probe of each member, [members, ...]; None: there are none, or they cannot be compared."""
+    """Values of the probe of each member, [members, ...]; None without a probe, or if they cannot be compared."""
 
 
 class SiteLinks:
@@ -114,7 +114,7 @@ class SiteLinks:
         self._epoch = ""
         self._group: Any = None
         self._return_group: Any = None
-        """Connection from the second of two members to the first; None with more of them."""
+        """Connection from the second of two members to the first; None with more members."""
         self._members: tuple[int, ...] = ()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sites")
 
@@ -135,16 +135,16 @@ class SiteLinks:
             round_: members and weights.
             own: the vector of this site, on the host, of the same size and type on all members; it must not change
                 before the exchange is done.
-            num_coded: elements at the start of the vector that are sent as a code; the others are sent as they are.
+            num_coded: elements at the start of the vector that are sent as a code; all others are sent unchanged.
             code: the code.
-            num_gathered: the last of the coded elements, of which no mean is taken: the result has these elements of
-                each member, and its mean is not defined there.
-            probe: exchanged too; all members have one, or none has.
+            num_gathered: number of the last coded elements that are not averaged: the result has these elements of each
+                member, and its mean is not defined there.
+            probe: exchanged too; all members have a probe, or no member has.
         """
         return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered, probe)
 
     def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
-        """Send the tensors of this rank to its equal on a site that joins; blocks, returns the bytes.
+        """Send the tensors of this rank to the equal rank of a site that joins; block, and return the bytes.
 
         Args:
             gift: name of the transfer.
@@ -162,7 +162,7 @@ class SiteLinks:
 
     @torch.no_grad()
     def receive_state(self, gift: str, tensors: Sequence[Tensor]) -> None:
-        """Receive what `send_state` of another site sends, and write it to the tensors; blocks.
+        """Receive the tensors that `send_state` of another site sends, and write them to `tensors`; blocks.
 
         Args:
             gift: name of the transfer.
@@ -181,7 +181,7 @@ class SiteLinks:
         return gloo_group(store, member, 2, self._host, self._timeout)
 
     def drop(self) -> None:
-        """Drop the connections after a failed round; the next one has a new epoch."""
+        """Drop the connections after a failed round; the next round has a new epoch."""
         self._group = None
         self._return_group = None
         self._epoch = ""
@@ -241,10 +241,10 @@ class SiteLinks:
         return torch.stack(self._all_gather(probe.values.contiguous()))
 
     def _all_gather(self, values: Tensor) -> list[Tensor]:
-        """Return the tensors of all members, as bytes on the way: gloo has no int16.
+        """Return the tensors of all members, which are sent as bytes: gloo has no int16.
 
         In a ring of three or more members, each connection carries one direction. Two members have a connection for
-        each direction: on a single one gloo reaches half of the rate of a slow link (docs/log.md).
+        each direction: on a single connection gloo reaches half of the rate of a slow link (docs/log.md).
         """
         payload = values.view(torch.uint8)
         received = [torch.empty_like(payload) for _ in self._members]
@@ -261,7 +261,7 @@ class SiteLinks:
         return [content.view(values.dtype) for content in received]
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
-        """Connect to this rank's equals; returns once all are connected."""
+        """Connect to the equal ranks of the other sites; return once all are connected."""
         self.drop()
         member = members.index(self._number)
 

@@ -51,12 +51,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return how many in-place changes a tensor and its views have seen."""
+    """Return the number of in-place changes of a tensor and its views."""
     return tensor._version
 
 
 def import_compiler() -> None:
-    """Import torch's compiler, which torch does in the first step of a process: a second less for each forked rank."""
+    """Import torch's compiler before ranks are forked; otherwise the first step of each rank does, in a second."""
     torch.compiler.disable(lambda: None)
 
 
@@ -84,14 +84,14 @@ def zeros_like_shard(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_parameter(tensor: DTensor) -> DTensor:
-    """Make a DTensor that nothing else holds a parameter; `nn.Parameter` detaches it before, which takes 2 ms."""
+    """Make a parameter of a DTensor that nothing else holds, without the detach of `nn.Parameter`, which takes 2 ms."""
     tensor._is_param = True
     tensor.requires_grad_()
     return tensor
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters and buffers by uninitialised memory, as `to_empty` does, but shard by shard."""
+    """Replace meta parameters and buffers by uninitialised memory like `to_empty`, but shard by shard."""
 
     def empty(tensor: Tensor) -> Tensor:
         shard = torch.empty_like(local_tensor(tensor), device=device)
@@ -124,8 +124,8 @@ class _LocalShard(torch.autograd.Function):
 def sharded_axes(tensor: DTensor) -> list[tuple[int, int]]:
     """Return the mesh axes that shard a DTensor with the dims that they shard, in the order of the cuts.
 
-    Axes cut from left to right, but FSDP, whose axis comes first, cuts what tensor or expert parallelism has left
-    (`_StridedShard`).
+    Axes cut from left to right, except that FSDP, whose axis comes first, cuts the shards of tensor or expert
+    parallelism (`_StridedShard`).
     """
     axes = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     axes.sort(key=lambda entry: isinstance(entry[1], _StridedShard))
@@ -151,9 +151,9 @@ def is_in_backward() -> bool:
 def drain_backward_queue() -> None:
     """Free the graph of a backward pass that ended with an exception in this thread.
 
-    The nodes that were ready to run stay in the thread's queue and hold the graph, and what its hooks refer to. The
+    The nodes that were ready to run stay in the thread's queue and hold the graph, and the objects of its hooks. The
     engine drops them when a later backward pass reaches them. It runs nodes that were created later first, and counts
-    the nodes of each thread from 0: the only node of another thread comes after all others.
+    the nodes of each thread from 0: the only node of another thread comes after all other nodes.
     """
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(torch.ones((), requires_grad=True).clone()))
@@ -198,7 +198,7 @@ def cuda_flash_attention() -> Any:
 
 
 def cuda_flash_attention_reads_pages() -> bool:
-    """Return whether flash attention on CUDA takes a block table, by which it reads the pages of a cache."""
+    """Return whether flash attention on CUDA takes a block table, and so reads the pages of a cache."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     return {"seqused_k", "block_table", "num_splits"} <= {argument.name for argument in schema.arguments}
 
@@ -209,7 +209,7 @@ def cuda_flash_attention_backward() -> Any:
 
 
 def cudnn_attention() -> Any:
-    """Return the operator of cuDNN attention: out, log-sum-exp [B, heads, Sq, 1], and seven that are not read."""
+    """Return the operator of cuDNN attention: out, log-sum-exp [B, heads, Sq, 1], and seven unused outputs."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
@@ -233,7 +233,7 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
     """Return the options of a NCCL group.
 
     Args:
-        timeout: the group's timeout; torch warns if its options have another one.
+        timeout: the group's timeout; torch warns if its options have another timeout.
         is_high_priority: whether its kernels run on a stream of high priority: a waiting block of theirs is scheduled
             before blocks of GEMMs.
     """
@@ -258,16 +258,16 @@ _GROUP_TABLES = (
     "_tags_to_pg",
     "_pg_to_tag",
 )
-"""Tables in which torch.distributed holds the process groups of this process."""
+"""torch.distributed's tables of the process groups of this process."""
 
 
 @contextmanager
 def set_aside_process_groups() -> Iterator[None]:
-    """Run the block as in a process without process groups; those that exist are the process's again after it.
+    """Run the block as in a process without process groups; restore the existing groups after it.
 
-    A default process group can be created and destroyed in the block, which destroys no group from outside of it. The
-    groups from outside must not be used meanwhile. Caches that hold device meshes are emptied, as these keep groups
-    that are destroyed.
+    A default process group can be created and destroyed in the block without destroying a group from outside. The
+    outside groups must not be used meanwhile. Caches that hold device meshes are emptied, as these keep groups that are
+    destroyed.
     """
     c10d = torch.distributed.distributed_c10d
     world = c10d._world
@@ -319,7 +319,7 @@ def forget_process_groups() -> None:
     c10d._default_pg_init_method = None
     c10d._update_default_pg(None)
     torch._C._distributed_c10d._unregister_all_process_groups()
-    # What torch.distributed.tensor.debug does, whose import takes torch's compiler along.
+    # torch.distributed.tensor.debug does the same, but its import also imports torch's compiler.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
@@ -328,7 +328,7 @@ def forget_process_groups() -> None:
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """Connect a gloo process group on a store, apart from the default group; blocks until all members are connected.
+    """Connect a gloo process group on a store, independent of the default group; block until all members are connected.
 
     Args:
         store: store that the members share.
@@ -359,7 +359,7 @@ def remove_fsdp_forward_hooks(module: FSDPModule) -> None:
 def suspended_fsdp_hooks(modules: Sequence[FSDPModule]) -> Iterator[None]:
     """Run forward passes inside this context without the hooks that gather parameters before them and free them after.
 
-    Other hooks stay, and so does their order.
+    Other hooks stay in their order.
     """
     restored = []
     for module in modules:
@@ -389,7 +389,7 @@ def run_fsdp_post_backward(module: nn.Module) -> None:
 
 
 def fsdp_param_group(module: nn.Module | FSDPModule) -> Any:
-    """Return the parameter group of an FSDP module; None for other modules and those without parameters."""
+    """Return the parameter group of an FSDP module; None for other modules and for modules without parameters."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
 
@@ -439,7 +439,7 @@ def fsdp_group_size(group: Any) -> int:
 
 
 def fsdp_parameters(param: Any) -> Sequence[nn.Parameter]:
-    """Return the sharded parameter of a member of a group, and the gathered one where there is one."""
+    """Return the sharded parameter of a member of a group, and the gathered parameter if there is one."""
     unsharded = getattr(param, "_unsharded_param", None)
     return [p for p in (param.sharded_param, unsharded) if p is not None]
 
@@ -459,7 +459,7 @@ class NvshmemOps:
     """Symmetric memory of a group over NVSHMEM; see `comm.row_exchange.SymmetricMemoryOps`.
 
     Args:
-        group: on CUDA; the allocations of all groups of a process use the same backend.
+        group: group on CUDA; the allocations of all groups of a process use the same backend.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
 """Codes of fewer bits for the differences that sites exchange: bfloat16, int8 and fp4 in blocks.
 
-A block of 256 elements has a float32 scale, its largest magnitude. Decoded values are the same bits on every machine,
-and the code of a block does not depend on the others, as each step is one rounded operation on each element.
+A block of 256 elements has a float32 scale, its largest magnitude. Decoded values have the same bits on every machine,
+because each step is one rounded operation on each element. The code of a block does not depend on other blocks.
 Non-finite values must not be decoded.
 """
 
@@ -19,7 +19,7 @@ _FP4_MIN_EXPONENT = -6
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
 _MAGNITUDE_BITS = 0x7FFFFFFF
-"""All bits of a float32 but the sign."""
+"""All bits of a float32 except the sign."""
 _HALF_MANTISSA = 1 << _MANTISSA_BITS - 1
 _HALF_FP4_MIN = _EXPONENT_BIAS + _FP4_MIN_EXPONENT - 1 << _MANTISSA_BITS
 """Bits of half of the smallest magnitude of fp4, as float32."""
@@ -33,7 +33,7 @@ class WireCode(ABC):
 
     @property
     def block(self) -> int:
-        """Elements that are coded together; their code depends on no others."""
+        """Elements that are coded together; their code depends on no other elements."""
         return self.format.block
 
     @abstractmethod

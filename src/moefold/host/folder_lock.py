@@ -1,4 +1,4 @@
-"""Lock of a folder that one job at a time may write to, with the name of the process that holds it. Torch-free.
+"""Lock of a folder that one job at a time may write to, with the name of the process that holds it.
 
 The first rank of a job locks its folders until its process ends, as two jobs in one folder would destroy each other's
 metrics and half-written checkpoints. This happens when a user starts a job twice, or when torchrun restarts a job while
@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Owner | None":
-        """Parse the text of such a file; None if it names no process."""
+        """Parse the text of a lock file; None if it names no process."""
         try:
             fields = json.loads(text)
             found = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
@@ -60,7 +60,7 @@ class Owner:
         return found if type(found.process) is int and all(isinstance(text, str) for text in texts) else None
 
     def to_json(self) -> str:
-        """Return the text of such a file."""
+        """Return the text of a lock file."""
         return json.dumps(asdict(self)) + "\n"
 
     def is_running_here(self) -> bool:
@@ -82,9 +82,9 @@ def is_in_use(folder: Path) -> bool:
 class FolderLock:
     """Context manager that locks `folder` for this process; waits up to `wait_s` for another job to end.
 
-    No child process keeps the lock, so it ends with this process. On a file system without locks, the folder is
-    refused if the process that its lock file names still runs on this machine; else it is used unlocked, with a
-    warning. A job that is rejected before it writes anything removes the folders that it created.
+    No child process keeps the lock, so it ends with this process. On a file system without locks, the folder is refused
+    if the process that its lock file names still runs on this machine; otherwise it is used unlocked, with a warning. A
+    job that is rejected before it writes anything removes the folders that it created.
 
     Args:
         folder: folder that only one job at a time may write to; created if needed.
@@ -142,7 +142,7 @@ class FolderLock:
     def _remove_if_unused(self) -> None:
         if [entry.name for entry in self._folder.iterdir()] == [LOCK_FILE]:
             (self._folder / LOCK_FILE).unlink()
-            # Remove the parents that are still empty: ends with the first that is not.
+            # Remove the parents that are still empty, up to the first that is not.
             for folder in self._created_folders:
                 folder.rmdir()
 

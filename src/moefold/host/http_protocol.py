@@ -15,11 +15,11 @@ from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedL
 from moefold.terminal import print_escaped
 
 BODY_TIMEOUT_S = 60.0
-"""Longest time in which the body of a request may come."""
+"""Time limit for the body of a request."""
 UNREAD_ANSWER_TIMEOUT_S = 60.0
 """Longest wait for a client that does not read its answer."""
 LINGER_S = 2.0
-"""Time in which the rest of a refused body is discarded, so that the client reads why."""
+"""Time for discarding the rest of a refused body, so that the client reads the reason."""
 LINGER_BYTES = 16 << 20
 
 
@@ -31,8 +31,8 @@ def make_server(
     Args:
         app: the ASGI application.
         listener: listening socket, which is taken over.
-        most: most connections; None for what the descriptors allow.
-        timeouts: of a connection, by the names of `GuardedProtocol`'s arguments.
+        most: maximum number of connections; None for all that the descriptors allow.
+        timeouts: timeouts of a connection, by the names of `GuardedProtocol`'s arguments.
     """
     guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), most)
 
@@ -42,7 +42,7 @@ def make_server(
     logs = copy.deepcopy(LOGGING_CONFIG)
     logs["filters"] = {"once": {"()": lambda: _OncePerReason(guard)}}
     logs["handlers"]["default"]["filters"] = ["once"]
-    # asyncio's own loop: another one would not call the listener's accept.
+    # asyncio's own loop: another event loop would not call the listener's accept.
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -73,9 +73,9 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         """Create the protocol of one connection.
 
         Args:
-            guard: of the listener.
+            guard: guard of the listener.
             keywords: arguments of uvicorn.
-            header_s: longest time in which the header of a request may come.
+            header_s: time limit for the header of a request.
         """
         super().__init__(**keywords)
         self._guard = guard
@@ -88,12 +88,12 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         self._num_discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the time of the first header."""
+        """Start the timer of the first header."""
         super().connection_made(transport)
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on, and start the time of what is to come next."""
+        """Pass data on, and start the timer of the next data."""
         if self._phase == "linger":
             self._num_discarded += len(data)
         if self._phase == "idle":
@@ -105,23 +105,23 @@ class GuardedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is optional
         self._follow()
 
     def on_response_complete(self) -> None:
-        """Give the rest of an unread body a short time."""
+        """Start a short timer for the rest of an unread body."""
         super().on_response_complete()
         self._follow()
 
     def pause_writing(self) -> None:
-        """Start the time of an answer that is not read."""
+        """Start the timer of an unread answer."""
         super().pause_writing()
         self._unread_timer = self.loop.call_later(self._unread_s, self._end)
 
     def resume_writing(self) -> None:
-        """Stop the time of an answer that is not read."""
+        """Stop the timer of an unread answer."""
         if self._unread_timer is not None:
             self._unread_timer.cancel()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all times."""
+        """Stop all timers."""
         self._enter("done")
         super().connection_lost(exc)
 

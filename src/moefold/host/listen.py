@@ -1,4 +1,4 @@
-"""Listening sockets of HTTP servers, limits of their connections, and names of the loopback interface. Torch-free."""
+"""Listening sockets of HTTP servers, limits of their connections, and names of the loopback interface."""
 
 import errno
 import ipaddress
@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     Args:
         host: name or address of this machine; `::` stands for all addresses, IPv4 and IPv6.
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Raises:
         ConfigError: the address is not one of this machine, or the port is in use.
@@ -79,14 +79,14 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionGuard:
-    """Limit of the connections of a listener: the oldest silent one is closed where a new one would be too many."""
+    """Limit of the connections of a listener: it closes the oldest silent connection if there are too many."""
 
     def __init__(self, log: Callable[[str], None], most: int | None = None) -> None:
         """Raise the limit of descriptors of this process.
 
         Args:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
-            most: most connections; None for what the descriptors allow.
+            most: maximum number of connections; None for all that the descriptors allow.
         """
         self.most = most_connections() if most is None else most
         self._log = log
@@ -110,7 +110,7 @@ class ConnectionGuard:
         self._num_sockets += 1
 
     def make_room(self) -> bool:
-        """Return whether one more connection is allowed; where not, close the oldest silent one."""
+        """Return whether one more connection is allowed; if not, close the oldest silent connection."""
         if self._num_sockets >= self.most:
             self._num_sockets = sum(each.fileno() >= 0 for each in self._sockets)
         if self._num_sockets < self.most:
@@ -119,14 +119,14 @@ class ConnectionGuard:
         return False
 
     def close_oldest(self) -> bool:
-        """Close the oldest silent connection; return whether there is one."""
+        """Close the oldest silent connection; return whether there was such a connection."""
         if not self._silent:
             return False
         self._silent.pop(next(iter(self._silent)))()
         return True
 
     def log_once(self, reason: str, line: str) -> None:
-        """Log a line, unless one of this reason was logged a short time ago."""
+        """Log a line, unless a line of this reason was logged a short time ago."""
         if self.is_due(reason):
             self._log(line)
 
@@ -140,10 +140,10 @@ class ConnectionGuard:
 
 
 class GuardedListener(socket.socket):
-    """Listening socket whose `accept` keeps to the limits of a guard; asyncio calls it."""
+    """Listening socket whose `accept` applies the limits of a guard; asyncio calls it."""
 
     def __init__(self, listener: socket.socket, guard: ConnectionGuard) -> None:
-        """Take over a listening socket, which is closed by this one."""
+        """Take over a listening socket; this object closes it."""
         super().__init__(fileno=listener.detach())
         self._guard = guard
         self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -152,7 +152,7 @@ class GuardedListener(socket.socket):
         """Accept a connection.
 
         Raises:
-            BlockingIOError: there is none, or it was refused, or another one is closed first.
+            BlockingIOError: there is no connection, or it was refused, or another connection is closed first.
         """
         if not self._guard.make_room():
             if self._guard.close_oldest():
@@ -184,12 +184,12 @@ class GuardedListener(socket.socket):
         try:
             super().accept()[0].close()
         except OSError:
-            # It has gone by itself, or there are still no descriptors.
+            # It was closed by itself, or there are still no descriptors.
             return
 
 
 def most_connections() -> int:
-    """Raise the limit of open files as far as this process may; return the connections that it leaves room for."""
+    """Raise the limit of open files as far as this process may; return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Memory available on this machine: free memory and swap, control groups, process limits. Torch-free."""
+"""Memory available on this machine: free memory and swap, control groups, process limits."""
 
 import os
 import resource
@@ -48,7 +48,7 @@ def available_host_memory(root: Path = ROOT) -> AvailableMemory:
 
 
 def available_process_memory(root: Path = ROOT) -> AvailableMemory | None:
-    """Return what one process can still map under its address-space limit (`ulimit -v`); None without a limit."""
+    """Return the bytes that this process can still map under its limit (`ulimit -v`); None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None

@@ -21,7 +21,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-"""Endings of a picture: the ending is the format."""
+"""File endings of a picture, which name its format."""
 
 
 def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> None:
@@ -32,7 +32,7 @@ def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> Non
         suffixes: allowed suffixes, in lower case.
 
     Raises:
-        ConfigError: the suffix is another one, the folder does not exist, or the path is not writable.
+        ConfigError: the suffix is not allowed, the folder does not exist, or the path is not writable.
     """
     if path.suffix.lower() not in suffixes:
         first = ", ".join(suffixes[:-1])

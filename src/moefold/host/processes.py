@@ -1,4 +1,4 @@
-"""Process utilities: signals of child processes, state of other processes, calls with a timeout. Torch-free."""
+"""Process utilities: signals of child processes, state of other processes, calls with a timeout."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
     Without it, Ctrl-C during a child's imports prints a traceback.
 
     Args:
-        starts_python: whether the child is a new interpreter, not a fork of this one.
+        starts_python: whether the child is a new interpreter, not a fork of this process.
     """
     if starts_python:
         # multiprocessing would start its resource tracker inside the context, and unblock the signals afterwards.
@@ -82,7 +82,7 @@ class ProcessId:
     """Identity of a process, distinct from a later process with the same number."""
 
     machine: str
-    """Machine and process namespace: processes with the same one can see each other."""
+    """Machine and process namespace: processes in the same namespace can see each other."""
     host: str
     number: int
     started: str
@@ -135,9 +135,9 @@ class CallTimeoutError(Exception):
 def run_with_timeout(timeout_s: float, call: Callable[[], Result]) -> Result:
     """Call a function with a timeout: return its result, or raise its error.
 
-    The call runs in a thread of its own. A client of torch's store whose peer never answers waits in C++ without a
-    limit, and a thread that waits there runs no signal handler; the calling thread does. A call that timed out keeps
-    waiting in its daemon thread, which does not delay the end of the process.
+    The call runs in a separate thread. A client of torch's store whose peer never answers waits in C++ without a limit,
+    and a thread that waits there runs no signal handler; the calling thread does. A call that timed out keeps waiting
+    in its daemon thread, which does not delay the end of the process.
 
     Args:
         timeout_s: seconds to wait.

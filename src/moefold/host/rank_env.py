@@ -1,4 +1,4 @@
-"""Rank and rendezvous of this process from the environment of its launcher. Torch-free.
+"""Rank and rendezvous of this process from the environment of its launcher.
 
 Launchers: torchrun, SLURM, Open MPI, Flux, PMI (MPICH, Intel MPI, PALS) and SkyPilot.
 
@@ -20,7 +20,7 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class _ProcessManager:
-    """Environment variables of a launcher that tells a process its ranks, but not the address of rank 0."""
+    """Environment variables of a launcher that gives a process its ranks, but not the address of rank 0."""
 
     rank: str
     local_rank: tuple[str, ...]
@@ -28,7 +28,7 @@ class _ProcessManager:
     world_size: str
     local_world_size: tuple[str, ...]
     job: tuple[str, ...]
-    """Names of the job's id, from which the port is derived."""
+    """Names of the job's id; the port is derived from it."""
 
 
 _OPEN_MPI = _ProcessManager(
@@ -59,19 +59,19 @@ class RankEnv:
     master_address: str
     master_port: int
     record_paths: tuple[str, ...] = ()
-    """Files of moefold's own launcher, in which each rank records its progress, and last the file for the job's final
+    """Files of moefold's own launcher: each rank records its progress in one, and the last is for the job's final
     message; empty under other launchers."""
     local_world_size: int = 1
     """Number of ranks on this machine."""
     is_embedded: bool = False
-    """True if the rank is part of a program that goes on after the run: errors are raised, and rank 0 hosts the store
-    even where the launcher has one."""
+    """True if the rank is part of a program that continues after the run: errors are raised, and rank 0 hosts the store
+    even if the launcher has a store."""
     cuda_index: int | None = None
     """CUDA device of the rank; None: the device with the number of the local rank."""
 
     @property
     def cuda_device_index(self) -> int:
-        """Number of the rank's CUDA device among those that this process sees."""
+        """Number of the rank's CUDA device among the devices that this process sees."""
         return self.local_rank if self.cuda_index is None else self.cuda_index
 
 
@@ -80,9 +80,9 @@ def read_rank_env(environment: Mapping[str, str] = os.environ) -> RankEnv | None
 
     torchrun sets RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `srun` sets SLURM_PROCID,
     SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE and SLURM_NTASKS; the first node of the job is the master, on a port
-    derived from the job id. Open MPI, Flux and the PMI of MPICH, Intel MPI and PALS set ranks alone: on several
-    machines the user sets MASTER_ADDR. SkyPilot starts one process for each node, which is a rank where nodes have at
-    most one GPU. Under mpiexec or Flux inside a SLURM step, the ranks of mpiexec or Flux count.
+    derived from the job id. Open MPI, Flux and the PMI of MPICH, Intel MPI and PALS set only ranks: on several machines
+    the user sets MASTER_ADDR. SkyPilot starts one process for each node, which is a rank where nodes have at most one
+    GPU. Under mpiexec or Flux inside a SLURM step, the ranks of mpiexec or Flux count.
 
     Raises:
         ConfigError: a launcher's variables are incomplete or invalid, or one process was started for a whole node of
@@ -195,7 +195,7 @@ def _require_variable(environment: Mapping[str, str], name: str, rank_key: str) 
 
 
 def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager) -> RankEnv:
-    """Parse the environment of a launcher that sets ranks, and add an address on one machine and a port."""
+    """Parse the environment of a launcher that sets ranks; add a port, and on one machine an address."""
     local_rank = _first_set(environment, manager.local_rank) or manager.local_rank[0]
     world_size = environment[manager.world_size]
     filled = dict(environment)
@@ -223,7 +223,7 @@ def _parse_managed_env(environment: Mapping[str, str], manager: _ProcessManager)
 
 
 def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the first name that is set; "" if none is."""
+    """Return the first name that is set; "" if no name is set."""
     return next((name for name in names if environment.get(name)), "")
 
 
@@ -262,7 +262,7 @@ def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
     """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot.
 
     Raises:
-        ConfigError: the node has several GPUs, of which each needs a process of its own.
+        ConfigError: the node has several GPUs, and each needs its own process.
     """
     if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
         return None
@@ -270,7 +270,7 @@ def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
     if gpus not in ("0", "1"):
         raise ConfigError(
             f"SKYPILOT_NUM_GPUS_PER_NODE={gpus} in the environment needs {gpus} processes on each node, and SkyPilot "
-            f"starts one; start torchrun in `run:`, or unset SKYPILOT_NUM_NODES for a job on this node alone"
+            f"starts one; start torchrun in `run:`, or unset SKYPILOT_NUM_NODES for a job on only this node"
         )
     filled = {
         "MASTER_ADDR": environment.get("SKYPILOT_NODE_IPS", "").split("\n")[0].strip(),
@@ -285,7 +285,7 @@ def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
 
 
 def _slurm_master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the master address and port as far as they are not set in the environment."""
+    """Return the master address and port that the environment does not set."""
     master = {}
     if "MASTER_PORT" not in environment:
         job = environment.get("SLURM_JOB_ID", "0")

@@ -1,4 +1,4 @@
-"""Clock that stands still while this process is stopped: by SIGSTOP, a scheduler's suspend, a frozen container."""
+"""Clock that stops while this process is stopped: by SIGSTOP, a scheduler's suspend, a frozen container."""
 
 import threading
 import time
@@ -12,11 +12,12 @@ MIN_STOP_S = 3.0
 
 
 class RunningClock:
-    """Monotonic clock of the time in which this process runs.
+    """Monotonic clock of the time that this process runs.
 
-    Between `start` and `end` a thread wakes up in short intervals. If it wakes up late, the process did not run, apart
-    from the time in which it waited for a core, and in which the thread that called `start` computed or waited for one:
-    that may hold the interpreter's lock. Before `start` it is `time.monotonic`.
+    Between `start` and `end` a thread wakes up in short intervals. If it wakes up late, the process was stopped. Time
+    in which the thread waited for a core does not count as stopped. The same holds for time in which the thread that
+    called `start` computed or waited for a core, as it may hold the interpreter's lock. Before `start` the clock is
+    `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -32,13 +33,13 @@ class RunningClock:
     def __call__(self) -> float:
         """Return the seconds that this process has run, from an arbitrary start."""
         now_s = time.monotonic()
-        # The thread may not have had its turn yet since the process was continued.
+        # The thread may not have run yet since the process was continued.
         if self._beat_s is not None and now_s - self._beat_s > BEAT_S + MIN_STOP_S:
             self.beat()
         return now_s - self._stopped_s
 
     def start(self) -> None:
-        """Start the thread; the calling thread is the one that computes."""
+        """Start the thread; the calling thread is the thread that computes."""
         self._computing_thread = threading.get_native_id()
         self._ended.clear()
         self.beat()
@@ -51,14 +52,14 @@ class RunningClock:
             self._beat_s = None
 
     def take_stopped_s(self) -> float:
-        """Return the seconds in which the process was stopped, or the machine suspended, since the last call."""
+        """Return the seconds that the process was stopped, or the machine suspended, since the last call."""
         self()
         with self._lock:
             stopped_s, self._unreported_s = self._unreported_s, 0.0
         return stopped_s
 
     def beat(self) -> None:
-        """Note that the process runs now."""
+        """Record that the process runs now."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -71,7 +72,7 @@ class RunningClock:
                 if stopped_s >= MIN_STOP_S:
                     self._stopped_s += stopped_s
                     self._unreported_s += stopped_s
-                # The monotonic clock of Linux stands still while the machine is suspended.
+                # The monotonic clock of Linux stops while the machine is suspended.
                 if (suspended_s := boot_s - self._beat_boot_s - elapsed_s) >= MIN_STOP_S:
                     self._unreported_s += suspended_s
             self._beat_s, self._beat_boot_s, self._beat_busy_s = now_s, boot_s, busy_s
@@ -84,7 +85,7 @@ class RunningClock:
 
 
 def _busy_s(thread: int) -> float:
-    """Return the time in which a thread ran or waited for a core; 0 where the kernel does not tell."""
+    """Return the time that a thread ran or waited for a core; 0 if the kernel does not report it."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
         return (int(fields[0]) + int(fields[1])) / 1e9

@@ -2,7 +2,7 @@
 
 `checkpoint_wrapper` saves the inputs of a function and recomputes everything inside. Its output is still saved by the
 next operation, so a cheap function with a large output, such as a norm, would gain nothing. `checkpoint_without_output`
-(Megatron's term) drops that output: what the next operations would save of it is recomputed on first use.
+(Megatron's term) drops that output: the backward pass recomputes it when the next operation first needs it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class OutputCheckpoint(Protocol):
         """Provide function(*tensors) to the operations inside the context.
 
         Args:
-            function: of these tensors only, which include the weights that it uses; does not communicate.
+            function: takes only these tensors, which include the weights that it uses; does not communicate.
             tensors: its arguments; differentiable.
         """
         ...
@@ -132,7 +132,7 @@ class _ResumableCheckpoint:
 
 
 def _advance(resumable: Resumable[Tensor], pack: Callable[[Tensor], None]) -> bool:
-    """Run one step, packing saved tensors with `pack`; returns True if no step was left."""
+    """Run one step and pack its saved tensors with `pack`; return True if no step was left."""
     with saved_tensors_hooks(pack, _reject_unpack):
         return next(resumable, _END) is _END
 
@@ -188,7 +188,7 @@ class _RecomputeContext:
         return self._recomputed
 
     def run_with_graph(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return (inputs, outputs) with their own graph; with a graph torch may choose other kernels than without."""
+        """Return (inputs, outputs) with their own graph: torch may choose other kernels without a graph."""
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with torch.enable_grad():
             return inputs, self._function(*inputs)

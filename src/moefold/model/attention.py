@@ -1,4 +1,4 @@
-"""Attention of a layer: what all its kinds share, and causal softmax attention within documents and windows."""
+"""Base classes of the attention of a layer, and causal softmax attention within documents and windows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -48,12 +48,12 @@ class AttentionMaskSpec:
     """
 
     window: int = 0
-    """Sliding window: most keys that a query attends to, its own included; 0: no limit."""
+    """Sliding window: maximum number of keys of a query, its own included; 0: no limit."""
     documents: PackedDocuments | None = None
     """Documents of the whole samples; None: a sample is one document."""
 
     def needs_mask(self, seq_len: int) -> bool:
-        """Return whether a query of a sample of this length may attend to less than its causal context."""
+        """Return whether these limits may mask causal keys of a sample of this length."""
         return 0 < self.window < seq_len or (self.documents is not None and self.documents.divide(0, seq_len))
 
     def local_mask(
@@ -124,7 +124,7 @@ class AttentionMaskSpec:
             keys: positions of the keys, int64 [Sk].
 
         Returns:
-            bool [B, Sq, Sk]; [1, Sq, Sk] where all samples are alike. A row may be empty.
+            bool [B, Sq, Sk]; [1, Sq, Sk] where all samples have the same mask. A row may be empty.
         """
         first_SB = torch.zeros_like(queries)[:, None] if self.documents is None else self.documents.starts_SB[queries]
         if self.window:
@@ -142,7 +142,7 @@ class TokenMixer(nn.Module, ABC):
     selects_keys: ClassVar[bool] = False
     """Whether each query attends to selected keys: `forward` then takes a `Selection`."""
     fused_refusal: ClassVar[str] = "a layer of another class"
-    """Why no kernel for whole layers knows attention of this class; "": one does, see `fused_block.py`."""
+    """Reason why no kernel for whole layers computes this class; "" if a kernel does, see `fused_block.py`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +157,7 @@ class TokenMixer(nn.Module, ABC):
 
         Args:
             x: [S/(cp*tp), B, H].
-            rope: of the tokens of this rank's context shard, S/cp tokens, with their positions; `NoRope` in a layer
-                without RoPE.
+            rope: RoPE of the S/cp tokens of this rank's context shard; `NoRope` in a layer without RoPE.
             documents: see `CoreAttention`.
 
         Returns:
@@ -167,18 +166,18 @@ class TokenMixer(nn.Module, ABC):
 
     @abstractmethod
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return what the module keeps of earlier tokens while a model generates, by the attribute that a decoder sets.
+        """Return the caches of earlier tokens for generation, by the name of the attribute that a decoder sets.
 
         Args:
             current_pass: the rows of the pass that runs, shared by the layers.
-            size: of the cache of a rank.
+            size: size of the cache on a rank.
         """
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
-        """Set which of the `tp` ranks that share the heads this one is; no effect where each has heads of its own."""
+        """Set this rank's number among the `tp` ranks that share the heads; no effect if no ranks share heads."""
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
-        """Yield each other reason against that kernel, and whether it holds; a later one may presume the earlier."""
+        """Yield further reasons against that kernel and whether each holds; a check may rely on earlier checks."""
         yield from ()
 
     def fused_weights(self, like: Tensor) -> HeadWeights:
@@ -192,7 +191,7 @@ class SelfAttention(TokenMixer):
     `parallelize` also replaces `core_attention` and `attends_in_blocks` (context parallelism).
 
     Args:
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
     """
 
     def __init__(self, window: int) -> None:
@@ -226,7 +225,7 @@ def gate_heads(attended_SBAD: Tensor, gate: Tensor) -> Tensor:
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256
-"""Mean tokens of a document from which a CPU is faster with one call a document than with a mask (docs/log.md)."""
+"""Mean document length from which one call for each document is faster on a CPU than a mask (docs/log.md)."""
 
 
 class CoreAttention(Protocol):
@@ -265,12 +264,12 @@ def takes_narrow_values(device: torch.device) -> bool:
 class CausalAttention:
     """Scaled dot-product attention with a causal mask (arXiv:1706.03762 sec. 3.2.1).
 
-    Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G).
-    Local: no communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors,
-    `block_kernel`, likewise for causal attention with sinks, and `tuner`, which chooses the backend of SDPA.
+    Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G). Local: no
+    communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors, `block_kernel`, used
+    in the same way for causal attention with sinks, and `tuner`, which chooses the backend of SDPA.
 
     Args:
-        window: sliding window: most keys that a query attends to, its own included; 0: no limit.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         chunk_size: tokens of an attention chunk; 0: no chunks.
     """
 
@@ -296,7 +295,7 @@ class CausalAttention:
             q: queries, [S, B, A, D], any strides.
             k: keys, [S, B, G, D]; G divides A.
             v: values, [S, B, G, D].
-            documents: see `CoreAttention`; likewise `sinks` and `scale`.
+            documents, sinks, scale: see `CoreAttention`.
 
         Returns:
             [S, B, A, D]; from SDPA, a view of a tensor whose outermost dim is the batch.
@@ -321,7 +320,7 @@ class CausalAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Call `kernel`, where it supports the tensors, else a kernel for blocks or SDPA, on [S, B, heads, D]."""
+        """Call `kernel` if it supports the tensors, otherwise a kernel for blocks or SDPA, on [S, B, heads, D]."""
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
         kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None
@@ -367,7 +366,7 @@ def _supported_kernel(
 
 
 def _has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:
-    """Return whether one attention call a document is faster than a mask; only on a CPU."""
+    """Return whether one attention call for each document is faster than a mask; only on a CPU."""
     num_documents = sum(len(bounds) - 1 for bounds in documents.bounds.of_samples)
     return q.device.type == "cpu" and MIN_LONG_DOCUMENT_TOKENS * num_documents <= q.shape[0] * q.shape[1]
 

@@ -91,7 +91,7 @@ class CausalBlocks:
             for i, count in enumerate(num_past):
                 yield from self._visible_blocks(i, chunks[:count])
             return
-        # Of all keys that both chunks attend to, one block.
+        # One block has all keys that both chunks attend to.
         spans = [(slice(2 * size), num_past[0])]
         if num_past[0] != num_past[1]:
             spans = [(slice(i * size, (i + 1) * size), count) for i, count in enumerate(num_past)]

@@ -18,7 +18,7 @@ class WeightGradStoreProtocol(Protocol):
     """Store of weight-gradient computations to be run after the backward pass."""
 
     def put(self, weights: Sequence[Tensor], compute: Compute) -> None:
-        """Store `compute`, to be called later; its gradients are then back-propagated from `weights` to the parameters.
+        """Store `compute` for a later call, whose gradients are back-propagated from `weights` to the parameters.
 
         Args:
             weights: differentiable weights of the forward pass: the parameters, or views and casts of them.
@@ -34,7 +34,7 @@ class WeightGradSink:
     wgrad_store: WeightGradStoreProtocol | None = None
     """Receives delayed weight gradients; None: they are returned to autograd."""
     tracked_weights: tuple[Tensor, ...] = ()
-    """The differentiable weights, of which autograd sees detached ones if their gradients are delayed."""
+    """The differentiable weights; autograd gets detached copies if their gradients are delayed."""
 
     @property
     def is_delayed(self) -> bool:
@@ -42,11 +42,11 @@ class WeightGradSink:
         return self.wgrad_store is not None
 
     def resolve(self, compute: Callable[[], Sequence[Tensor | None]], num_weights: int) -> Sequence[Tensor | None]:
-        """Compute the weight gradients now, or store `compute` for later; returns what autograd gets for the weights.
+        """Compute the weight gradients now, or store `compute` for later; return the gradients for autograd.
 
         Args:
-            compute: returns the gradient of each weight, None for an absent one.
-            num_weights: weights of the call, absent ones included.
+            compute: returns the gradient of each weight, None for an absent weight.
+            num_weights: number of weights of the call, with absent weights.
         """
         if self.wgrad_store is None:
             return compute()

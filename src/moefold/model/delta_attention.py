@@ -1,4 +1,4 @@
-"""Linear attention by the delta rule with decays: what its kinds share."""
+"""Base class of linear attention by the delta rule with decays."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class DeltaAttention(LinearAttention):
 
     Args:
         part: sizes.
-        frame: of the model.
+        frame: settings of the model.
     """
 
     dt_bias: nn.Parameter

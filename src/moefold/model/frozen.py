@@ -1,8 +1,8 @@
 """Frozen parts of a model: computed without a graph, and passed by gradients, so that the layers stay connected.
 
-In the warm-up of indexers (`train.indexer_stage`) only their losses have gradients to compute, and none of them passes
-through the model. Gradients still pass from the last layer to the first, because pipelines and FSDP start the
-backward pass of a stage or layer when they arrive; their values mean nothing.
+In the warm-up of indexers (`train.indexer_stage`) only their losses need gradients, and these do not pass through the
+model. Gradients still pass from the last layer to the first, because pipelines and FSDP start the backward pass of a
+stage or layer when they arrive; their values mean nothing.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
     """Return `value`; the backward pass gives its gradient to `source`, of the same shape, instead.
 
-    Without gradients, as in evaluation, `value` is returned as it is.
+    Without gradients, as in evaluation, `value` is returned unchanged.
     """
     if not (torch.is_grad_enabled() and source.requires_grad):
         return value
@@ -23,7 +23,7 @@ def pass_gradient(source: Tensor, value: Tensor) -> Tensor:
 
 
 def connect_loss(source: Tensor, loss: Tensor) -> Tensor:
-    """Return `loss`; the backward pass gives zeros to `source`, on which it was computed without a graph."""
+    """Return `loss`, which was computed from `source` without a graph; the backward pass gives zeros to `source`."""
     if not (torch.is_grad_enabled() and source.requires_grad):
         return loss
     connected: Tensor = _ConnectLoss.apply(source, loss)

@@ -1,4 +1,4 @@
-"""Layers that a kernel computes whole in the passes of a decoder; see `ops.decode`."""
+"""Layers that one kernel computes as a whole in the passes of a decoder; see `ops.decode`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from moefold.ops.rope import Rope
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
 )
-"""Parameters that `FusedBlock` reads, besides the shared expert's: a layer with other parameters keeps its modules."""
+"""Parameters that `FusedBlock` reads, without the shared expert; a layer with other parameters keeps its modules."""
 BLOCK_MODULES = {"attention_norm", "attention", "ffn_norm", "ffn"}
 
 
@@ -35,16 +35,16 @@ def supports_fused(block: nn.Module) -> bool:
 
 
 def fused_unsupported_reason(block: nn.Module) -> str:
-    """Return why `FusedBlock` does not compute a layer, for the log; "" if it does.
+    """Return the reason why `FusedBlock` does not compute a layer, for the log; "" if it does.
 
-    It computes grouped-query attention and SwiGLU, in layers of exactly the classes, parameters and kernels that it
-    knows.
+    It computes grouped-query attention and SwiGLU, only in layers of the classes, parameters and kernels that it
+    supports.
     """
     return next((reason for reason, holds in _unsupported(block) if holds), "")
 
 
 def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
-    """Yield each reason against a layer and whether it holds; a later one may presume that the earlier do not."""
+    """Yield each reason against a layer and whether it holds. A check may presume that earlier reasons do not hold."""
     attention = getattr(block, "attention", None)
     refusal = attention.fused_refusal if isinstance(attention, TokenMixer) else ""
     yield refusal, bool(refusal)
@@ -92,8 +92,8 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
 class FusedBlock:
     """Forward pass of a layer over the rows of a decoder's pass, by a kernel for the whole layer.
 
-    Shared experts and dense feed-forward layers are modules, and so are routers that the kernel does not know, which
-    choose the experts between its two calls: they have the same variants as in training.
+    Shared experts and dense feed-forward layers stay modules, with the same variants as in training. A router that the
+    kernel does not support stays a module too, and chooses the experts between the two calls of the kernel.
 
     Args:
         block: a layer that `supports_fused`; its weights must not change as long as this object is used.
@@ -182,7 +182,7 @@ class FusedBlock:
 
 
 class FusedLayers:
-    """Forward pass of all layers of a stage: one call of the kernel where each layer is one, else one by one.
+    """Forward pass of all layers of a stage: one call if the kernel computes whole layers, otherwise layer by layer.
 
     Args:
         blocks: in their order; they share the pass of the decoder.
@@ -212,7 +212,7 @@ class FusedLayers:
 
 
 def _has_no_choices(override: RouterOverride | None) -> bool:
-    """Return whether the choices of a router stand in evaluation."""
+    """Return whether nothing changes the choices of a router in evaluation."""
     return override is None or override.only_records
 
 

@@ -1,4 +1,4 @@
-"""Output head: final norm, projection to the vocabulary, and what a loss may compute from the last hidden states."""
+"""Output head: final norm, projection to the vocabulary, and the values that a loss computes from hidden states."""
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Head(nn.Module):
         chunk: int = 0,
         softmax: SoftmaxOptions = PLAIN_SOFTMAX,
     ) -> TokenLosses:
-        """Compute the numbers of each token that losses are made of; labels int64 [S/cp, B].
+        """Compute the values of each token that losses combine (`TokenLosses`); labels int64 [S/cp, B].
 
         Args:
             x: normalised hidden states, `[S/(cp*tp), B, H]`.
@@ -126,7 +126,7 @@ class Head(nn.Module):
 
 
 class ModelOutput:
-    """Output of the last stage: normalised hidden states, and what the head computes from them on demand.
+    """Output of the last stage: normalised hidden states, and methods that compute the head on demand.
 
     Arguments and results are batch-first, like the columns of a batch. Every tp rank computes the same results.
 

@@ -1,14 +1,14 @@
 """Lightning indexer of sparse attention: scores and selects the keys of each query (arXiv:2512.02556 sec. 2.1).
 
-The indexer learns from the KL divergence of its softmax from the attention probabilities alone: its inputs and its
+The indexer learns only from the KL divergence of its softmax from the attention probabilities: its inputs and its
 target are detached, and a selection has no gradient.
 
-Two stages (`train.indexer_stage`). warmup: attention is dense, all weights but the indexer's are frozen, and the
+Two stages (`train.indexer_stage`). warmup: attention is dense, all weights except the indexer's are frozen, and the
 indexer learns the attention probabilities over all visible keys. sparse: each query attends to its selected keys, the
-model learns from the language-model loss alone and the indexer from the attention probabilities over these keys alone.
+model learns only from the language-model loss, and the indexer only from the attention probabilities over these keys.
 
-A layer without an indexer attends to the keys that the nearest layer before it with one selected, and that indexer
-learns from both layers' probabilities (`shared` in `model.layers`, arXiv:2603.12201).
+A layer without an indexer attends to the keys selected by the nearest earlier layer that has an indexer. That indexer
+learns from the probabilities of both layers (`shared` in `model.layers`, arXiv:2603.12201).
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ IndexerStage = Literal["sparse", "warmup"]
 
 
 class KeyGather(Protocol):
-    """Keys of whole samples, of which this rank has a part of the tokens."""
+    """Keys of whole samples; this rank has a part of their tokens."""
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
@@ -121,12 +121,12 @@ class LightningIndexer(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """Return whether attention is dense: in the warm-up stage, in which only the indexer learns."""
+        """True if attention is dense, as in the warm-up stage, where only the indexer learns."""
         return self.stage == "warmup"
 
     @property
     def learns(self) -> bool:
-        """Return whether losses are computed."""
+        """True if losses are computed."""
         return self.training and self._coefficient > 0
 
     def project(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
@@ -137,7 +137,7 @@ class LightningIndexer(nn.Module):
         Args:
             x: input of the layer, [S/(cp*tp), B, H].
             source: input of the queries, [S/(cp*tp), B, query_width].
-            rope: of the positions of this rank's context shard, S/cp tokens.
+            rope: RoPE of the S/cp positions of this rank's context shard.
         """
         query, weight, key = self._project_own(x, source)
         if isinstance(rope, Rope):
@@ -223,13 +223,13 @@ class LightningIndexer(nn.Module):
         A reduce-scatter over tp for each block of queries.
 
         Args:
-            index: as of `attach_selected_loss`.
+            index: see `attach_selected_loss`.
             visible: keys that the queries of the context shard see.
             query: queries of attention, [S/cp, B, A, D].
             key: keys of whole samples, [S, B, G, D].
             documents: with the weights of the tokens, if there is padding.
             scale: factor of the scores of attention.
-            sinks: of attention.
+            sinks: attention sinks.
         """
         if not self.learns:
             return None
@@ -243,7 +243,7 @@ class LightningIndexer(nn.Module):
         losses = []
         for start in range(0, num_own, size):
             stop = min(start + size, num_own)
-            # The same rows of each rank of tp, so that each rank gets the sums of its own queries.
+            # Each rank of tp takes the same rows, so that each rank gets the sums of its own queries.
             rows = torch.cat([torch.arange(part * num_own + start, part * num_own + stop) for part in range(parts)])
             rows = rows.to(query.device)
             keys = torch.arange(num_keys, device=query.device)
@@ -280,7 +280,7 @@ class LightningIndexer(nn.Module):
 
 
 class Selection:
-    """Selected keys of one micro-batch: the layer with the indexer sets them, layers without one after it read them.
+    """Selected keys of one micro-batch: a layer with an indexer sets them, later layers without an indexer read them.
 
     A recomputed layer sets the same keys again.
     """
@@ -289,7 +289,7 @@ class Selection:
         self._indexer: LightningIndexer | None = None
         self._selected: Tensor | None = None
         self.index: IndexTensors | None = None
-        """Projections from which the losses of all layers are computed; None where the indexer does not learn."""
+        """Projections for the losses of all layers; None where the indexer does not learn."""
         self.dense_loss: Tensor | None = None
         """In the warm-up, the loss of the layer that runs, which `attach_dense_loss` takes."""
 
@@ -299,7 +299,7 @@ class Selection:
 
         Args:
             own: indexer of the layer; None: an earlier layer selects.
-            shared: selection of the layers that share one; None: no other layer reads it.
+            shared: selection that several layers share; None: no other layer reads it.
         """
         selection = shared or Selection()
         selection._indexer = own or selection._indexer
@@ -333,9 +333,9 @@ class Selection:
         """Select keys, if the layer has an indexer; communicates over tp and cp.
 
         Args:
-            own: as of `begin`.
-            inputs: of the layer, and of the queries of the indexer, [S/(cp*tp), B, ...].
-            rope: of the positions of this rank's context shard.
+            own: see `begin`.
+            inputs: inputs of the layer and of the indexer's queries, [S/(cp*tp), B, ...].
+            rope: RoPE of the positions of this rank's context shard.
             visible: keys that each query sees.
         """
         if own is None:
@@ -356,11 +356,11 @@ class Selection:
         """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.
 
         Args:
-            own: as of `begin`.
-            inputs: as of `select`.
-            rope: of the rows.
-            cache: of the layer.
-            key_value: as of `PagedSelection.extend`.
+            own: see `begin`.
+            inputs: see `select`.
+            rope: RoPE of the rows.
+            cache: cache of the layer.
+            key_value: key and value as for `PagedSelection.extend`.
 
         Returns:
             All cached keys and values.

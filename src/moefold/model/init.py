@@ -23,10 +23,10 @@ TIME_STEPS = (1e-3, 1e-1)
 def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """Initialise the local shards of all parameters, and zero all buffers; no communication.
 
-    Integer buffers keep their dtype, all others become float32, whatever the dtype of the weights.
+    Integer buffers keep their dtype; all other buffers become float32, for any dtype of the weights.
 
     Matrices are normal with init_std (output projections init_std / sqrt(2 * num_layers), as in GPT-2), norms one
-    (zero-centred ones zero), biases zero; the convolutions and decays of linear attention have the ranges of their
+    (zero-centred norms zero), biases zero; the convolutions and decays of linear attention have the ranges of their
     papers. A `ParamSpec` may give other values. The B of adapters is zero, and the A uniform within 1 / sqrt(inputs),
     as in the library PEFT. Each logical tensor, and each single expert, has its own generator, seeded by (seed, name),
     and is drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
@@ -41,10 +41,10 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
 
 
 def logical_parts(name: str, parameter: Tensor) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    """Return the logical tensors of which a parameter has a part on this rank: itself, or one for each of its experts.
+    """Return the logical tensors of a parameter of this rank: the parameter itself, or one tensor for each expert.
 
     Returns:
-        Of each: name, global shape, slices of the part, and its values, which share the memory of the parameter.
+        For each: name, global shape, slices of this rank's part, and its values, which share the parameter's memory.
     """
     values, starts = local_slice(parameter)
     index = region_of(values, starts)
@@ -60,7 +60,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
     if is_adapter(name):
         return _initial_adapter(name, shape, seed)
     weights = model_weights(cfg)
-    # One of several experts has a number at the end, and rows that are drawn for them a word.
+    # A name ends with a number for one of several experts, and with a word for rows that are drawn separately.
     spec = weights.get(name) or weights[name.rpartition(".")[0]]
     if spec.initial:
         rows = torch.tensor(spec.initial).view(-1, *[1] * (len(shape) - 1))
@@ -86,7 +86,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
 
 
 def _initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return A [r, in], of an expert [in, r], or B, which is zero."""
+    """Return A [r, in] ([in, r] for an expert), or B, which is zero."""
     if [part for part in name.split(".") if not part.isdigit()][-1].endswith("_b"):
         return torch.zeros(shape)
     inputs = shape[0] if EXPERT_ADAPTERS in name else shape[1]

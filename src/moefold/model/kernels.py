@@ -58,7 +58,7 @@ class QKNormRopeKernel(Protocol):
         Args:
             query: [S, B, A, D].
             key: [S, B, G, D].
-            weights: of the norms of queries and keys, [D] each.
+            weights: weights of the norms of queries and keys, [D] each.
             eps: added to the mean of squares.
             angles: cosines and sines of `Rope`.
             is_interleaved: see `Rope`.
@@ -87,7 +87,7 @@ class Kernels:
     qk_norm_rope: QKNormRopeKernel | None = None
     """QK norm of each head together with RoPE; None: one after the other."""
     expert_activation: ExpertActivation | None = None
-    """Activation of routed experts; None: the one that the experts were built with."""
+    """Activation of routed experts; None: the activation that the experts were built with."""
     attention: LimitedCausalKernel | None = None
     """Causal attention of layers without context parallelism."""
     linear_attention: "ChunkKernel | None" = None

@@ -1,4 +1,4 @@
-"""Rows of a pass through a model that generates, and the base class of what each layer keeps of earlier tokens."""
+"""Rows of a pass through a model that generates, and the base class of the caches of its layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,14 +118,14 @@ class CacheSize:
     num_pages: int
     page_positions: int
     kind: Literal["latents", "heads"] = "latents"
-    """What latent attention caches: latents, or the heads that are computed from them, as in training."""
+    """Contents of the cache of latent attention: latents, or the heads computed from them, as in training."""
 
 
 class LayerCache:
-    """Keep what a layer needs of earlier tokens while a model generates, in a form of its own."""
+    """Base class of the cache of a layer, which keeps the data of earlier tokens while a model generates."""
 
     page_path = ""
-    """How attention on CUDA read the pages in the last pass that had rows; "" elsewhere, or without such a pass."""
+    """Description of how attention on CUDA read the pages in the last pass with rows; "" on CPUs and before that."""
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +133,7 @@ class LayerCache:
         raise NotImplementedError
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return the `page_path` of a pass with such heads [R, A, D], [R, G, D] and [R, G, Dv]; R may be 0."""
+        """Return the `page_path` of a pass with queries [R, A, D], keys [R, G, D] and values [R, G, Dv]; R may be 0."""
         return ""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
@@ -145,7 +145,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class CachedStates:
-    """Samples of one pass that continue from cached states, with equally many tokens each."""
+    """Samples of one pass that continue from cached states, each with the same number of tokens."""
 
     rows_R: Tensor
     """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
@@ -161,10 +161,10 @@ class CachedStates:
 
 @dataclass(frozen=True)
 class StateShapes:
-    """Shapes of what is cached for one sample."""
+    """Shapes of the cached tensors of one sample."""
 
     num_previous: int
-    """Tokens before the next one that the convolutions read, K-1."""
+    """Number of tokens before the next token that the convolutions read, K-1."""
     width: int
     """Channels of the convolutions, C; 0: none."""
     state: tuple[int, int, int]

@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_wgrad = wgrad_sink.is_delayed or ctx.needs_input_grad[1]
         ctx.save_for_backward(x if ctx.has_wgrad else None, weight)
         ctx.args = linear_backend, wgrad_sink
-        # No view: a module of FSDP that returned it would lose its hook to an operation in place, and torch warns.
+        # Not a view: an in-place operation on a view would remove the hook of an FSDP module, and torch warns.
         return linear_backend.forward(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1]).detach()
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
         linear_backend, wgrad_sink = ctx.args
         grad_MN = grad.flatten(0, -2)
         if isinstance(linear_backend, UnquantizedLinear) and not wgrad_sink.is_delayed:
-            # Upcast once for both GEMMs; a delayed one keeps the gradient in its own precision.
+            # Upcast once for both GEMMs; a delayed GEMM keeps the gradient in its own precision.
             grad_MN = linear_backend.gemm.upcast(grad_MN)
         grad_x = linear_backend.input_gradient(grad_MN, weight).unflatten(0, grad.shape[:-1])
         if not ctx.has_wgrad:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SequenceSegments(Protocol):
-    """Segments of consecutive tokens of which this rank's part of a sequence consists, all of equal length."""
+    """Segments of consecutive tokens, all of equal length, that form this rank's part of a sequence."""
 
     num_segments: int
     """Segments of this rank, n."""
@@ -77,10 +77,10 @@ class PrecedingTokens:
 class LinearAttention(TokenMixer):
     """Base class of the layers "linear": recurrences of linear attention, and convolutions.
 
-    A subclass declares its weights and implements `project`, `core_weights`, `state_shapes` and `compute`; `convolved`
-    if it has a convolution. `parallelize` also replaces `segments` (context parallelism), and a decoder sets
-    `state_cache`. `compute` is recomputed in the backward pass, always: it would save about twenty numbers for each one
-    of its inputs.
+    A subclass declares its weights and implements `project`, `core_weights`, `state_shapes` and `compute`, and also
+    `convolved` if it has a convolution. `parallelize` also replaces `segments` (context parallelism), and a decoder
+    sets `state_cache`. `compute` is always recomputed in the backward pass: it would save about twenty numbers for each
+    input.
     """
 
     fused_refusal: ClassVar[str] = "linear attention"
@@ -111,18 +111,18 @@ class LinearAttention(TokenMixer):
 
     @abstractmethod
     def state_shapes(self, weights: Sequence[Tensor]) -> StateShapes:
-        """Return the shapes of what is cached for one sample, given the local weights of `compute`."""
+        """Return the shapes of the cached tensors of one sample, given the local weights of `compute`."""
 
     @abstractmethod
     def compute(
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], preceding: PrecedingTokens
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the layer between its projections; local but for the initial states.
+        """Compute the layer between its projections; communicates only the initial states.
 
         Args:
             projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
             weights: as `core_weights` returns them.
-            preceding: what precedes the tokens.
+            preceding: tokens, counts and states before the tokens.
 
         Returns:
             The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states;
@@ -130,7 +130,7 @@ class LinearAttention(TokenMixer):
         """
 
     def convolved(self, projected: Sequence[Tensor]) -> Tensor | None:
-        """Return the inputs of the convolution, [S, B, C]; None: the layer has none."""
+        """Return the inputs of the convolution, [S, B, C]; None without a convolution."""
         return None
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
@@ -155,8 +155,8 @@ class LinearAttention(TokenMixer):
 
         Args:
             x: [S/(cp*tp), B, K].
-            weights: of the projections, [N/tp, K].
-            num_unquantized: projections, from the last one on, that `train.precision` leaves in the type of x.
+            weights: weights of the projections, [N/tp, K].
+            num_unquantized: number of the last projections, which `train.precision` leaves in the type of x.
         """
         columns = [(local_param(weight, x.dtype), None) for weight in weights]
         return self.sequence_parallel.all_gather_linear(

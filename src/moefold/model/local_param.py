@@ -17,8 +17,8 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the local shard of a parameter in the compute dtype.
 
     The gradient of a parameter that is replicated over tp is *partial* on each tp rank, because each computes other
-    tokens or heads; `parallel.gradients.sum_replicated_gradients` sums the parts once a step. A sharded parameter gets
-    the gradient of its shard.
+    tokens or heads; `parallel.gradients.sum_replicated_gradients` sums the parts once in each step. A sharded parameter
+    gets the gradient of its shard.
 
     Args:
         parameter: a plain tensor, or a DTensor.
@@ -43,11 +43,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def parameter_over(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a parameter without a gradient that is sharded as another one, with the storage of `values`.
+    """Return a parameter without a gradient, with the sharding of `parameter` and the storage of `values`.
 
     Args:
         parameter: plain, or a DTensor.
-        values: of the local shard, of the same shape.
+        values: values of the local shard, in its shape.
     """
     if isinstance(parameter, DTensor):
         values = DTensor.from_local(
@@ -96,10 +96,10 @@ class _ReadCopy(torch.autograd.Function):
 
 
 class CastCopies:
-    """Copies of parameters in the compute dtype, cast once a step instead of at each use in each pass.
+    """Copies of parameters in the compute dtype, cast once in each step instead of at each use in each pass.
 
-    A copy is used only inside `fresh`. Nothing on a tensor says whether it has changed: torch's fused AdamW, for
-    example, does not raise the version of the weights that it writes.
+    A copy is used only inside `fresh`, because a tensor does not reliably record that it has changed: torch's fused
+    AdamW, for example, does not raise the version of the weights that it writes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -109,7 +109,7 @@ class CastCopies:
 
     @contextmanager
     def fresh(self) -> Iterator[None]:
-        """Refresh the copies in place, and use them inside this context, in which no parameter may change."""
+        """Refresh the copies in place, and use them inside this context; no parameter may change there."""
         pairs = [(copy.values, parameter.detach()) for parameter, copy in self._copies if copy.values is not None]
         if pairs:
             copies, parameters = zip(*pairs, strict=True)

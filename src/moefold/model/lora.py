@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): y = W x + (alpha / r) B A x with a frozen W.
 
-The product A x has the small width r, so it is what sequence parallelism communicates. Where the outputs of W are
-sharded over tp, each rank computes A x of its own tokens, and the products are all-gathered. Where the inputs are
-sharded, each rank has a part of the sum A x, which is reduce-scattered, and B multiplies the rank's own tokens.
+Sequence parallelism communicates the product A x, which has the small width r. Where the outputs of W are sharded over
+tp, each rank computes A x of its own tokens, and the products are all-gathered. Where the inputs are sharded, each rank
+has a part of the sum A x, which is reduce-scattered, and B multiplies the rank's own tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,7 @@ class LowRankAdapters(nn.Module):
         return y if name not in self else self._add(y, linear(x, self.pair(name, x.dtype)[0]), name)
 
     def add_pair(self, y: Tensor, x: Tensor, a_RK: Tensor, b_NR: Tensor) -> Tensor:
-        """Compute `add` with a given adapter, such as one that a recomputed function takes as arguments."""
+        """Compute `add` with a given adapter, for example the arguments of a recomputed function."""
         return y + linear(linear(x, a_RK), b_NR) * self.scale
 
     def add_columns(
@@ -83,7 +83,7 @@ class LowRankAdapters(nn.Module):
         """Add the adapters' terms to the outputs of matrices whose outputs are sharded; one all-gather over tp.
 
         Args:
-            outputs: of each matrix, [S/cp, B, N/tp].
+            outputs: output of each matrix, [S/cp, B, N/tp].
             x: input of all of them, [S/(cp*tp), B, K].
             names: the matrices.
             sequence_parallel: gathers tokens.
@@ -134,7 +134,7 @@ def attach_adapters(model: nn.Module, sizes: ModelConfig, lora: LoraConfig) -> N
 
 
 def freeze_all_but_adapters(stage: nn.Module) -> None:
-    """Leave gradients to the adapters alone."""
+    """Freeze all parameters except the adapters."""
     stage.requires_grad_(False)
     for module in stage.modules():
         if isinstance(module, LowRankAdapters):
@@ -145,9 +145,9 @@ def product_region(name: str, region: tuple[slice, ...], read: ReadRegion) -> Te
     """Return a region of B A of a matrix, or of A B of experts.
 
     Args:
-        name: of the matrix.
-        region: of the matrix, [out, in]; of experts, [E, in, out].
-        read: of A and B; a slice without ends means all.
+        name: name of the matrix.
+        region: region of the matrix, [out, in], or of experts, [E, in, out].
+        read: reads a region of A or B; a slice without ends means all.
     """
     name_a, name_b = adapter_names(name)
     if len(region) == 3:

@@ -47,26 +47,26 @@ FULL_VOCAB = VocabRange()
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """Settings of the softmax over the vocabulary, and what is computed of it."""
+    """Distribution whose log-probabilities are computed, and whether its entropy is computed."""
 
     temperature: float = 1.0
     """Logits, in float32 at least, are divided by it before the softmax."""
     has_entropy: bool = False
-    """Compute the entropy of the distribution too, without a gradient: one more pass over the logits, and no GEMM."""
+    """Compute the entropy of the distribution too, without a gradient: one more pass over the logits, no GEMM."""
 
 
 PLAIN_SOFTMAX = SoftmaxOptions()
 
 
 class TokenLosses(NamedTuple):
-    """Numbers of each token over the whole vocabulary, of which losses are made, in nats, float32 at least, [...]."""
+    """Values of each token over the whole vocabulary that losses combine, in nats, float32 at least, [...]."""
 
     loss: Tensor
     """Cross-entropy of the label."""
     log_normalizer: Tensor
-    """Log-sum-exp of the logits. A loss may use it and the cross-entropy: the gradients add up in the logits."""
+    """Log-sum-exp of the logits. A loss may use both values: their gradients add up in the logits."""
     entropy: Tensor | None
-    """Entropy of the distribution of the label, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
+    """Entropy of the predicted distribution, without a gradient; None unless `SoftmaxOptions.has_entropy`."""
 
 
 def token_losses(
@@ -83,7 +83,7 @@ def token_losses(
         labels: int64 [...], rows of the whole vocabulary.
         vocab_range: rows of this rank.
         ops: operations on the logits.
-        softmax: temperature, with which the logits are saved in float32 at least; and whether there is an entropy.
+        softmax: temperature (the logits are saved divided by it, in float32 at least), and whether there is an entropy.
 
     Returns:
         [...]: the same on each rank that shares the vocabulary; the gradient into `logits` is of one such loss.
@@ -117,8 +117,9 @@ class ChunkOptions:
     vocab_range: VocabRange = FULL_VOCAB
     """Rows of this rank, with one reduction of each kind for all tokens."""
     saves_exponentials: bool = False
-    """Recompute nothing: the exponentials of all logits are saved in float32 at least, and no other tensor of their
-    size is allocated; by torch operations."""
+    """Recompute nothing, by torch operations: the exponentials of all logits are saved in float32 at least, and no
+    other tensor of their size is allocated.
+    """
     gemm: Gemm = TORCH_GEMM
     """GEMM backend."""
     ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
@@ -132,20 +133,20 @@ def chunked_token_losses(
 ) -> TokenLosses:
     """Compute `token_losses` of the logits x @ weight.T + bias, a chunk of tokens at a time.
 
-    The backward pass recomputes the logits of a chunk: one GEMM more than the three without chunks. It saves x and two
-    numbers a token. Each reduction is called once, for all tokens together.
+    The backward pass recomputes the logits of a chunk: one GEMM more than the three without chunks. The forward pass
+    saves x and two numbers for each token. Each reduction is called once, for all tokens together.
 
     Args:
         x: hidden states, [..., H].
         weight: rows of this rank, [V/tp, H].
         labels: int64 [...].
         options: chunk size, vocabulary rows, kernels.
-        bias: of the same rows, [V/tp]; None: none.
+        bias: bias of the same rows, [V/tp], or None.
 
     Returns:
-        [...]: as of `token_losses`; the gradients of `weight` and `bias` are summed over chunks in float32 at least.
+        [...]: see `token_losses`; the gradients of `weight` and `bias` are summed over chunks in float32 at least.
     """
-    # Without a backward pass there is no use for saved exponentials.
+    # Saved exponentials are useful only for a backward pass.
     options = replace(options, saves_exponentials=options.saves_exponentials and torch.is_grad_enabled())
     return TokenLosses(*_ChunkedCrossEntropy.apply(x, weight, bias, labels, options))
 
@@ -201,7 +202,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del logits_CV
         local = RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True)))
         merged = _merge_over_ranks(local, row_N, options.vocab_range, torch.cat(dots) if dots else None)
-        # The factor of the saved exponentials, or else the log-normaliser to subtract from the logits.
+        # The factor of the saved exponentials, or the log-normaliser to subtract from the logits.
         normalizer_N = merged.share_N / merged.total_N if options.saves_exponentials else merged.normalizer_N
         ctx.save_for_backward(x, weight, bias, row_N, normalizer_N, *exps)
         ctx.options = options

@@ -44,7 +44,7 @@ def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:
 
 
 def weighted_sum(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum values [B, S/cp] times weights, all 1 if there are none; [1]."""
-    # Summed in the order in which the head computes the tokens, sequence-first.
+    """Sum values [B, S/cp] times weights (1 without weights), [1]."""
+    # Summed in the head's order of the tokens, sequence-first.
     values = values.t() if weights is None else values.t() * weights.t()
     return values.flatten().sum(0, keepdim=True)

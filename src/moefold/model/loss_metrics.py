@@ -41,7 +41,7 @@ class LossMetricRecorder:
         """Add values to a declared mean.
 
         Args:
-            name: of a metric of reduction "mean".
+            name: name of a metric with reduction "mean".
             values: one value for each token or sequence of this rank.
             mask: bool, in the shape of the values; False values do not count.
         """
@@ -51,25 +51,25 @@ class LossMetricRecorder:
 
     @torch.no_grad()
     def record_max(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add values to a declared maximum; arguments as of `record_mean`."""
+        """Add values to a declared maximum; the arguments are the same as for `record_mean`."""
         assert LossMetric(name, "max") in self.metrics, name
         top = values.double().where(mask, -torch.inf).amax()
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 
     def sums(self, device: torch.device) -> Tensor:
-        """Return sum and count of each mean, float64 [means, 2]; zeros for what was not recorded."""
+        """Return sum and count of each mean, float64 [means, 2]; zeros for a mean that was not recorded."""
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
         rows = [self._sums.get(name, nothing) for name in self._names("mean")]
         return torch.stack(rows) if rows else nothing.new_zeros(0, 2)
 
     def maxima(self, device: torch.device) -> Tensor:
-        """Return each maximum, float64 [maxima]; -inf for what was not recorded."""
+        """Return each maximum, float64 [maxima]; -inf for a maximum that was not recorded."""
         lowest = torch.full((), -torch.inf, dtype=torch.float64, device=device)
         values = [self._maxima.get(name, lowest) for name in self._names("max")]
         return torch.stack(values) if values else lowest.new_zeros(0)
 
     def by_name(self, sums: Tensor, maxima: Tensor) -> dict[str, float]:
-        """Return the metrics by name from sums and maxima over all ranks; without those that no rank recorded."""
+        """Return the metrics by name from sums and maxima over all ranks, without metrics that no rank recorded."""
         pairs = zip(self._names("mean"), sums.tolist(), strict=True)
         means = {name: total / count for name, (total, count) in pairs if count}
         tops = zip(self._names("max"), maxima.tolist(), strict=True)

@@ -2,7 +2,7 @@
 
 A wrapper takes a function and returns another of the same signature. `wrap_method` is the only code that replaces
 methods. It sets an attribute of the object, so its class, its sub-modules and the names of its parameters stay, and
-FSDP and autograd see the same module. Of several wrappers of one method, the one applied last is the outermost.
+FSDP and autograd see the same module. If a method has several wrappers, the last applied wrapper is the outermost.
 
 Most wrappers add contexts to a call. `wrap_calls` writes them once for plain and for resumable functions: a resumable
 call leaves the contexts while it is suspended, as another micro-batch may then run.
@@ -34,7 +34,7 @@ class CallContext:
 
 
 def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> Function:
-    """Wrap a plain function, or one that is a generator (`Resumable`), so that each call runs in a context.
+    """Wrap a plain function or a generator function (`Resumable`), so that each call runs in a context.
 
     Args:
         function: the function.
@@ -63,7 +63,7 @@ def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> 
 
 
 def as_resumable(function: Function, *args: Any, **kwargs: Any) -> Resumable[Any]:
-    """Call a plain or resumable function as a resumable one."""
+    """Call a plain or resumable function as a resumable function."""
     if isgeneratorfunction(function):
         return (yield from function(*args, **kwargs))
     return function(*args, **kwargs)
@@ -76,7 +76,7 @@ def wrap_method(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None
 
     Args:
         owner: the object, or a class to replace the method of all its objects.
-        name: the method, or an attribute that is called like one.
+        name: the method, or a callable attribute.
         wrapper: returns a function that takes the same arguments.
     """
     before = vars(owner).get(name)

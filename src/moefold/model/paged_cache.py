@@ -40,7 +40,7 @@ class Pages:
     def write(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
         """Write rows; return the pages, [P, positions, G, D]."""
         if self.tensor is None:
-            # Zeros: a masked value is multiplied by 0, and what lies in memory may be NaN.
+            # Zeros: a masked value is multiplied by 0, and uninitialised memory may be NaN.
             self.tensor = new_RGD.new_zeros(*self._shape, *new_RGD.shape[1:])
         self.tensor.flatten(0, 1).index_copy_(0, slots_R, new_RGD)
         return self.tensor
@@ -103,13 +103,13 @@ class PagedCache(LayerCache):
 
 
 class PagedAttention(PagedCache):
-    """Core attention over the tokens of this pass and the cached ones of the same samples.
+    """Core attention over the tokens of this pass and the cached tokens of the same samples.
 
     Args:
         current_pass: shared by the layers.
         num_pages: pages of the cache.
         page_positions: positions of a page.
-        limits: of the keys of a query.
+        limits: limits of the keys of a query.
         kernels: used where they support the tensors.
     """
 
@@ -134,7 +134,7 @@ class PagedAttention(PagedCache):
     def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions] and [P, G, positions, D].
 
-        They are allocated if this is the first pass, for all later calls too.
+        The first call allocates them.
 
         Args:
             num_groups: G of this rank.
@@ -160,7 +160,7 @@ class PagedAttention(PagedCache):
             k: keys of the same tokens, [R, 1, G, D].
             v: values, [R, 1, G, D or narrower].
             documents: None: a continued text is one document.
-            sinks: see `CoreAttention`, [A]; likewise `scale`.
+            sinks, scale: see `CoreAttention`; sinks [A].
 
         Returns:
             [R, 1, A, D].
@@ -191,7 +191,7 @@ class PagedAttention(PagedCache):
         return attend_pages(q_RAD, keys, values, rows, self._limits, sinks, scale).unsqueeze(1)
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return how pages are read for heads of such sizes, dtype and device; see base class."""
+        """Return how pages are read for heads of these sizes, this dtype and this device; see base class."""
         return self._page_path(self._gather_reason(q, k, v), q.device)
 
     def _page_path(self, reason: str, device: torch.device) -> str:
@@ -201,7 +201,7 @@ class PagedAttention(PagedCache):
         return f"gathered, as {reason}" if reason else "read by flash attention"
 
     def _gather_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> str:
-        """Return why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
+        """Return the reason why pages are gathered for these tensors; "" if a kernel reads them by their segments."""
         if self._reader is None:
             return "run.kernels='plain'"
         if self._limits.chunk_size:
@@ -210,9 +210,9 @@ class PagedAttention(PagedCache):
 
 
 class PagedLatents(PagedCache):
-    """Cache of the latents and rotated keys, one vector a token, replicated on the tensor-parallel ranks.
+    """Cache of the latents and rotated keys, one vector for each token, replicated on the tensor-parallel ranks.
 
-    Args: as of `PagedAttention`.
+    Args: see `PagedAttention`.
     """
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
@@ -226,7 +226,7 @@ class PagedLatents(PagedCache):
             self._latents.write(new_SBR, self._pass.current.slots_R)
 
     def page_path_of(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return that the latents are gathered; see base class."""
+        """Return the description of gathered latents; see base class."""
         return "gathered, as flash attention does not take latents" if q.device.type == "cuda" else ""
 
     def attend(self, query_SBAR: Tensor, rank: int, scale: float) -> Tensor:
@@ -252,12 +252,12 @@ class PagedLatents(PagedCache):
 
 @dataclass(frozen=True)
 class PageKernels:
-    """Kernels that read pages without gathering them; None: none does."""
+    """Kernels that read pages without gathering them; None: no kernel does."""
 
     rows: PagedAttentionKernel | None = None
-    """By a table of each row, if its pages have as many positions."""
+    """Kernel with a page table for each row, for pages of `PAGE_SIZE` positions."""
     segments: "FlashPages | None" = None
-    """By a table of each segment."""
+    """Kernel with a page table for each segment."""
 
 
 @dataclass(frozen=True)
@@ -265,12 +265,12 @@ class KeyLimits:
     """Limits of the keys of a row in addition to causality."""
 
     window: int = 0
-    """Most keys of a row, its own included; 0: no limit."""
+    """Maximum number of keys of a row, its own included; 0: no limit."""
     chunk_size: int = 0
     """Tokens of an attention chunk; 0: no chunks."""
 
     def mask(self, key_positions_L: Tensor, positions_NS: Tensor) -> Tensor:
-        """Return which keys each row attends to, bool [N, S, L]."""
+        """Return the mask of the keys that each row attends to, bool [N, S, L]."""
         positions_NS1 = positions_NS.unsqueeze(-1)
         mask_NSL = key_positions_L <= positions_NS1
         if self.window:
@@ -289,7 +289,7 @@ def chunk_tables(rows: PassRows, chunk_size: int, pages_per_chunk: int) -> tuple
     tables_RP = rows.row_tables
     first_R1 = (rows.positions_R // chunk_size * pages_per_chunk).unsqueeze(1)
     pages = first_R1 + torch.arange(min(pages_per_chunk, tables_RP.shape[1]), device=tables_RP.device)
-    # Pages after the last one of a row are not read.
+    # Pages after the last page of a row are not read.
     tables = tables_RP.gather(1, pages.clamp(max=tables_RP.shape[1] - 1))
     return tables, (rows.positions_R % chunk_size + 1).int()
 
@@ -310,7 +310,7 @@ def attend_pages(
         key_pages: [P, positions of a page, G, D].
         value_pages: [P, positions of a page, G, Dv].
         rows: the pass.
-        limits: of the keys.
+        limits: limits of the keys.
         sinks: a logit for each query head that takes part in the softmax, [A].
         scale: factor of the scores; None: 1/sqrt(D).
 
@@ -347,7 +347,7 @@ def attend_pages(
 def _masked_attention(
     q_NSAD: Tensor, k_NLGD: Tensor, v_NLGD: Tensor, positions_NS: Tensor, limits: KeyLimits, sinks: Tensor | None
 ) -> Tensor:
-    """Attend to keys at positions up to each query's own, [N, S, A, Dv]."""
+    """Attend to keys at positions up to the position of each query, [N, S, A, Dv]."""
     mask_NSL = limits.mask(torch.arange(k_NLGD.shape[1], device=q_NSAD.device), positions_NS)
     if sinks is not None:
         sequence_first = (x.transpose(0, 1) for x in (q_NSAD, k_NLGD, v_NLGD))

@@ -10,13 +10,13 @@ from moefold.ops.exact_topk import exact_topk
 from moefold.ops.sparse_attention import IndexTensors
 
 GUESSED_FACTOR = 4
-"""Cached keys in multiples of the selected ones from which selections of the last pass are kept: below, `exact_topk`
-does not read them.
+"""Minimum ratio of cached to selected keys for keeping selections of the last pass; below it, `exact_topk` does not
+read them.
 """
 
 
 class LastSelections:
-    """Positions that the last pass selected for samples of one row: what these samples probably select next.
+    """Positions that the last pass selected for samples of one row: these samples probably select them again.
 
     4 K bytes for each sample.
     """
@@ -36,7 +36,7 @@ class LastSelections:
         self._positions_RK = None
 
     def guess(self, previous_slots_R: Tensor) -> Tensor | None:
-        """Return the selections of the rows with these slots, int32 [R, K], -1 for others; None without any.
+        """Return the selections of the rows with these slots, int32 [R, K], -1 for other rows; None without selections.
 
         Args:
             previous_slots_R: slot of the position before each row's, which no other sample writes.
@@ -51,7 +51,7 @@ class LastSelections:
 class PagedSelection(PagedCache):
     """Cache of one layer of sparse attention: keys, values and index keys.
 
-    A query selects positions of its own sample. Attention then reads the selected keys alone, by their slots.
+    A query selects positions of its own sample. Attention then reads only the selected keys, by their slots.
 
     Args:
         current_pass: shared by the layers.
@@ -73,8 +73,8 @@ class PagedSelection(PagedCache):
             index: projections of the pass, with its own keys only.
             key: [R, 1, G, D].
             value: [R, 1, G, Dv]; None: parts of the keys.
-            top_k: most keys of a query.
-            window: most keys that a query sees, its own included; 0: no limit.
+            top_k: maximum number of keys of a query.
+            window: maximum number of keys that a query sees, its own included; 0: no limit.
 
         Returns:
             All cached keys [slots, 1, G, D] and values, and the slots of the selected keys, int32 [R, 1, K].
@@ -86,7 +86,7 @@ class PagedSelection(PagedCache):
         return keys, values, selected.unsqueeze(1)
 
     def store(self, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cache the tokens of this pass in a layer that selects none; returns keys and values as `extend`; local."""
+        """Cache the tokens of this pass in a layer without an indexer; return keys and values; local."""
         slots_R = self._pass.current.slots_R
         keys = self._keys.write(key.squeeze(1), slots_R).flatten(0, 1).unsqueeze(1)
         if value is None:
@@ -103,8 +103,8 @@ def select_slots(
         index: projections of the rows, [R, 1, ...].
         index_keys: pages of the index keys, [P, positions of a page, D].
         rows: the pass.
-        top_k: most keys of a row.
-        window: most keys that a row sees; 0: no limit.
+        top_k: maximum number of keys of a row.
+        window: maximum number of keys that a row sees; 0: no limit.
         last: selections of the last pass, which are replaced; they save time and change no result.
 
     Returns:
@@ -117,7 +117,7 @@ def select_slots(
     found = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
 
     def select(chosen: Tensor | slice, farthest: int, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
-        """Select for rows of one table each, or for all rows of one sample; returns positions, int32 [rows, K]."""
+        """Select keys for rows with a table each, or for all rows of one sample; return positions, int32 [rows, K]."""
         positions = positions_R[chosen]
         num_pages = farthest // page_positions + 1
         tables_NP = tables_NP[:, :num_pages]

@@ -1,4 +1,4 @@
-"""Modules of the parts of a layer: a part from outside must list the parameters that its module has."""
+"""Modules of the parts of a layer: a part from another package must list the parameters that its module has."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +22,7 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
     """Return the attention of a layer.
 
     Raises:
-        ConfigError: the part is from outside, and its module is of another class or has other parameters than it lists.
+        ConfigError: a part of another package has a module of a wrong class, or with other parameters than listed.
     """
     frame = AttentionFrame(
         hidden_size=layer.hidden_size,
@@ -58,11 +58,11 @@ def build_norm(part: NormPart, width: int) -> Norm:
 
 
 def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
-    """Check the parameters of the module of a part from outside, and the shape of each output.
+    """Check the parameters of the module of a part from another package, and the shape of each output.
 
     Args:
         part: the part.
-        module: what it has built.
+        module: module that the part has built.
         widths: arguments of its `params`.
     """
     if is_built_in(type(part)):
@@ -84,10 +84,10 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
 
 
 def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """Check the shape of what the module of a part returns; the routed part of a shortcut follows it.
+    """Check the shape of the output of a part's module; with a shortcut, also of the routed part after it.
 
     Raises:
-        RunError: it is another one.
+        RunError: the shape is wrong.
     """
     found = output[0] if isinstance(output, tuple) else output
     if getattr(found, "shape", None) != inputs[0].shape:
@@ -99,9 +99,9 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
 def _differences(listed: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> Iterator[str]:
     for name in dict.fromkeys((*listed, *found)):
         if name not in found:
-            yield f"{name} is in params() alone"
+            yield f"{name} is only in params()"
         elif name not in listed:
-            yield f"{name} is in the module alone"
+            yield f"{name} is only in the module"
         elif listed[name] != found[name]:
             yield f"{name} has the shape {listed[name]} in params() and {found[name]} in the module"
     if listed == found and list(listed) != list(found):

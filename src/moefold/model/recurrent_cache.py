@@ -19,7 +19,7 @@ class _Slots(NamedTuple):
 class RecurrentStates(LayerCache):
     """States of one layer by slot; they grow with the number of slots in use.
 
-    A sample's first token starts from zeros, whatever its slot held before.
+    A sample's first token starts from zeros, for any old content of its slot.
 
     Args:
         current_pass: shared by the layers.
@@ -35,17 +35,17 @@ class RecurrentStates(LayerCache):
         return 0 if self._slots is None else sum(tensor.nbytes for tensor in self._slots)
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
-        """Copy states between slots; a slot may be both, and then its old state is copied. See base class."""
+        """Copy states between slots; if a slot is both source and target, its old state is copied. See base class."""
         if self._slots is not None:
             self._grow(num_slots, self._slots)
             for tensor in self._slots:
                 tensor[target] = tensor[source]
 
     def read(self, shapes: StateShapes, like: Tensor) -> Iterator[CachedStates]:
-        """Yield the samples of the pass: all with one token together, then each with several.
+        """Yield the samples of the pass: all samples of one token together, then each longer sample.
 
         Args:
-            shapes: of this layer.
+            shapes: shapes of this layer.
             like: a tensor of the type and device of the tokens.
         """
         rows = self._pass.current

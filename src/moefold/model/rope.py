@@ -29,7 +29,7 @@ def build_rope(
         kernel: fused RoPE kernel; None: PyTorch operations.
         frequencies: `rope_frequencies` on the device of the positions, so that the host need not wait for their copy;
             None: computed and copied.
-        seq_len: as of `rope_frequencies`.
+        seq_len: see `rope_frequencies`.
     """
     if frequencies is None:
         frequencies = rope_frequencies(settings, seq_len).to(positions.device)
@@ -43,11 +43,11 @@ def build_rope(
 
 
 class RopeTable:
-    """The RoPE of all positions up to the last that was asked for: decoding looks its rows up, with the same bits.
+    """RoPE of all positions up to the last requested position; decoding looks rows up in it, with the same bits.
 
     Args:
         settings: sizes, base and scaling.
-        dtype: of `build_rope`; likewise the others.
+        dtype: see `build_rope`, also for the other arguments.
         kernel: see there.
         frequencies: see there; on the device of the table.
         seq_len: see there.
@@ -69,7 +69,7 @@ class RopeTable:
         """
         dtype, kernel, frequencies, _ = self._options
         if last >= self._angles_2L11R.shape[1]:
-            # Twice as many each time, so that all of them take no longer than a few of the last one.
+            # The length doubles each time, so that all computations together take a few times as long as the last.
             length = max(MIN_TABLE_POSITIONS, 1 << last.bit_length())
             whole = build_rope(self._settings, torch.arange(length, device=frequencies.device), *self._options)
             self._angles_2L11R = torch.stack((whole.cos, whole.sin))
@@ -99,7 +99,7 @@ def rope_frequencies(settings: RopeSettings, seq_len: int = 0) -> Tensor:
         seq_len: tokens of the longest sequence, see `RopeScalingPart`.
 
     Raises:
-        ConfigError: a scaling from outside has another number of frequencies.
+        ConfigError: a scaling of another package returns a wrong number of frequencies.
     """
     part = settings.scaling
     frequencies = part.frequencies(settings.theta, settings.rotary_dim, seq_len)

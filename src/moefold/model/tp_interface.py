@@ -44,12 +44,12 @@ class SequenceParallel(ABC):
         Args:
             x: [S/(cp*tp), B, K].
             weights_and_biases: weight [N, K] and bias [N] of each layer.
-            wgrad_store: as of `linear`.
-            linear_backend: as of `linear`.
-            num_unquantized: layers, from the last one on, whose GEMMs are in the dtype of x in any case.
+            wgrad_store: see `linear`.
+            linear_backend: see `linear`.
+            num_unquantized: number of the last layers, whose GEMMs are always in the dtype of x.
 
         Returns:
-            [S/cp, B, N] of each.
+            [S/cp, B, N] for each layer.
         """
         x = self.gather(x)
         is_exact = linear_backend is None or isinstance(linear_backend, UnquantizedLinear)
@@ -73,7 +73,7 @@ class SequenceParallel(ABC):
 
 
 class ContextParallel(Protocol):
-    """Context parallelism, as a loss sees it: each rank of a group has a part of every sample's tokens."""
+    """Context parallelism for losses: each rank of a group has a part of every sample's tokens."""
 
     @property
     def size(self) -> int:

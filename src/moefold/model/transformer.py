@@ -83,7 +83,7 @@ def module_settings(cfg: Config) -> ModuleSettings:
 class Block(nn.Module):
     """Transformer layer: attention, then a dense or MoE feed-forward, each added to the residual stream.
 
-    `model.residual` says where the norms are; norms that it leaves out are None.
+    `model.residual` sets the places of the norms; missing norms are None.
 
     `parallelize` replaces `norms_checkpoint`, where the outputs of the norms are not saved for backward. A decoder sets
     `fused`, which computes the whole layer for the rows of its passes.
@@ -106,7 +106,7 @@ class Block(nn.Module):
         self.has_rope = layer.attention.has_rope
         self.is_rope_interleaved = model.rope.interleaved
         self.shared_selection: int | None = None
-        """Number of the layer that selects the keys of this one, if layers share selections."""
+        """Number of the layer that selects the keys of this layer, if layers share selections."""
         if shares_selections(model) and layer.attention.selector is not None:
             self.shared_selection = selection_sources(model)[number]
         self.residual_multiplier = layer.residual.multiplier
@@ -177,7 +177,7 @@ class Block(nn.Module):
         return _new_selection() if is_needed else selection
 
     def _connected(self, source: Tensor, output: LayerOutput, selection: "Selection | None") -> LayerOutput:
-        """Return the output of the layer; of a frozen one with the loss of its indexer, and connected to its input."""
+        """Return the output of the layer; if it is frozen, with the loss of its indexer and connected to its input."""
         if not self.is_frozen:
             return output
         hidden = pass_gradient(source, output if isinstance(output, Tensor) else output[0])
@@ -186,7 +186,7 @@ class Block(nn.Module):
         return hidden if isinstance(output, Tensor) else (hidden, output[1])
 
     def _add_ffn(self, x: Tensor, y: LayerOutput) -> LayerOutput:
-        """Add the output of the feed-forward network; of a shortcut, add all but the routed part, which is returned."""
+        """Add the output of the feed-forward network; with a shortcut, the routed part is returned instead."""
         if isinstance(y, Tensor):
             return self._add(x, y, self.ffn_output_norm)
         shared, routed = y
@@ -212,7 +212,7 @@ class Block(nn.Module):
         return x + self._scale(y if norm is None else norm(y))
 
     def _scale(self, y: Tensor) -> Tensor:
-        """Multiply an output by the factor with which it is added to the residual stream."""
+        """Multiply an output by its factor in the residual stream."""
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
 
 
@@ -290,7 +290,7 @@ class _Shortcut:
         self._routed: Tensor | None = None
 
     def add(self, output: LayerOutput) -> Tensor:
-        """Return the hidden states after a layer, and keep its routed output for the next one."""
+        """Return the hidden states after a layer, and keep its routed output for the next layer."""
         if isinstance(output, Tensor):
             x = output if self._routed is None else output + self._routed
             self._routed = None
@@ -382,7 +382,7 @@ class Transformer(nn.Module):
         """All layers together, while the model generates; None: one by one."""
 
     def set_loss(self, loss: LossFunction) -> None:
-        """Set the loss of the last stage; on every stage, as all know the names of its terms and metrics."""
+        """Set the loss of the last stage. Call it on every stage: all need the names of its terms and metrics."""
         self.loss = loss
         self.loss_metrics = LossMetricRecorder(metrics_of(loss))
 
@@ -393,7 +393,7 @@ class Transformer(nn.Module):
         self.rope = self._build_rope(positions)
 
     def set_rope(self, positions: Tensor, rope: Rope) -> None:
-        """Set positions whose RoPE is known, as of `rope_table`; instead of `set_positions`."""
+        """Set positions with a known RoPE, such as from `rope_table`; replaces `set_positions`."""
         self.positions = positions
         self.rope = rope
 
@@ -412,8 +412,8 @@ class Transformer(nn.Module):
         """Run the layers of this stage.
 
         Args:
-            x: tokens, int64 [B, S/cp], on the first stage; else hidden states of the previous stage, [S/(cp*tp), B, H].
-            document_bounds: of the documents in the column "document_starts"; None: the host reads that column.
+            x: tokens, int64 [B, S/cp], on the first stage, or hidden states of the previous stage, [S/(cp*tp), B, H].
+            document_bounds: bounds of the documents in the column "document_starts"; None: the host reads that column.
             columns: the columns of the micro-batch; see `Batch`.
 
         Returns:
@@ -483,8 +483,8 @@ class Transformer(nn.Module):
             bounds = bounds or DocumentBounds.of_starts(document_starts)
             documents = PackedDocuments(bounds, starts_SB, weights)
         elif weights is not None and self.config.selected_keys and self.training:
-            # Padding in samples of one document each, which the indexers' losses leave out. Outside of training there
-            # is no such loss, and texts have any length.
+            # Padding is in samples of one document each, which the indexers' losses leave out. Outside of training
+            # there is no such loss, and texts have any length.
             length = self.settings.train.seq_len
             starts_SB = torch.zeros(length, len(weights), dtype=torch.int64, device=weights.device)
             documents = PackedDocuments(DocumentBounds(((0, length),) * len(weights)), starts_SB, weights)
@@ -507,7 +507,7 @@ class Transformer(nn.Module):
         normed = normed.detach() if self.is_frozen else normed
         settings = self.settings
         chunk = settings.train.loss_chunk_tokens(normed.device.type, cp=settings.cp, vocab_rows=settings.vocab_rows)
-        # In evaluation a recorder that no rank reads.
+        # In evaluation, no rank reads the recorder.
         recorder = self.loss_metrics if self.training else LossMetricRecorder(self.loss_metrics.metrics)
         return ModelOutput(normed, self.head, self._tied_weight, chunk, recorder, is_training=self.training)
 

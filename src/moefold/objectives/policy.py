@@ -31,13 +31,13 @@ class PolicyGradientLoss:
     """Minus the advantage-weighted objective of sampled tokens, and a penalty on the KL divergence from a reference.
 
     Columns that it reads, [N, S/cp] each like "labels" (see `columns`): "weights", which carry all normalisation and
-    are 0 for tokens that are not trained; "advantages"; "old_log_probs", of the sampler under `temperature`;
-    "trainer_log_probs", of the weights that sampled, computed by the training forward pass; "reference_log_probs", of
-    the reference under `temperature`; "sequence_ids", index of the rollout within its row, int64, -1 for none.
+    are 0 for tokens that are not trained; "advantages"; "old_log_probs" of the sampler under `temperature`;
+    "trainer_log_probs" of the weights that sampled, computed by the training forward pass; "reference_log_probs" of the
+    reference under `temperature`; "sequence_ids", index of the rollout within its row, int64, -1 for none.
 
-    The ratio of the policy is taken against "trainer_log_probs" instead of "old_log_probs" where a correction asks for
-    them. An objective that does not read the sampler takes the log-probabilities of this very forward pass as the
-    trainer's.
+    If a correction asks for it, the ratio of the policy is taken against "trainer_log_probs" instead of
+    "old_log_probs". An objective that does not read the sampler uses the log-probabilities of this forward pass as
+    "trainer_log_probs".
     """
 
     objective: ObjectivePart
@@ -72,7 +72,7 @@ class PolicyGradientLoss:
 
     @property
     def metrics(self) -> tuple[LossMetric, ...]:
-        """Metrics over the tokens that are trained (nonzero weight); metrics of columns that a batch lacks are not.
+        """Metrics over the tokens that are trained (nonzero weight), without metrics of columns that a batch lacks.
 
         Entropy of the policy in nats; largest ratio; metrics of the objective; KL penalty before its coefficient;
         absolute difference to the log-probabilities of the sampler, its maximum, and the fraction of tokens where they
@@ -97,7 +97,7 @@ class PolicyGradientLoss:
 
     @property
     def reads_trainer_log_probs(self) -> bool:
-        """Return whether a batch has the log-probabilities of the training forward pass at the start of a round."""
+        """True if a batch has the log-probabilities of the training forward pass at the start of a round."""
         return self.correction.corrects and self.objective.reads_sampler
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
@@ -173,7 +173,7 @@ class PolicyGradientLoss:
 
 
 def _within(sequences: Sequences | None, difference: Tensor, is_trained: Tensor) -> Tensor:
-    """Replace differences of log-probabilities by 0 where they are of no sampled token, and may be anything."""
+    """Replace differences of log-probabilities by 0 at tokens that were not sampled, where they are undefined."""
     return difference.where(is_trained if sequences is None else sequences.has_sequence, 0.0)
 
 

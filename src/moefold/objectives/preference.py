@@ -19,12 +19,12 @@ class PreferenceLoss:
     """Loss of pairs of completions that a row packs as sequences 2k (chosen) and 2k + 1 (rejected).
 
     The score of a completion is its log-probability, minus the log-probability of the reference model if the method has
-    one. For a method with labels, sequence 2k is a completion and 2k + 1 the completion of another prompt after the
-    same prompt.
+    a reference. For a method with labels, sequence 2k is a completion, and sequence 2k + 1 has the same prompt with the
+    completion of another prompt.
 
     Columns, besides "labels": "weights" [N, S], whose sum over the tokens of sequence 2k is the share of pair k in the
     loss; "sequence_ids" [N, S], -1 for tokens of prompts and padding; "reference_log_probs" [N, K], the sum over each
-    sequence under the reference, of methods with one; "is_desirable", bool [N, K / 2], of methods with labels.
+    sequence under the reference, if the method has one; "is_desirable", bool [N, K / 2], for methods with labels.
     """
 
     method: PreferencePart
@@ -42,7 +42,7 @@ class PreferenceLoss:
         sequences = Sequences(columns["sequence_ids"], output.context_parallel)
         log_probs = output.log_probs(columns["labels"])
         total, count = sequences.sums(torch.stack((log_probs, torch.ones_like(log_probs)))).unbind(0)
-        # A row has at most as many pairs as half its slots; those without a sequence have a weight of 0.
+        # A row has at most half as many pairs as slots; pairs without a sequence have a weight of 0.
         num_slots = total.shape[1] // 2 * 2
         if method.has_reference:
             num_slots = columns["reference_log_probs"].shape[1]

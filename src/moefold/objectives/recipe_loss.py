@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
-    """Return the loss of the [align] section; `train.loss` if it asks for none."""
+    """Return the loss of the [align] section; `train.loss` if that section has no loss."""
     method = chosen_in(align, AlignmentPart)
     if method.preference is None:
         return chosen_in(train, LossPart)
@@ -50,7 +50,7 @@ def loss_keys() -> frozenset[str]:
 
 
 def loss_columns(loss: LossFunction) -> tuple[str, ...]:
-    """Return the columns of a batch that a loss says it reads."""
+    """Return the columns of a batch that a loss declares to read."""
     return tuple(getattr(loss, "columns", ()))
 
 
@@ -67,7 +67,7 @@ ROLLOUT_COLUMNS = (
 
 
 def rollout_loss_problem(loss: LossFunction, rl: RLConfig) -> str:
-    """Return why a loss of a program cannot train on rollouts; empty if it can."""
+    """Return the reason why a loss of a program cannot train on rollouts; empty if it can."""
     columns = loss_columns(loss)
     if not columns:
         return f"has no attribute `columns`: name the columns that it reads, of {', '.join(ROLLOUT_COLUMNS)}"

@@ -16,8 +16,8 @@ class Sequences:
 
     def __init__(self, ids: Tensor, context_parallel: ContextParallel) -> None:
         self._context_parallel = context_parallel
-        # A row has at most one sequence per token; the last slot is for tokens without a sequence. The number does
-        # not depend on the ids, which the host could not read on a GPU without waiting.
+        # A row has at most one sequence per token; the last slot is for tokens without a sequence. The number does not
+        # depend on the ids, which the host could not read on a GPU without waiting.
         num_slots = ids.shape[1] * context_parallel.size + 1
         first_slot_B = torch.arange(len(ids), device=ids.device).unsqueeze(1) * num_slots
         self._slot_N = (ids.where(ids >= 0, num_slots - 1) + first_slot_B).flatten()
@@ -33,5 +33,5 @@ class Sequences:
         return self._context_parallel.sum_over_context(sums).view(-1, *self._shape)
 
     def of_tokens(self, of_slots: Tensor) -> Tensor:
-        """Return the value of each token's sequence: [B, slots] -> [B, S/cp]; of the last slot where it has none."""
+        """Return the value of each token's sequence (without one, of the last slot): [B, slots] -> [B, S/cp]."""
         return of_slots.flatten().index_select(0, self._slot_N).view(self.has_sequence.shape)

@@ -1,9 +1,9 @@
 """Activation offload: saved tensors wait for the backward pass in host memory or on SSD (SSDTrain, arXiv:2408.10013).
 
-Saved-tensor hooks of autograd see what a stage saves for backward. Storages saved inside a part that the recipe names
-are copied out by I/O threads, each storage once, however many operations save it, and then freed. In the backward pass,
-the first tensor needed of a part starts loading the part before it. A storage that is needed while it is still being
-stored is kept, and its copy is dropped.
+Saved-tensor hooks of autograd see the tensors that a stage saves for backward. I/O threads copy out the storages saved
+inside a part that the recipe names, and then free them; a storage is copied once, also if several operations save it.
+In the backward pass, the first tensor needed of a part starts loading the part before it. A storage that is needed
+while it is still being stored is kept, and its copy is dropped.
 """
 
 import threading
@@ -44,13 +44,13 @@ class OffloadTotals:
     resident_bytes: int = 0
     """Bytes of the same parts that stayed in memory, for lack of space or bandwidth."""
     io_s: float = 0.0
-    """Time in which bytes were copied, in either direction."""
+    """Time of copies, in either direction."""
     waited_s: float = 0.0
-    """Time in which training waited for copies."""
+    """Time that training waited for copies."""
 
 
 class _ThreadState(threading.local):
-    """Position of the forward pass in its thread; a concurrent recomputation in backward has its own."""
+    """Position of the forward pass in its thread; a concurrent recomputation in backward has another position."""
 
     micro_batch: MicroBatch | None = None
     part_run: PartRun | None = None
@@ -62,8 +62,8 @@ class ActivationOffload:
     Args:
         backend: stores the bytes.
         min_bytes: smaller storages stay on the device.
-        is_synchronous: the forward pass waits for the copies, so that at most two part runs are in memory. Else it
-            never waits, and storages that could not be stored and loaded in time, judged by the previous step, stay.
+        is_synchronous: the forward pass waits for the copies, so that at most two part runs are in memory. Otherwise it
+            never waits; storages that could not be stored and loaded in time, judged by the previous step, stay.
         rank: rank for messages.
     """
 
@@ -97,7 +97,7 @@ class ActivationOffload:
         return self._backend.copy_engine
 
     def begin_step(self) -> None:
-        """Start a step, which should run the passes in the order of the previous one."""
+        """Start a step, which should run the passes in the same order as the previous step."""
         self._num_steps += 1
         self._num_forwards = 0
         self._last_backward = -1
@@ -188,7 +188,7 @@ class ActivationOffload:
 
     @contextmanager
     def _run_part(self) -> Iterator[PartRun | None]:
-        """Offload what is saved inside this context; no effect outside a forward pass with a backward."""
+        """Offload tensors saved inside this context; no effect outside a forward pass with a backward."""
         part_run = self._begin_part_run()
         with self._in_part_run(part_run):
             yield part_run
@@ -214,7 +214,7 @@ class ActivationOffload:
             self._thread_state.part_run = outer
 
     def _wait_earlier_parts(self, micro_batch: MicroBatch) -> None:
-        """Wait for all parts but the last if the recipe asks for it: one is copied while the next computes."""
+        """Wait for all parts except the last if the recipe asks for it: a part is copied while the next computes."""
         if self._is_synchronous:
             first = micro_batch.num_waited
             last = len(micro_batch.part_runs) - 1
@@ -313,7 +313,7 @@ class ActivationOffload:
             )
 
     def _on_part_backward(self, part_run: PartRun) -> None:
-        """Load a part that the backward pass has reached, and the next one."""
+        """Load a part that the backward pass has reached, and the part that it will reach next."""
         if part_run.is_reached:
             return
         part_run.is_reached = True
@@ -338,7 +338,7 @@ class ActivationOffload:
                 return
 
     def _fetch(self, part_run: PartRun) -> bool:
-        """Start loading offloaded storages and keep resident ones; return whether there are any."""
+        """Start loading offloaded storages and keep resident storages; return whether there are any storages."""
         storages = part_run.live_storages()
         for storage in storages:
             if not self._keep_resident(storage):
@@ -381,7 +381,7 @@ class ActivationOffload:
         self._waited_s += time.perf_counter() - started_s
 
     def _warn_if_slow(self) -> None:
-        """Warn once if less was stored than stayed for lack of bandwidth."""
+        """Warn once if lack of bandwidth kept more bytes in memory than were stored."""
         with self._lock:
             stored_bytes = self._stored_bytes
             late_bytes = self._late_bytes

@@ -52,7 +52,7 @@ class OffloadBackend(Protocol):
             An event for `CopyEngine.wait_event` before `out` is read.
 
         Raises:
-            RunError: the bytes are lost, or differ from what was stored.
+            RunError: the bytes are lost, or differ from the stored bytes.
         """
         ...
 
@@ -186,13 +186,13 @@ class HostMemory:
 
 
 STALE_GROWTH_FACTOR = 1.5
-"""Factor by which a bandwidth estimate grows in a step without transfers, so that offload is tried again."""
+"""Growth factor of a bandwidth estimate in a step without transfers, so that offload is tried again."""
 
 
 class BandwidthMeter:
     """Bytes and busy time of one direction; thread-safe.
 
-    Concurrent transfers share the bandwidth, so the busy time is the time in which at least one of them runs.
+    Concurrent transfers share the bandwidth, so the busy time is the time while at least one of them runs.
     """
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class BandwidthMeter:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth of this step, or of earlier ones if it has no transfer yet; infinite if unknown."""
+        """Bandwidth of this step, or of earlier steps if it has no transfer yet; infinite if unknown."""
         with self._lock:
             return self._bytes / self._busy_s if self._bytes and self._busy_s else self._bytes_per_s
 

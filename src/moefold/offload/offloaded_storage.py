@@ -109,7 +109,7 @@ class OffloadedStorage:
 
 
 class SavedTensorRef:
-    """Reference to one saved tensor in an offloaded storage, held by autograd in place of the tensor."""
+    """Reference to one saved tensor in an offloaded storage, held by autograd instead of the tensor."""
 
     __slots__ = ("dtype", "offset", "storage", "size", "stride")
 

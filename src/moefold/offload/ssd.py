@@ -33,7 +33,7 @@ class Extent:
         self._freed = freed
 
     def __del__(self) -> None:
-        # May run in any thread, even one that holds the lock; deque.append needs no lock.
+        # May run in any thread, even in a thread that holds the lock; deque.append needs no lock.
         self._freed.append((self.start, self.stop))
 
 
@@ -106,9 +106,9 @@ class _StoredExtent:
 class SsdFile:
     """Backend in one unnamed file, whose extents are written and read in place.
 
-    If the file system supports it (O_TMPFILE), the file never has a name; else it has a random one that is removed at
-    once. It is accessible to its owner only, and gone with the process, however that ends. Every extent has a checksum,
-    so that a truncated file or a faulty disk ends the run instead of corrupting a gradient.
+    If the file system supports it (O_TMPFILE), the file never has a name; otherwise it has a random name that is
+    removed at once. Only its owner can access it, and it disappears when the process ends in any way. Every extent has
+    a checksum, so that a truncated file or a faulty disk ends the run instead of corrupting a gradient.
 
     Args:
         copy_engine: copies to and from the device.
@@ -151,7 +151,7 @@ class SsdFile:
         self._read(host, stored.extent.start)
         if checksum(host) != stored.checksum:
             raise RunError(
-                f"{self.name}: the offloaded bytes differ from what was written; the disk or the file is damaged"
+                f"{self.name}: the offloaded bytes differ from the written bytes; the disk or the file is damaged"
             )
         return None if is_cpu else self.copy_engine.to_device_async(host, out, ready)
 

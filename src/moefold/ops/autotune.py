@@ -1,4 +1,4 @@
-"""Autotuning: measure equivalent implementations once for each shape, and choose the fastest, on all ranks alike."""
+"""Autotuning: measure equivalent implementations once for each shape; all ranks choose the same implementation."""
 
 import logging
 import math
@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 Candidates = Mapping[str, Callable[[], object]]
 CandidateTimes = dict[str, float]
-"""Milliseconds by candidate; infinite: it raised."""
+"""Milliseconds by candidate; infinite for a candidate that raised."""
 Times = dict[str, dict[int, CandidateTimes]]
 """Times by operation with its shape, and by octave of the number of rows."""
 NUM_WARMUP_RUNS = 2
-"""Runs before the timed ones: the first compiles."""
+"""Runs before the timed runs: the first run compiles."""
 NUM_TIMED_RUNS = 5
 MAX_MEASURING_S = 120.0
-"""Time after which a process starts no measurement: shapes that are not measured take the choice of another octave."""
+"""Time limit for starting measurements in a process: shapes that are not measured take the choice of another octave."""
 
 
 class TuningKey(NamedTuple):
@@ -27,7 +27,7 @@ class TuningKey(NamedTuple):
 
     op: str
     num_rows: int
-    """Changes every step: counts between two powers of two share a choice."""
+    """Number of rows, which changes every step: counts between two powers of two share a choice."""
     shape: tuple[Hashable, ...]
     """All other parameters."""
 
@@ -43,15 +43,15 @@ class TuningKey(NamedTuple):
 
 
 class Autotuner:
-    """Choice of the fastest implementation by key: from recorded times, else measured where it is first needed.
+    """Choice of the fastest implementation by key: from recorded times, or measured where it is first needed.
 
-    One rank uses what it measures at once. Several ranks use the first candidate, the default, until `settle` gives all
-    of them the same times; then nothing is measured any more, because other ranks would wait for it.
+    A single rank uses its measurements at once. Several ranks use the first candidate, the default, until `settle`
+    gives all of them the same times; after that nothing is measured, because other ranks would wait for it.
 
     Args:
         is_enabled: False: always take the first candidate, for bitwise reproducible runs, as the fastest candidate may
             differ between runs.
-        num_ranks: ranks that choose alike.
+        num_ranks: ranks that must make the same choices.
         timer: returns the milliseconds of a candidate; None: by CUDA events.
         clock: returns seconds, for `MAX_MEASURING_S`.
     """
@@ -77,13 +77,13 @@ class Autotuner:
         self._names: dict[TuningKey, tuple[str, ...]] = {}
 
     def choose(self, key: TuningKey, candidates: Candidates) -> str:
-        """Return the name of the candidate to run; synchronises with the device where it measures.
+        """Return the name of the candidate to run; synchronises with the device when it measures.
 
-        Without times of the octave it takes the choice of the nearest one that has some, the smaller of two.
+        Without times of this octave it takes the choice of the nearest octave with times, of two the smaller.
 
         Args:
             key: parameters that determine the time.
-            candidates: by name, at least one; the first is the default.
+            candidates: candidates by name, at least one; the first is the default.
         """
         names = tuple(candidates)
         if len(names) == 1 or not self.is_enabled:
@@ -120,10 +120,10 @@ class Autotuner:
         return min(names, key=nearest.__getitem__)
 
     def _measure(self, key: TuningKey, candidates: Candidates) -> CandidateTimes:
-        """Time each candidate; one that raises is named in a warning, and is not chosen.
+        """Time each candidate; a candidate that raises is named in a warning, and is not chosen.
 
         Raises:
-            RuntimeError: none runs.
+            RuntimeError: no candidate runs.
         """
         is_nested, self._is_measuring = self._is_measuring, True
         started_s = self._clock()
@@ -153,10 +153,10 @@ class Autotuner:
         """Let all ranks choose by the same times from now on; collective, between steps.
 
         Args:
-            gather: returns what all ranks measured, in the order of ranks.
+            gather: returns the measured times of all ranks, in the order of ranks.
 
         Returns:
-            What was measured on any rank; the same on all ranks.
+            The merged times of all ranks; the same on all ranks.
         """
         measured = merge_times(gather(self._measured))
         for operation, by_octave in measured.items():
@@ -167,17 +167,17 @@ class Autotuner:
         return measured
 
     def stop_measuring(self) -> None:
-        """Choose by what is known: for ranks that have no common point to settle at."""
+        """Choose by the known times from now on, for ranks without a common point to settle at."""
         self._is_open = False
 
     @property
     def choices(self) -> dict[TuningKey, str]:
-        """Choices for the keys that occurred, each with the most rows of its octave."""
+        """Choices for the keys that occurred, each with the maximum rows of its octave."""
         return dict(self._chosen)
 
 
 def merge_times(of_ranks: Iterable[Times]) -> Times:
-    """Return the times of the slowest rank for each candidate: one that raised on a rank is chosen on none.
+    """Return the times of the slowest rank for each candidate: a candidate that raised on a rank is never chosen.
 
     Operations are left out if no candidate ran, or if two ranks had different candidates.
     """

@@ -1,4 +1,4 @@
-"""Blockwise attention with log-sum-exp, from which ring attention is built; attention sinks and sliding windows.
+"""Blockwise attention with log-sum-exp, the building block of ring attention; attention sinks and sliding windows.
 
 The softmax over a union of key blocks is the average of the blocks' outputs, weighted by the exponentials of their
 log-sum-exps (arXiv:2205.14135 sec. 3.1, arXiv:2310.01889). Gradients need no merging: given the output and the
@@ -12,9 +12,9 @@ output with a sink is the output without, scaled by 1 - exp(sink - lse), with ls
 (gpt-oss, arXiv:2508.10925). A sink is one more key whose value is zero: it is merged once, after the union of all
 blocks, and the backward pass of each block is exact, given the output and the log-sum-exp with the sink.
 
-The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents as they are (`FlashMask`).
+The flash kernel of CUDA and the C kernel of a CPU take sliding windows and packed documents directly (`FlashMask`).
 Without the C kernel a CPU computes windows in blocks that skip keys outside the window. Blocks are at least as long as
-the window reaches back: the T queries of a block attend to the keys of this block and of the previous one, so the
+the window reaches back: the T queries of a block attend to the keys of this block and of the previous block, so the
 sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
@@ -37,7 +37,7 @@ from moefold.ops.interface import unit_stride
 
 
 def scale_queries(q: Tensor, scale: float | None) -> Tensor:
-    """Return queries whose scores have this scale if a kernel multiplies them by 1/sqrt(D); None: unchanged."""
+    """Return queries rescaled for a kernel that multiplies scores by 1/sqrt(D); `scale` None: unchanged."""
     return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
 
 
@@ -83,7 +83,7 @@ class BlockedWindow:
 
     window: int
     document_starts: Tensor | None = None
-    """Index at which the document of each token begins, int64 [S, B]; may be negative. None: no limit."""
+    """Start index of each token's document, int64 [S, B]; may be negative. None: no limit."""
 
     @property
     def block_size(self) -> int:
@@ -104,8 +104,8 @@ class BlockedWindow:
             v: values, [S, B, G, D].
 
         Returns:
-            (queries [T, n*B, A, D], keys [2T, n*B, G, D], values likewise, mask bool [n*B, T, 2T]); every query attends
-            to itself, padding queries of the last block too.
+            (queries [T, n*B, A, D], keys and values [2T, n*B, G, D], mask bool [n*B, T, 2T]); every query attends to
+            itself, also the padding queries of the last block.
         """
         return (
             self.to_query_blocks(q),
@@ -169,7 +169,7 @@ Mask = Literal["all", "causal"] | Tensor
 
 @dataclass(frozen=True)
 class FlashMask:
-    """Limits that the CUDA flash kernel and the C kernel take as they are, without a mask in memory.
+    """Limits that the CUDA flash kernel and the C kernel take directly, without a mask in memory.
 
     The last query is aligned with the last key: the place of query i among the keys is i + Sk - Sq.
     """
@@ -177,15 +177,15 @@ class FlashMask:
     is_causal: bool
     """Whether a query attends to no key after its place."""
     window_left: int = -1
-    """Most keys before its place that a query attends to; -1: no limit."""
+    """Maximum number of keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None
-    """Documents: a query attends to the keys of its own; None: one for each sample."""
+    """Documents: a query attends to the keys of its document; None: each sample is one document."""
     query_segments: Segments | None = None
-    """The queries of each document, which belong to its last tokens, for B = 1; None: of all tokens, with Sq = Sk."""
+    """The queries of each document, which belong to its last tokens, for B = 1; None: all tokens (Sq = Sk)."""
 
 
 BlockMask = Mask | BlockedWindow | FlashMask
-"""A `Mask`; a sliding window, with Sq = Sk; or limits of a kernel that takes them."""
+"""A `Mask`, a sliding window (with Sq = Sk), or limits for a kernel that takes them."""
 
 
 class BlockKernel(Protocol):
@@ -209,7 +209,7 @@ class CausalKernel(BlockKernel, Protocol):
 
 
 class LimitedCausalKernel(Protocol):
-    """Kernel of causal attention that takes the limits of a `FlashMask`, and sinks, as they are."""
+    """Kernel of causal attention that takes the limits of a `FlashMask`, and sinks, directly."""
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel supports these tensors, [S, B, heads, D]."""
@@ -222,7 +222,7 @@ class LimitedCausalKernel(Protocol):
             q: queries.
             k: keys.
             v: values.
-            longest: most keys of a document.
+            longest: maximum number of keys of a document.
         """
         ...
 
@@ -257,7 +257,7 @@ def attention_block(
         k: keys, [Sk, B, G, D].
         v: values, [Sk, B, G, D].
         block_mask: keys that each query attends to.
-        kernel: kernel of blocks that are "all" or "causal"; None: the fastest of this file.
+        kernel: kernel of blocks that are "all" or "causal"; None: the fastest kernel of this file.
 
     Returns:
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
@@ -295,7 +295,7 @@ def attention_block_backward(
         v: values of the block, [Sk, B, G, D].
         out: final output, merged over all blocks that the queries attend to, [Sq, B, A, D].
         lse: log-sum-exp merged over the same blocks, [Sq, B, A]; finite.
-        block_mask: as in the forward pass of this block; likewise `kernel`.
+        block_mask, kernel: as in the forward pass of this block.
 
     Returns:
         (dq, dk, dv): the block's share of the gradient of q; the gradients of its keys and values from these queries.
@@ -533,7 +533,7 @@ def _from_flash(x: Tensor, like_SBAD: Tensor, mask: FlashMask) -> Tensor:
 
 
 def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Return cumulative lengths of queries and of keys, and the greatest length of each, as the kernel takes them."""
+    """Return cumulative lengths of queries and of keys, and the greatest length of each, in the kernel's form."""
     segments = mask.segments
     if segments is None:
         return None, None, q.shape[0], k.shape[0]
@@ -542,7 +542,7 @@ def _lengths(q: Tensor, k: Tensor, mask: FlashMask) -> tuple[Tensor | None, Tens
 
 
 def _window_args(mask: FlashMask) -> dict[str, int]:
-    """Return how many keys before and after its place a query attends to; -1: no limit."""
+    """Return the numbers of keys before and after its place that a query attends to; -1: no limit."""
     return {"window_size_left": mask.window_left, "window_size_right": 0 if mask.is_causal else -1}
 
 

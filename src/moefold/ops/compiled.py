@@ -2,7 +2,7 @@
 
 Only functions of tensors are compiled, without GEMMs, parameters and communication: so quantised and split GEMMs, the
 overlap of tensor parallelism, FSDP and the recomputation of other parts work as without compilation. Shapes are static;
-each combination of shapes and of gradients compiles once a model.
+each combination of shapes and of gradients is compiled once for each model.
 """
 
 import os
@@ -19,7 +19,7 @@ from moefold.ops.rope import rotate_pairs
 from moefold.ops.swiglu import swiglu
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Returns a function that computes the same."""
+"""Returns a compiled function with the same results."""
 
 
 def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,13 +29,13 @@ def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function: torch.compile takes no more than 8 shapes of one code object, whichever model calls it."""
+    """Copy a function: torch.compile takes at most 8 shapes of one code object, from all models together."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def inductor_unsupported_reason(device_type: str) -> str:
-    """Return why Inductor cannot compile for a device; "" if it can."""
+    """Return the reason why Inductor cannot compile for a device; "" if it can."""
     if device_type == "cpu":
         compiler = os.environ.get("CXX", "g++")
         return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler!r} (set CXX)"

@@ -31,7 +31,7 @@ class CrossEntropyOps(Protocol):
         """Compute the statistics of each row of logits.
 
         Args:
-            logits_CV: of any floating dtype, contiguous.
+            logits_CV: logits of any floating dtype, contiguous.
             row_C: vocabulary row of each label on this rank, int64; -1 for a label of another rank.
         """
         ...
@@ -42,10 +42,10 @@ class CrossEntropyOps(Protocol):
         """Write the gradient of the logits into `out`, which may be the logits themselves.
 
         With probabilities p = exp(logits - normalizer) it is grads[0] * (p - one_hot(row)) + grads[1] * p; without a
-        second row the normalizer has no gradient of its own.
+        second row the normalizer has no separate gradient.
 
         Args:
-            out_CV: of any floating dtype, contiguous; rounded once.
+            out_CV: result in any floating dtype, contiguous; rounded once.
             logits_CV: as in `statistics`.
             row_C: as in `statistics`.
             normalizer_C: log-sum-exp over the whole vocabulary, float32 at least.
@@ -100,7 +100,7 @@ def exponentiate_(logits_CV: Tensor, row_C: Tensor) -> RowStatistics:
 def exponential_gradient_out(
     out_CV: Tensor, exps_CV: Tensor, row_C: Tensor, factor_C: Tensor, grads_KC: Tensor
 ) -> None:
-    """Write what `CrossEntropyOps.gradient_out` does, of probabilities factor * exps; `exps` are kept."""
+    """Write the result of `CrossEntropyOps.gradient_out` for probabilities factor * exps; `exps` are kept."""
     torch.mul(exps_CV, (grads_KC.sum(0) * factor_C).unsqueeze(1), out=out_CV)
     out_CV.scatter_add_(1, row_C.clamp(min=0).unsqueeze(1), -grads_KC[0].where(row_C >= 0, 0.0).unsqueeze(1))
 
@@ -117,7 +117,7 @@ def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
     """Sum z * exp(z) over each row, z the distance of a logit to the row's maximum; float32 at least, [C].
 
     Args:
-        logits_CV: of any floating dtype; unchanged.
+        logits_CV: logits of any floating dtype; unchanged.
         top_C: maximum of each row, float32 at least.
     """
     tops = top_C.unsqueeze(1).split(_tile_rows(logits_CV))
@@ -127,7 +127,7 @@ def exponential_dot(logits_CV: Tensor, top_C: Tensor) -> Tensor:
 
 
 def log_exponential_dot(exps_CV: Tensor) -> Tensor:
-    """Sum log(e) * e over each row of exponentials, 0 where e is 0, [C]; what `exponentiate_` leaves is unchanged."""
+    """Sum log(e) * e over each row of exponentials, 0 where e is 0, [C]; the exponentials are unchanged."""
     return torch.cat([-torch.special.entr(exps).sum(1) for exps in _row_tiles(exps_CV)])
 
 

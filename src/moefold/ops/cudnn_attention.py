@@ -48,7 +48,7 @@ class CudnnAttention:
 
 
 def probe_cudnn_attention(device: torch.device) -> str:
-    """Compare cuDNN with the definition on small tensors of the device; return why it cannot be used, or "".
+    """Compare cuDNN with the definition on small tensors of the device; return the reason why it cannot be used, or "".
 
     Args:
         device: a GPU.

@@ -1,10 +1,9 @@
 """Interface of kernels that compute a whole transformer layer over rows of a paged KV cache, without gradients.
 
-All layers are one call. A layer is two where the router is one that the kernel does not know, or where there is a
-shared expert: attention up to the logits of the router, and the routed experts; the caller chooses the experts between
-them.
-`ops/cpu/decode.py` implements it; its reference are the modules of the layer (`model.transformer.Block`), whose bits it
-has where they use the same kernels.
+One call computes all layers. A layer with a shared expert, or with a router that the kernel does not support, needs two
+calls: attention up to the logits of the router, and the routed experts; the caller chooses the experts between them.
+`ops/cpu/decode.py` implements it. Its reference are the modules of the layer (`model.transformer.Block`); the bits are
+the same where the modules use the same kernels.
 """
 
 import logging
@@ -29,7 +28,7 @@ class SoftmaxRouting:
     """Choice of the largest logits, weighted by their softmax."""
 
     is_post: bool
-    """Softmax of the chosen logits; False: of all."""
+    """Softmax over the chosen logits; False: over all logits."""
     scale: float
     """Factor of the weights."""
 
@@ -49,9 +48,9 @@ class HeadWeights:
     """A logit for each query head, [A]; see `fold_in_sinks`."""
     head_dim: int
     window: int
-    """Most keys of a query, its own included; 0: no limit."""
+    """Maximum number of keys of a query, its own included; 0: no limit."""
     query_key_eps: float
-    """Of the norms of queries and keys."""
+    """Epsilon of the norms of queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +61,14 @@ class LayerWeights:
     attention_norm: Tensor
     ffn_norm: Tensor
     eps: float
-    """Of the two norms of the layer."""
+    """Epsilon of the two norms of the layer."""
     router: LinearWeights | None
     """Router of an MoE layer, in float32; None: a dense layer."""
     experts: tuple[Tensor, Tensor, Tensor] | None
     """Gate [E, H, F], up [E, H, F] and down [E, F, H] projections, in the dtype that `ExpertOps.weight_dtype` names."""
     top_k: int
     routing: SoftmaxRouting | None
-    """How the kernel chooses experts; None: the caller does."""
+    """Expert choice of the kernel; None: the caller chooses."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class DecodeLayer(Protocol):
 
     @property
     def top_k(self) -> int:
-        """Experts of a row; 0: none."""
+        """Experts of each row; 0 without experts."""
         ...
 
     def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -100,7 +99,7 @@ class DecodeLayer(Protocol):
 
         Args:
             x_RH: rows of the residual stream, [R, H], R at least 1.
-            rows: of the pass.
+            rows: rows of the pass.
 
         Returns:
             The residual stream [R, H]; the same rows after the norm of the feed-forward layer, [R, H]; and the logits
@@ -118,7 +117,7 @@ class DecodeLayer(Protocol):
             normed_RH: input of the experts, as `attend` returned it.
             ids_RK: experts of each row, int64 [R, K]; the experts of a row differ.
             probs_RK: weight of each, float32 [R, K].
-            shared_RH: output of shared experts, which is added to the output of the routed ones; None: there are none.
+            shared_RH: output of shared experts, which is added to the output of the routed experts; None: not added.
         """
         ...
 
@@ -127,16 +126,16 @@ class DecodePass(Protocol):
     """The shared part of the layers of a decoder: memory, and the rows of the pass that runs."""
 
     def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> DecodeLayer:
-        """Return a layer; its weights and pages must stay where they are in memory."""
+        """Return a layer; its weights and pages must keep their addresses."""
         ...
 
     def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
-        """Compute layers of this decoder one after another, which choose their experts and have no shared expert.
+        """Compute layers of this decoder in sequence; the kernel must choose their experts; no shared experts.
 
         Args:
-            layers: at least one; all have the same number of experts of a row.
+            layers: at least one layer; all have the same number of experts for each row.
             x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
-            rows: of the pass.
+            rows: rows of the pass.
 
         Returns:
             The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].
@@ -149,7 +148,7 @@ class DecodeKernel(Protocol):
 
     @property
     def max_head_dim(self) -> int:
-        """Widest head that it supports."""
+        """Largest supported head dim."""
         ...
 
     def replaces(self, kernel: object) -> bool:
@@ -164,19 +163,19 @@ class DecodeKernel(Protocol):
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 3
-"""Timed runs of each, after one that allocates."""
+"""Timed runs of each way, after a run that allocates."""
 MAX_ROUND_S = 0.02
-"""Time from which one round is enough: noise is a small part of a long run."""
+"""Minimum time for which one round is enough: noise is a small part of a long run."""
 MODULES_GAIN = 0.95
-"""Share of the kernel's time that modules may take at most: below it they are chosen. The kernel's results do not
-depend on the number of rows, the results of library GEMMs may."""
+"""Modules are chosen only if they take at most this share of the kernel's time: the kernel's results do not depend on
+the number of rows, but the results of library GEMMs may."""
 
 
 class DecodeChoice:
-    """The faster way to compute a layer, measured at the first pass of each number of rows; a power of two shares one.
+    """Choice of the faster way to compute a layer, measured once for each power of two of the number of rows.
 
     A choice holds as long as this object, which a model has for all its layers of a kind. So a run computes equal
-    passes alike, though another run may choose otherwise.
+    passes in the same way, though another run may choose another way.
 
     Args:
         clock: returns seconds; None: the CPU time of this thread, which other processes do not lengthen.
@@ -189,10 +188,10 @@ class DecodeChoice:
     def picks_whole(
         self, kind: Hashable, num_rows: int, whole: Callable[[], object], modules: Callable[[], object]
     ) -> bool:
-        """Return whether to compute a layer by the kernel; runs both if this is the first pass of such rows.
+        """Return whether to compute a layer by the kernel; run both ways in the first pass of this number of rows.
 
         Args:
-            kind: of the layer; layers of a kind take equally long.
+            kind: kind of the layer; layers of a kind take equally long.
             num_rows: rows of the pass.
             whole: computes the layer by the kernel.
             modules: computes it by its modules.
@@ -208,11 +207,11 @@ class DecodeChoice:
         return self._is_whole[key]
 
     def has_picked_whole(self, kind: Hashable, num_rows: int) -> bool:
-        """Return whether `picks_whole` has chosen the kernel for such rows; False if it has not run."""
+        """Return whether `picks_whole` has chosen the kernel for this number of rows; False if it has not run."""
         return self._is_whole.get((kind, num_rows.bit_length()), False)
 
     def _measure(self, *candidates: Callable[[], object]) -> list[float]:
-        """Return the shortest time of each, run in turn."""
+        """Return the shortest time of each function; they run alternately."""
         for candidate in candidates:
             candidate()
         best = [float("inf")] * len(candidates)

@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Positions at which the documents of a micro-batch begin, known to the host.
+    """Start positions of the documents of a micro-batch, known to the host.
 
-    A class, not a tuple: FSDP and pipeline schedules pass it on as it is, without copying it to the device.
+    This is not a tuple, because FSDP and pipeline schedules pass a class on unchanged, without a copy to the device.
     """
 
     of_samples: tuple[tuple[int, ...], ...]
     """For each sample the first position of every document, ascending from 0, and then S."""
     placement: Placement | None = None
-    """Where the tokens of the round are, with the documents of all its samples; None: each sample is on its cp ranks,
-    as `sequence_positions` says, and this rank knows the documents of its own samples."""
+    """Placement of the tokens of the round, with the documents of all its samples; None: each sample is on its cp
+    ranks, as `sequence_positions` says, and this rank knows the documents of its own samples."""
 
     @staticmethod
     def of_starts(starts_BS: Tensor) -> "DocumentBounds":
-        """Compute the bounds from the position at which the document of each token begins, [B, S].
+        """Compute the bounds from the start position of each token's document, [B, S].
 
         The host waits if the tensor is on a GPU.
         """
@@ -40,7 +40,7 @@ class DocumentBounds:
 
     @staticmethod
     def of_positions(starts_BS: NDArray[np.int64]) -> "DocumentBounds":
-        """Compute `of_starts` of an array of the host."""
+        """Compute `of_starts` for an array of the host."""
         length = starts_BS.shape[1]
         is_first_BS = starts_BS == np.arange(length)
         return DocumentBounds(tuple((*np.flatnonzero(is_first).tolist(), length) for is_first in is_first_BS))
@@ -59,12 +59,12 @@ class Segments:
 class PackedDocuments:
     """Documents of the samples of one micro-batch.
 
-    Tensors and plans are built when they are first asked for, and cached: all layers of a stage share them.
+    Tensors and plans are built at their first use and cached: all layers of a stage share them.
     """
 
     bounds: DocumentBounds
     starts_SB: Tensor
-    """Position at which the document of each token begins, int64 [S, B], on the device."""
+    """Start position of each token's document, int64 [S, B], on the device."""
     token_weights: Tensor | None = None
     """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None: there is no padding."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -72,7 +72,7 @@ class PackedDocuments:
 
     @staticmethod
     def of_starts(starts_SB: Tensor) -> "PackedDocuments":
-        """Build the documents from the start of each token's; the host waits if the tensor is on a GPU."""
+        """Build the documents from the start of each token's document; the host waits if the tensor is on a GPU."""
         return PackedDocuments(DocumentBounds.of_starts(starts_SB.t()), starts_SB)
 
     @staticmethod
@@ -82,7 +82,7 @@ class PackedDocuments:
         return PackedDocuments(DocumentBounds(((0, seq_len),) * batch), starts_SB)
 
     def in_chunks(self, chunk_size: int) -> "PackedDocuments":
-        """Divide every document into chunks of `chunk_size` tokens, the last one shorter; built once."""
+        """Divide every document into chunks of `chunk_size` tokens, the last chunk shorter; built once."""
         if chunk_size not in self._in_chunks:
             bounds = tuple(
                 (*(i for start, stop in pairwise(sample) for i in range(start, stop, chunk_size)), sample[-1])
@@ -146,7 +146,7 @@ class AttentionChunks:
         """Return the chunks of the documents as documents; the documents themselves if there are no chunks.
 
         Args:
-            documents: of the whole samples; None: each sample is one document.
+            documents: documents of the whole samples; None: each sample is one document.
             seq_len: tokens of a whole sample, S.
             batch: samples.
             device: device of the tensors.

@@ -20,15 +20,15 @@ class DrawKernel(Protocol):
     """Draws from whole distributions: without top-k, top-p and min-p."""
 
     def supports(self, logits_NV: Tensor) -> bool:
-        """Return whether it draws from such logits; depends on their layout only."""
+        """Return whether the kernel supports these logits; depends on their layout only."""
         ...
 
     def __call__(self, logits_NV: Tensor, temperature: float, uniforms: Sequence[float]) -> Tensor:
         """Draw a token for each row: int64 [N], `NO_TOKEN` for a row with NaN or infinity.
 
         Args:
-            logits_NV: over the whole vocabulary.
-            temperature: divisor of the logits; 0: the first of the largest.
-            uniforms: in [0, 1), of each row; not read at temperature 0.
+            logits_NV: logits over the whole vocabulary.
+            temperature: divisor of the logits; 0: the first of the largest logits.
+            uniforms: number in [0, 1) for each row; not read at temperature 0.
         """
         ...

@@ -1,8 +1,8 @@
-"""Sigmoid, SiLU and softplus whose bits do not depend on where an element lies in its tensor.
+"""Sigmoid, SiLU and softplus whose bits do not depend on the place of an element in its tensor.
 
-torch evaluates most elements on a CPU with vectors, and those at the end of a thread's share with another approximation
-(aten/src/ATen/cpu/vec). exp and log1p have one approximation for all elements, so a token has the same values here
-whatever tokens are computed with it.
+torch evaluates most elements on a CPU with vectors, and the elements at the end of a thread's share with another
+approximation (aten/src/ATen/cpu/vec). exp and log1p have one approximation for all elements, so the values of a token
+here do not depend on the other tokens.
 """
 
 from typing import Any

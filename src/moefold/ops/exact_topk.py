@@ -1,8 +1,7 @@
 """Exact top-k by guess, verify and refine: the positions of the k largest scores of each row.
 
 `sorted_topk` is the definition. On CPUs with a compiler the C kernel runs (`ops/cpu/exact_topk.py`), on CUDA in float32
-and bfloat16 the Triton kernel (`ops/triton/exact_topk.py`); all results are equal
-(docs/design/033-exact-top-k.md).
+and bfloat16 the Triton kernel (`ops/triton/exact_topk.py`); all results are equal (docs/design/033-exact-top-k.md).
 """
 
 from functools import cache
@@ -26,8 +25,8 @@ def exact_topk(
 ) -> Tensor:
     """Select the k largest scores of each row among its positions starts[r] <= n < stops[r].
 
-    Among equal scores the lowest position is selected; -0.0 equals 0.0, and -inf and +inf are scores like others.
-    The result equals the result of a full sort. No gradient flows.
+    Among equal scores the lowest position is selected; -0.0 equals 0.0, and -inf and +inf are ordinary scores. The
+    result equals the result of a full sort. No gradient flows.
 
     Args:
         scores: [R, N], float32, bfloat16 or float64; values outside of a row's positions are not read.
@@ -35,16 +34,16 @@ def exact_topk(
         starts: first position of each row, int32 [R]; None: 0. Clamped to [0, N].
         stops: position after the last of each row, int32 [R]; None: N. Clamped to [0, N]; at or below its start, the
             row has no positions.
-        guess: positions that probably are in the result, int32 [R, G], such as the result of the previous row or
-            step; it saves time and never changes the result. Any content is legal: repeated positions, and positions
-            out of range.
+        guess: positions that probably are in the result, int32 [R, G], such as the result of the previous row or step;
+            it saves time and never changes the result. Any content is legal: repeated positions, and positions out of
+            range.
 
     Returns:
         Selected positions in ascending order, int32 [R, k]; then -1 where a row has fewer than k positions.
 
     Raises:
-        ValueError: shapes or dtypes are others, or a row's scores contain NaN. On CUDA, where the host does not wait
-            for the check, NaN is a device-side assertion instead.
+        ValueError: wrong shapes or dtypes, or a row's scores contain NaN. On CUDA, where the host does not wait for the
+            check, NaN is a device-side assertion instead.
     """
     _check_arguments(scores, k, starts, stops, guess)
     scores = scores.detach()
@@ -83,7 +82,7 @@ def sorted_topk(scores: Tensor, k: int, *, starts: Tensor | None = None, stops: 
         assert_on_device(~has_nan, NAN_MESSAGE)
     elif has_nan:
         raise ValueError(NAN_MESSAGE)
-    # Adding 0.0 turns -0.0 into 0.0: a sort by bits would tell them apart.
+    # Adding 0.0 turns -0.0 into 0.0: a sort by bits would distinguish them.
     order = (scores + 0.0).argsort(dim=1, descending=True, stable=True)
     illegal_last = is_legal.gather(1, order).logical_not().to(torch.uint8).argsort(dim=1, stable=True)
     selected = order.gather(1, illegal_last)[:, :k]
@@ -123,7 +122,7 @@ def _c_kernel() -> "CExactTopk | None":
     from moefold.ops.cpu.exact_topk import CExactTopk
 
     try:
-        # Of the processes of a machine, one compiles.
+        # One process of each machine compiles.
         build_libraries("exact_topk")
         return CExactTopk()
     except CompilerError:

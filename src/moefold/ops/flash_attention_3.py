@@ -1,6 +1,6 @@
-"""FlashAttention 3 (arXiv:2407.08608) on Hopper: it takes the place of torch's flash attention, where it agrees.
+"""FlashAttention 3 (arXiv:2407.08608) on Hopper: it replaces torch's flash attention if the results agree.
 
-torch has a registry of flash attention implementations (`torch.nn.attention.register_flash_attention_impl`); an active
+torch has a registry of flash attention implementations (`torch.nn.attention.register_flash_attention_impl`). The active
 one computes torch's flash operators, and so sliding windows, documents and the blocks of context parallelism.
 """
 
@@ -34,7 +34,7 @@ SECOND_DOCUMENT = 100
 
 
 def use_flash_attention_3(device: torch.device) -> str:
-    """Activate FlashAttention 3 where it is installed and agrees; return what to log, "" if the device has none."""
+    """Activate FlashAttention 3 if it is installed and agrees; return a log message, "" without kernels."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return ""
     if importlib.util.find_spec(PACKAGE) is None:
@@ -46,14 +46,14 @@ def use_flash_attention_3(device: torch.device) -> str:
 def activate_if_it_agrees(implementation: str, find_disagreement: Callable[[], str]) -> str:
     """Activate a registered implementation of flash attention in this process, unless it fails or differs.
 
-    One that is active stays, whoever activated it.
+    An implementation that is already active stays.
 
     Args:
         implementation: name in torch's registry.
         find_disagreement: returns how the active implementation differs from the definition, "" if it agrees.
 
     Returns:
-        Why it is not active, "" if it is.
+        The reason why it is not active, "" if it is.
     """
     active = attention.current_flash_attention_impl()
     if active is not None:
@@ -69,7 +69,7 @@ def activate_if_it_agrees(implementation: str, find_disagreement: Callable[[], s
 
 
 class _Case(NamedTuple):
-    """A mask of the probe, as the flash kernel takes it, and as the definition does."""
+    """A mask of the probe, in the form of the flash kernel and in the form of the definition."""
 
     name: str
     flash_mask: FlashMask
@@ -80,8 +80,8 @@ def flash_disagreement(device: torch.device, dtype: torch.dtype) -> str:
     """Compare torch's flash attention with the definition on small tensors; return how it differs, "" if it agrees.
 
     Args:
-        device: of the tensors.
-        dtype: of the tensors.
+        device: device of the tensors.
+        dtype: dtype of the tensors.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = ((NUM_TOKENS, 1, 4, 64), (NUM_TOKENS, 1, 4, 64), (NUM_TOKENS, 1, 2, 64), (NUM_TOKENS, 1, 2, 64))

@@ -1,12 +1,12 @@
-"""GEMMs whose number of rows changes from call to call, as token counts of experts do.
+"""GEMMs whose number of rows changes from call to call, such as the token counts of experts.
 
 oneDNN, which torch uses on CPU for bfloat16, compiles a kernel for every new shape and caches the last 1,024. With
 routed row counts nearly every call has a new shape, and compiling takes longer than multiplying: `padded_rows` rounds
 the counts so that few shapes occur. On AMD processors with AVX-512, which MKL (called by torch.mm) does not use there,
 oneDNN is the fastest float32 GEMM as well (340 against 180 GFLOP/s: 4096 routed rows, 8 experts of [256, 512], two
-threads of a Zen 5). Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost (for
-[512, 256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91 against
-78, and 89 against 76, on a Zen 3 with AVX2).
+threads of a Zen 5). Elsewhere MKL is faster, compiles no kernels, and reads transposed operands at no cost (for [512,
+256] x [256, 512], one thread: 123 against 108 GFLOP/s, 118 against 60 with both transposed, on a Xeon; 91 against 78,
+and 89 against 76, on a Zen 3 with AVX2).
 
 A processor without bfloat16 instructions emulates bfloat16 GEMMs at a tenth of the speed of float32: 13 against 130
 GFLOP/s ([512, 256] x [256, 512], two threads of a Xeon with AVX-512 only, where upcasting reaches 85). There `matmul`
@@ -31,7 +31,7 @@ MIN_UPCAST_CHUNK_ROWS = 256
 class Gemm:
     """GEMM backend without autograd, by torch's libraries; subclasses are other implementations.
 
-    A caller first asks in which form operands are expected, then multiplies.
+    A caller first asks for the expected form of the operands, then multiplies.
     """
 
     def is_faster_than_torch_mm(self, x: Tensor) -> bool:
@@ -43,7 +43,7 @@ class Gemm:
         return is_faster_in_fp32(x)
 
     def upcast(self, x: Tensor) -> Tensor:
-        """Cast x to the dtype in which its GEMMs are computed: for callers with several GEMMs of x."""
+        """Cast x to the dtype of its GEMMs: for callers with several GEMMs of x."""
         return x.float() if self.upcasts(x) else x
 
     def accepts_fp32_weight(self, x: Tensor) -> bool:
@@ -51,7 +51,7 @@ class Gemm:
         return is_faster_in_fp32(x)
 
     def cast_weight(self, w: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight as GEMMs read it, with the values that it has in `dtype`."""
+        """Return a weight in the form that GEMMs read, with its values in `dtype`."""
         return self.upcast(w.to(dtype))
 
     def padded_rows(self, rows: int, like: Tensor) -> int:
@@ -68,7 +68,7 @@ class Gemm:
         return not self.is_faster_than_torch_mm(x)
 
     def matmul(self, x_MK: Tensor, w_NK: Tensor, out_MN: Tensor | None = None) -> Tensor:
-        """Compute x @ w.T, [M, N]; w may have any strides, a transposed one is as fast.
+        """Compute x @ w.T, [M, N]; w may have any strides: a transposed matrix is as fast.
 
         Args:
             x_MK: [M, K], of the same dtype as w or `upcast` already; oneDNN copies it first if it is not contiguous.

@@ -26,8 +26,8 @@ from moefold.ops.swiglu import ExpertActivation
 class GroupedExpertOps:
     """`ExpertOps` of grouped GEMMs that permute tokens while reading and combine expert outputs while writing.
 
-    The operations of this class are the reference of those that override them, on every device and in every dtype;
-    they synchronise to read row counts.
+    The operations of this class are the reference of the operations that override them, on every device and in every
+    dtype; they synchronise to read row counts.
     """
 
     @property
@@ -79,7 +79,7 @@ class GroupedExpertOps:
         g, u = fc1_outputs if options.saves_fc1 else self.fc1(x_rows, weights, offsets_E)
         grad_rows = _gather(grad.contiguous(), options)
         if self.wgrad_reads_gathered_rows and not options.delays_wgrad:
-            # The next GEMM must not seem slower for the copy that the weight gradient needs anyway.
+            # The measured time of the next GEMM must not include the copy that the weight gradient needs anyway.
             _ = grad_rows.materialized
         grad_hidden = self.grouped_gemm(grad_rows, weights.down_EFH.transpose(1, 2), offsets_E)
         hidden, grad_g, grad_u, grad_probs_R = self.activation_backward(options.activation, grad_hidden, g, u, probs_R)
@@ -202,7 +202,7 @@ def weight_gradient_per_expert(
 
 
 def _split_by_expert(rows: GatheredRows, offsets_E: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each expert, and then those after the last one's."""
+    """Return the rows of each expert, and then the rows after the last expert."""
     return rows.materialized.tensor_split(offsets_E.tolist())
 
 
@@ -219,7 +219,7 @@ def _gather(x: Tensor, options: ExpertOptions) -> GatheredRows:
 
 
 def expand_to_rows(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """Gather the value of each row's expert, [R, N]; of any expert for rows after the last one's."""
+    """Gather the value of each row's expert, [R, N]; of any expert for the rows after the last expert."""
     row_R = torch.arange(num_rows, device=offsets_E.device, dtype=offsets_E.dtype)
     expert_R = torch.searchsorted(offsets_E, row_R, right=True).clamp_(max=len(values_EN) - 1)
     return values_EN.index_select(0, expert_R)
@@ -242,7 +242,7 @@ def _sum_per_expert(values_RN: Tensor, offsets_E: Tensor, *, has_undefined_rows:
 
 
 def _may_have_undefined_rows(options: ExpertOptions) -> bool:
-    """Return whether rows of no expert may follow: rows of dropped tokens, or room for rows that did not arrive."""
+    """Return whether rows without an expert may follow: rows of dropped tokens, or unused rows of a buffer."""
     permute_map = options.permute_map
     if permute_map is None:
         return isinstance(options.tokens_per_expert, LazyCounts)

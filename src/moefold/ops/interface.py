@@ -18,11 +18,11 @@ DerivedT = TypeVar("DerivedT")
 
 
 class LazyCounts(Sequence[int]):
-    """Tokens of each expert, counted on a device, int64 [E]; the first read of a number synchronises, once for all.
+    """Tokens of each expert, counted on a device, int64 [E]; only the first read of a number synchronises.
 
     Args:
         counts_E: the counts.
-        values: the same numbers on the host, where it knows them: then no read synchronises.
+        values: the same numbers, if the host knows them; then no read synchronises.
     """
 
     def __init__(self, counts_E: Tensor, values: list[int] | None = None) -> None:
@@ -48,8 +48,8 @@ class LazyCounts(Sequence[int]):
 class Permutation:
     """Permutation of routed tokens into rows sorted by expert, unless they were reordered.
 
-    Routed tokens may be absent (dropped, or another rank's) and rows may be empty (padding); masks are None if none
-    are.
+    Routed tokens may be absent (dropped, or of another rank) and rows may be empty (padding); without them, masks are
+    None.
     """
 
     token_R: Tensor
@@ -57,7 +57,7 @@ class Permutation:
     topk_index_R: Tensor
     """Index t*K + k of each row's routed token, int64 [R]; 0 in a padding row."""
     row_TK: Tensor
-    """Row of each routed token, int64 [T, K]; 0 for an absent one."""
+    """Row of each routed token, int64 [T, K]; 0 for an absent token."""
     tokens_per_expert_E: Tensor
     """int64 [E]; sums to R, or to less where rows of dropped tokens follow."""
     kept_TK: Tensor | None
@@ -68,7 +68,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Rows gathered on read: row i is values[source_R[i]], or zeros where that is -1."""
+    """Rows gathered on read: row i is values[source_R[i]], or zeros where source_R[i] is -1."""
 
     values: Tensor
     source_R: Tensor | None = None
@@ -118,11 +118,11 @@ class PermuteMap:
     kept_TK: Tensor | None
     """Routed tokens that have a row, bool [T, K]; None: all."""
     has_padding: bool
-    """True: there may be padding rows; False: every row is gathered by its index alone."""
+    """True: there may be padding rows; False: every row is gathered by its index."""
 
     @property
     def is_bijective(self) -> bool:
-        """True if every token has one row, and every row a token: the map orders rows and sums none."""
+        """True if every token has one row and every row a token: the map only orders rows."""
         is_single = self.row_TK.shape[1] == 1 and self.kept_TK is None
         return is_single and not self.has_padding and len(self.source_R) == len(self.row_TK)
 
@@ -184,9 +184,9 @@ class ExpertGradients:
 
     x: Tensor
     probs_R: Tensor | None
-    """None without probabilities."""
+    """Gradient of the probabilities; None without probabilities."""
     weights: Callable[[], Sequence[Tensor | None]]
-    """Computes the gradients of the weights in the order of `ExpertWeights`, None for an absent one; called once."""
+    """Computes the gradients of the weights in the order of `ExpertWeights`, None for an absent weight; called once."""
 
 
 class ExpertOps(Protocol):
@@ -217,8 +217,8 @@ class ExpertOps(Protocol):
 
         Args:
             x: tokens sorted by expert [R, H], or with a `permute_map` unsorted tokens [T, H].
-            weights: of the experts.
-            options: all else.
+            weights: weights of the experts.
+            options: all other arguments.
             probs_R: factor of each output row, [R]; it is applied before the down projection, so that its gradient
                 does not need the outputs.
 

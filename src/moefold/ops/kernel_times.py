@@ -16,12 +16,12 @@ from moefold.ops.autotune import Times
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""Changes with the format of an entry, and where a candidate of the same name is another kernel."""
+"""Version of an entry; it changes with the format, and if a candidate of the same name becomes another kernel."""
 Environment = dict[str, str]
 
 
 def kernel_environment(device: torch.device) -> Environment:
-    """Return what decides the time of a kernel besides its shape: the device and the libraries.
+    """Return the device and the libraries, which determine the time of a kernel besides its shape.
 
     Args:
         device: a GPU.
@@ -44,8 +44,8 @@ def read_times(environment: Environment, cache_dir: Path | None = None) -> Times
     """Return the times recorded for an environment; a file that cannot be read is named in a warning.
 
     Args:
-        environment: as of `kernel_environment`.
-        cache_dir: cache folder; None: the default one.
+        environment: see `kernel_environment`.
+        cache_dir: cache folder; None: the default folder.
     """
     for folder in cache_folders(cache_dir):
         path = folder / _name(environment)
@@ -64,12 +64,12 @@ def read_times(environment: Environment, cache_dir: Path | None = None) -> Times
 def add_times(environment: Environment, times: Times, cache_dir: Path | None = None) -> Path | None:
     """Add times to the record of an environment; times of the same operation and octave are replaced.
 
-    Two processes that write at once keep the times of one of them; the others are measured again.
+    If two processes write at once, the times of one are lost and are measured again.
 
     Args:
-        environment: as of `kernel_environment`.
-        times: octaves of which a candidate raised are left out, so that it is tried, and named, again.
-        cache_dir: cache folder; None: the default one.
+        environment: see `kernel_environment`.
+        times: octaves with a candidate that raised are left out, so that it is tried, and named, again.
+        cache_dir: cache folder; None: the default folder.
 
     Returns:
         The file; None if no folder can be written, after a warning.
@@ -91,7 +91,7 @@ def _parse(content: Any, environment: Environment) -> Times:
     """Return the times of an entry.
 
     Raises:
-        ValueError: it is an entry of another environment, or something in it is not understood.
+        ValueError: the entry belongs to another environment, or has unknown content.
     """
     if not isinstance(content, dict) or content.keys() != {"environment", "ms"} or not isinstance(content["ms"], dict):
         raise ValueError("it is not an object of 'environment' and 'ms'")

@@ -28,8 +28,8 @@ SUB_CHUNK_SIZE = 16
 """Tokens between the reference points of decays of each channel; see `_ChannelDecays`."""
 
 InitialState = Callable[[Tensor, Tensor], Tensor]
-"""Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update
-[B, A, D, Dv]: they turn a state S before these tokens into transition @ S + update after them."""
+"""Return the states [B, A, D, Dv] before the tokens of this rank, from their transition [B, A, D, D] and update [B, A,
+D, Dv]: they turn a state S before these tokens into transition @ S + update after them."""
 
 
 def recurrent_linear_attention(
@@ -66,14 +66,14 @@ def recurrent_linear_attention(
 
 
 class PreparedChunks(Protocol):
-    """Products within all chunks, from which the states between them and the outputs follow."""
+    """Products within all chunks, which determine the states between the chunks and the outputs."""
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the transition [B, A, D, D] and update [B, A, D, Dv] of the states by all chunks."""
         ...
 
     def attend(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs [S, B, A, Dv] and the last states, given the first ones [B, A, D, Dv]; None: zeros."""
+        """Return the outputs [S, B, A, Dv] and the last states, given the first states [B, A, D, Dv]; None: zeros."""
         ...
 
 
@@ -91,11 +91,11 @@ class ChunkKernel(Protocol):
 
 @dataclass(frozen=True)
 class ChunkedLinearAttention:
-    """Gated linear attention in chunks, differentiable; local but for `initial_state`.
+    """Gated linear attention in chunks, differentiable; only `initial_state` communicates.
 
     Attributes:
-        chunk_size: tokens of a chunk, C; the result does not depend on it but for rounding.
-        initial_state: the states before the tokens, from what precedes them on other ranks; None: `state` is given.
+        chunk_size: tokens of a chunk, C; it changes results only by rounding.
+        initial_state: computes the states before the tokens from earlier tokens on other ranks; None: `state` is given.
         kernel: implementation for the tensors that it supports; None: torch operations for all.
     """
 
@@ -113,10 +113,10 @@ class ChunkedLinearAttention:
         state: Tensor | None = None,
         is_start_SB: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `recurrent_linear_attention` computes.
+        """Compute the results of `recurrent_linear_attention`.
 
         Args:
-            q: as there, like `k`, `v`, `log_decay` and `beta`.
+            q: queries; for the shapes see `recurrent_linear_attention`.
             k: keys.
             v: values.
             log_decay: logarithm of the decay.
@@ -189,7 +189,7 @@ class Chunks:
     write_keys: Tensor
     """Keys with the decay up to the end of the chunk, [.., C, D]."""
     values: Tensor
-    """What the tokens of a chunk write if the state before it is zero, [.., C, Dv]."""
+    """Values that the tokens of a chunk write if the state before it is zero, [.., C, Dv]."""
     erase_keys: Tensor | None
     """[.., C, D]: the tokens write values + erase_keys @ state."""
     decay: Tensor
@@ -226,7 +226,7 @@ class Chunks:
         return Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, whole, length)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the states before the chunks [N, .., D, Dv], what tokens write [N, .., C, Dv], and the last state."""
+        """Return the states before the chunks [N, .., D, Dv], the written values [N, .., C, Dv], and the last state."""
         found: tuple[Tensor, Tensor, Tensor] = _StateScan.apply(
             self.write_keys, self.values, self.erase_keys, self.decay, state
         )
@@ -242,7 +242,7 @@ class Chunks:
     def padded_for_summary(self) -> tuple[Tensor, Tensor]:
         """Return values [.., C, Dv + D] and first states [.., D, Dv + D] whose last states are update and transition.
 
-        Columns that begin as the identity, and for which no token has values, end as the transition.
+        Columns that begin as the identity, and have no values of tokens, end as the transition.
         """
         key_size = self.write_keys.shape[-1]
         identity = torch.eye(key_size, dtype=self.values.dtype, device=self.values.device)
@@ -265,11 +265,11 @@ class Chunks:
 
 
 class _HeadDecays:
-    """Decays between the tokens of each chunk, one number of a head.
+    """Decays between the tokens of each chunk, one number for each head.
 
     Args:
         total: sum of the logarithms of the decays from the start of the chunk, [N, B, A, C, 1].
-        is_same: whether two tokens are of one document, bool [N, B, 1, C, C]; None: all are.
+        is_same: whether two tokens are of one document, bool [N, B, 1, C, C]; None: all tokens are of one.
     """
 
     def __init__(self, total: Tensor, is_same: Tensor | None) -> None:
@@ -293,7 +293,7 @@ class _HeadDecays:
 
 
 class _ChannelDecays:
-    """Decays between the tokens of each chunk, one number of each key channel; as `_HeadDecays`, total [.., C, D].
+    """Decays between the tokens of each chunk, one number for each key channel; see `_HeadDecays`; total [.., C, D].
 
     exp(total_i - total_j) is a product of two factors relative to a point between i and j, both at most 1. Queries are
     taken in sub-chunks: earlier keys relative to its start, and the keys of the sub-chunk itself channel by channel.
@@ -315,7 +315,7 @@ class _ChannelDecays:
         return difference.masked_fill(is_later.unsqueeze(-1), float("-inf")).exp()
 
     def products(self, q: Tensor, k: Tensor, repeats: int) -> Tensor:
-        """Return the products of queries and earlier keys with the decays between them, as `_HeadDecays.products`."""
+        """Return the products of queries and earlier keys with the decays between them; see `_HeadDecays.products`."""
         if repeats > 1:
             q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
         total = self._total
@@ -352,7 +352,7 @@ class _StateScan(torch.autograd.Function):
                 torch.add(values[i], erase_keys[i] @ before, out=written[i])
             state = before * decay[i] + write_keys[i].mT @ written[i]
         if erase_keys is None:
-            # An output is no view of an input.
+            # An output must not be a view of an input.
             written = values.clone()
         ctx.save_for_backward(write_keys, erase_keys, decay, states, written)
         return states, written, state
@@ -361,7 +361,7 @@ class _StateScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_states: Tensor, grad_written: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         write_keys, erase_keys, decay, states, written = ctx.saved_tensors
-        # Gradients of the state after each chunk, and of what its tokens write.
+        # Gradients of the state after each chunk, and of the values that its tokens write.
         after = torch.empty_like(states)
         of_written = torch.empty_like(written)
         grad = grad_last
@@ -410,7 +410,7 @@ def causal_convolution(
     Args:
         x_SBC: tokens, [S, B, C].
         weight_CK: [C, K], the last column for the token itself.
-        previous_KBC: the K-1 tokens before the first one, [K-1, B, C].
+        previous_KBC: the K-1 tokens before the first token, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
         activation: function of the sums before they are rounded; None: none.
         kernel: implementation for the tensors that it supports, without activation and with `F.silu`; None: torch

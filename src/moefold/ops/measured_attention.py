@@ -1,4 +1,4 @@
-"""Attention cores of the libraries on a GPU, the fastest for each shape: cuDNN, flash, or what SDPA prefers."""
+"""Attention of the libraries on a GPU, the fastest for each shape: cuDNN, flash, or SDPA's own preference."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,18 +14,18 @@ from moefold.ops.cudnn_attention import MAX_HEAD_SIZE
 
 ResultT = TypeVar("ResultT")
 MLA_HEAD_SIZES = (192, 128)
-"""Head dims of queries and of values for which cuDNN has kernels besides equal ones."""
+"""Unequal head dims of queries and values for which cuDNN has kernels."""
 
 
 def measured_causal_sdpa(tuner: Autotuner, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Compute `causal_sdpa` by the backend whose forward and backward pass are the fastest together.
 
     Args:
-        tuner: chooses.
+        tuner: chooses the backend.
         q: queries, [S, B, A, D].
         k: keys, [S, B, G, D].
         v: values, [S, B, G, Dv].
-        scale: of the scores; None: 1 / sqrt(D).
+        scale: factor of the scores; None: 1 / sqrt(D).
     """
     names = sdpa_backends(q, v)
     timed = {name: partial(_both_passes, backend, q, k, v, scale) for name, backend in names.items()}
@@ -54,7 +54,7 @@ def _by_backend(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, sca
 
 
 def _both_passes(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    """Compute both passes on the values of these tensors, away from their graph and the hooks on saved tensors."""
+    """Compute both passes on the values of these tensors, without their graph and the hooks on saved tensors."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out = _by_backend(backend, q, k, v, scale)
@@ -62,11 +62,11 @@ def _both_passes(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, sc
 
 
 class MeasuredBlockAttention:
-    """Attention with log-sum-exp by the faster of two kernels in each pass: their results have the same meaning.
+    """Attention with log-sum-exp by the faster of two kernels in each pass: their results are interchangeable.
 
     Args:
-        tuner: chooses.
-        name: of the kernel.
+        tuner: chooses the kernel.
+        name: name of the kernel.
         kernel: the default.
     """
 

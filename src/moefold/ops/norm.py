@@ -1,4 +1,4 @@
-"""RMSNorm on CPU, with fewer passes over memory than torch's, which composes it of single operations there."""
+"""RMSNorm on CPU, with fewer passes over memory than torch's RMSNorm, which is composed of single operations."""
 
 from typing import Any, Protocol
 
@@ -50,11 +50,11 @@ TORCH_RMS_NORM = TorchRMSNorm()
 
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: NormKernel | None = None) -> Tensor:
-    """Compute torch.nn.functional.rms_norm over the last dim; saves x and one number a row.
+    """Compute torch.nn.functional.rms_norm over the last dim; saves x and one number for each row.
 
     Args:
         x: [..., H]; computed in float32 at least.
-        weight: [H], of the dtype of x.
+        weight: [H], in the dtype of x.
         eps: added to the mean of squares.
         kernel: implementation; None: PyTorch operations.
     """

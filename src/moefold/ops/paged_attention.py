@@ -2,8 +2,8 @@
 
 A cache has P pages of PAGE_SIZE positions, for all key/value heads of this rank: keys [P, G, D, PAGE_SIZE], whose last
 dim is the position, and values [P, G, PAGE_SIZE, D], in one dtype. A row is one token of one sample; position i of its
-sample is slot i % PAGE_SIZE of page page_table[row, i // PAGE_SIZE], and the token attends to the first `length` of
-them, itself the last. Rows of consecutive tokens of a sample, or of samples with one prompt, may share pages.
+sample is slot i % PAGE_SIZE of page page_table[row, i // PAGE_SIZE], and the token attends to the first `length`
+positions; the last of them is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
 
 `ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """
@@ -21,7 +21,7 @@ class PagedAttentionKernel(Protocol):
     """Attention of rows to their pages, without autograd; local."""
 
     def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
-        """Return whether the kernel reads a cache of such keys and values; depends on shapes and dtypes only."""
+        """Return whether the kernel supports a cache of such keys and values; depends on shapes and dtypes only."""
         ...
 
     def __call__(
@@ -42,7 +42,7 @@ class PagedAttentionKernel(Protocol):
             value_pages: [P, G, PAGE_SIZE, D], contiguous.
             page_table: pages of each row, int32 [R, pages], contiguous, on the CPU for a kernel of the CPU.
             lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
-            window: sliding window: most keys of a row, its own included; 0: no limit. Pages before it are not read.
+            window: sliding window: maximum keys of a row, its own included; 0: no limit. Pages before it are not read.
             sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
 
         Returns:
@@ -53,12 +53,12 @@ class PagedAttentionKernel(Protocol):
 
 @dataclass(frozen=True)
 class PageSegments:
-    """Segments of a pass: consecutive rows of one sample, which are the last of its keys."""
+    """Segments of a pass: consecutive rows of one sample; their keys are the last keys of the sample."""
 
     starts: Tensor
     """First row of each segment, and the end of the last, int32 [N + 1]."""
     key_starts: Tensor
-    """The same of their keys, if these lay one segment after another, int32 [N + 1]."""
+    """First key of each segment and the end of the last, if the keys were stored segment by segment, int32 [N + 1]."""
     key_counts_N: Tensor
     """Keys of each segment, int32 [N]."""
     tables_NP: Tensor
@@ -68,7 +68,7 @@ class PageSegments:
 
 
 def new_pages(num_pages: int, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate pages of zeros for keys [P, G, D, PAGE_SIZE] and values [P, G, PAGE_SIZE, D], as `like` is."""
+    """Allocate zero pages for keys [P, G, D, PAGE_SIZE] and values [P, G, PAGE_SIZE, D], on `like`'s device."""
     keys = like.new_zeros(num_pages, num_groups, head_dim, PAGE_SIZE)
     return keys, like.new_zeros(num_pages, num_groups, PAGE_SIZE, head_dim)
 

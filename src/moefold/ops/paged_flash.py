@@ -1,8 +1,8 @@
 """Attention of a pass to the pages of a cache by torch's flash attention on CUDA, which reads them by a block table.
 
 The operator reads pages [P, positions, G, D] for segments of any numbers of rows: chunks of prompts and single tokens
-together. Its argument is newer than torch 2.11, where pages are gathered. FlexAttention's `PagedAttention` is there,
-but it is experimental, and Inductor would compile it in the first passes of every process.
+together. Its argument is newer than torch 2.11, where pages are gathered. torch 2.11 has FlexAttention's
+`PagedAttention`, but it is experimental, and Inductor would compile it in the first passes of every process.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from moefold.ops.block_attention import (
 from moefold.ops.paged_attention import PageSegments
 
 PROBE_SEGMENTS = (((5, 300), (1, 70), (130, 600)), ((1, 257), (1, 3)))
-"""Rows and keys of the segments of each pass of the probe: chunks of prompts, and single tokens alone."""
+"""Rows and keys of the segments of each pass of the probe: with chunks of prompts, and with single tokens only."""
 PROBE_WINDOW = 100
 
 
@@ -33,15 +33,15 @@ class FlashPages:
     """Attention to pages by flash attention, without autograd; bfloat16 and float16.
 
     Args:
-        fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower
-            for few rows with many keys.
+        fixed_order: whether the keys of a row are added in an order that does not depend on the other rows; slower for
+            few rows with many keys.
     """
 
     def __init__(self, *, fixed_order: bool = False) -> None:
         self._fixed_order = fixed_order
 
     def unsupported_reason(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor, page_positions: int) -> str:
-        """Return why the kernel does not read a cache of such keys and values; "" if it does."""
+        """Return the reason why the kernel does not read a cache of such keys and values; "" if it does."""
         if not CudaFlash.supports(q_RAD):
             return f"flash attention does not take heads of {q_RAD.shape[-1]} in {q_RAD.dtype}"
         if k_RGD.shape != v_RGD.shape:
@@ -62,9 +62,9 @@ class FlashPages:
 
         Args:
             q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
-            pages: of keys and of values, [P, positions, G, D], which have the keys of the rows.
-            segments: of the rows.
-            window: sliding window: most keys of a row, its own included; 0: no limit.
+            pages: pages of keys and of values, [P, positions, G, D], which include the keys of the rows.
+            segments: segments of the rows.
+            window: sliding window: maximum keys of a row, its own included; 0: no limit.
             sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
 
         Returns:
@@ -78,7 +78,7 @@ class FlashPages:
         """Return the output [R, A, D] and the log-sum-exp over the keys, [R, A]; see `__call__`."""
         # Without a limit the kernel reads keys once for all heads of single rows. A last row sees all keys.
         is_limited = window > 0 or segments.most_rows > 1
-        # Implementations that torch's registry has in place of its own take no places of keys that are in pages.
+        # Other implementations of torch's registry do not accept the places of keys in pages.
         has_other = attention.current_flash_attention_impl() is not None
         options = {"num_splits": 1} if self._fixed_order else {}
         out, lse_AR, *_ = cuda_flash_attention()(
@@ -102,7 +102,7 @@ class FlashPages:
 
 @cache
 def device_refusal(device: torch.device) -> str:
-    """Return why flash attention cannot read pages on a device, "" if it can; the first call compares it there."""
+    """Return the reason why flash attention cannot read pages on a device, "" if it can; the first call tests it."""
     if not cuda_flash_attention_reads_pages():
         return f"flash attention of torch {torch.__version__} takes no block table"
     return find_disagreement(device)
@@ -134,8 +134,8 @@ def probe_case(
 
     Args:
         sizes: rows and keys of each segment.
-        device: of the tensors, in bfloat16.
-        heads: of queries and of keys, and their width.
+        device: device of the tensors, which are in bfloat16.
+        heads: numbers of query heads and key heads, and their width.
     """
     generator = torch.Generator().manual_seed(0)
     num_heads, groups, width = heads

@@ -24,8 +24,8 @@ class PermuteOps(Protocol):
         """Sum each token's rows times their probabilities, in float32 at least: [R, H] -> [T, H] in the dtype of y.
 
         Args:
-            y_RH: rows; padding rows and those after the last kept token are not read.
-            permutation: the one that made the rows; tokens that were not kept count as zero.
+            y_RH: rows; padding rows and rows after the last kept token are not read.
+            permutation: permutation of the rows; tokens that were not kept count as zero.
             probs_TK: routing probabilities; None: 1, which makes this the adjoint of `permute`.
         """
         ...
@@ -93,7 +93,7 @@ def sum_rows_per_token(y_RH: Tensor, row_TK: Tensor, weights_TK: Tensor | None) 
     Args:
         y_RH: rows.
         row_TK: rows of each token, int64.
-        weights_TK: of any dtype; None: 1.
+        weights_TK: weights of any dtype; None: 1.
     """
     if len(y_RH) == 0:
         return y_RH.new_zeros(len(row_TK), y_RH.shape[1])
@@ -113,7 +113,7 @@ def probs_per_row(probs_TK: Tensor, permutation: Permutation) -> Tensor:
 
 
 def values_per_choice(values_R: Tensor, permutation: Permutation) -> Tensor:
-    """Gather the value of each routed token's row, [T, K]; 0 for dropped ones."""
+    """Gather the value of each routed token's row, [T, K]; 0 for dropped tokens."""
     if len(values_R) == 0:
         return values_R.new_zeros(permutation.row_TK.shape)
     values_TK = values_R[permutation.row_TK]

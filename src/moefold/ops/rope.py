@@ -14,7 +14,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: [S, B, heads, D].
         cos: [S, 1 or B, 1, R], with equal halves.
-        sin: likewise.
+        sin: same shape.
     """
     y: Tensor = _RotateHalves.apply(x, cos, sin)
     return y
@@ -69,10 +69,10 @@ class RopeKernel(Protocol):
 
 @dataclass(frozen=True)
 class NoRope:
-    """No position embedding (NoPE): leaves queries and keys as they are."""
+    """No position embedding (NoPE): leaves queries and keys unchanged."""
 
     positions: Tensor | None = None
-    """Of the tokens, int64 [S, 1 or B], counted from the start of their sample or document; None: not known."""
+    """Positions of the tokens, int64 [S, 1 or B], from the start of their sample or document; None: not known."""
     query_scale: Tensor | None = None
     """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]; None: 1."""
 
@@ -103,14 +103,14 @@ class Rope:
 
     @property
     def positions(self) -> Tensor | None:
-        """Return the positions of the tokens, see `NoRope`."""
+        """Positions of the tokens, see `NoRope`."""
         return self.no_rope.positions
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the first dims of each head of x [S, B, heads, D]; the other dims are copied.
 
-        With interleaved pairs the output has all first elements before all second ones: another order of dims, but the
-        same for queries and keys, so their dot products are unchanged.
+        With interleaved pairs the output has all first elements before all second elements: another order of dims, but
+        the same for queries and keys, so their dot products are unchanged.
         """
         if self.kernel is not None:
             return self.kernel(x, self.cos, self.sin, is_interleaved=self.is_interleaved)

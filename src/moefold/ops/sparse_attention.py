@@ -19,8 +19,8 @@ from moefold.ops.block_attention import accumulation_dtype, fold_in_sinks, sink_
 from moefold.ops.exact_topk import exact_topk
 
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Elements of the largest temporary tensor of a block of queries by device type: what a CPU caches, and few launches on
-a GPU."""
+"""Elements of the largest temporary tensor of a block of queries by device type: a CPU caches it, a GPU needs few
+launches."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VisibleKeys:
     """int32."""
 
     def mask(self, rows: slice, sample: int, num_keys: int) -> Tensor:
-        """Return which of the first keys the queries of a block see, bool [rows, num_keys]."""
+        """Return the mask of the first keys that the queries of a block see, bool [rows, num_keys]."""
         keys = torch.arange(num_keys, device=self.starts_SB.device)
         starts = self.starts_SB[rows, sample].unsqueeze(1)
         return (keys >= starts) & (keys < self.stops_SB[rows, sample].unsqueeze(1))
@@ -66,14 +66,14 @@ def index_scores(query_RJD: Tensor, weight_RJ: Tensor, key_ND: Tensor) -> Tensor
 
 @torch.no_grad()
 def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor:
-    """Select the keys with the highest scores among those that each query sees; the lowest key wins ties.
+    """Select the keys with the highest scores among the keys that each query sees; the lowest key wins ties.
 
     A score that is not a number counts as minus infinity; the loss of the indexer is then not a number either.
 
     Args:
         index: projections of the queries and of all keys.
-        visible: keys that each query sees; every query sees at least one.
-        top_k: most keys of a query.
+        visible: keys that each query sees; every query sees at least one key.
+        top_k: maximum number of keys of a query.
 
     Returns:
         Selected keys in ascending order, then -1, int32 [S, B, min(top_k, N)].
@@ -107,7 +107,7 @@ def sparse_attention(
         q: queries, [S, B, A, D].
         k: keys, [N, B, G, D]; query head a reads head a // (A/G).
         v: values, [N, B, G, Dv]; None: the first `value_dim` dims of the keys.
-        selected_SBK: keys of each query, int32 [S, B, K], -1 in empty places; each query has one key at least.
+        selected_SBK: keys of each query, int32 [S, B, K], -1 in empty places; each query has at least one key.
         value_dim: Dv.
         scale: factor of the scores.
         sinks: logit of each query head that takes part in the softmax without a value, [A].
@@ -257,7 +257,7 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
 
 
 class _IndexLoss(torch.autograd.Function):
-    """Computes the gradients in the forward pass, as the loss is a scalar: nothing else is saved.
+    """Base class that computes the gradients in the forward pass, as the loss is a scalar, and saves only them.
 
     Inputs of a subclass: queries, weights and keys, which have gradients, and four more.
     """
@@ -319,7 +319,7 @@ def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: 
         weights_SB: weight of each query.
 
     Returns:
-        As `selected_index_loss`.
+        See `selected_index_loss`.
     """
     loss: Tensor = _VisibleIndexLoss.apply(
         index.query, index.weight, index.key, is_visible_BSN, target_SBN, weights_SB, torch.is_grad_enabled()
@@ -369,7 +369,7 @@ def _divergence(scores: Tensor, is_present: Tensor, target: Tensor, weights: Ten
     log_probs = scores.masked_fill(~is_present, -torch.inf).log_softmax(-1)
     probs = log_probs.exp()
     target = target.to(scores.dtype)
-    # A target of 0 contributes nothing, whatever the score.
+    # A target of 0 contributes nothing, for any score.
     terms = torch.xlogy(target, target) - torch.where(target > 0, target * log_probs, 0.0)
     return (weights * terms).sum(), weights * (probs - target)
 

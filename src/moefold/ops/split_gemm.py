@@ -24,8 +24,8 @@ FIRST_WHOLE_PAIR = 2
 def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor:
     """Compute x @ w.T in the dtype of w, [T, E], at least as precise as the dtype of x; saves x in its own dtype.
 
-    The result and both gradients have the accuracy of a GEMM in the dtype of w; `gemm` is the backend of the
-    result where operands are not split.
+    The result and both gradients have the accuracy of a GEMM in the dtype of w; `gemm` is the backend of the result if
+    operands are not split.
     """
     splits = x_TH.device.type != "cpu" and x_TH.dtype == torch.bfloat16 and w_EH.dtype == torch.float32
     y_TE: Tensor = UpcastLinear.apply(x_TH, w_EH, splits, gemm)
@@ -33,7 +33,7 @@ def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor
 
 
 def split_fp32(x: Tensor) -> Tensor:
-    """Split float32 numbers into three bfloat16 parts [3, ...] whose sum they are, the largest part first."""
+    """Split float32 numbers into sums of three bfloat16 parts [3, ...], the largest part first."""
     parts = torch.empty(NUM_PARTS, *x.shape, dtype=torch.bfloat16, device=x.device)
     for i, part in enumerate(parts):
         part.copy_(x)
@@ -47,12 +47,12 @@ class UpcastLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor, splits: bool, gemm: Gemm = TORCH_GEMM) -> Tensor:
-        """Compute x @ w.T; saves its arguments as they are."""
+        """Compute x @ w.T; saves its arguments unchanged."""
         ctx.splits = splits
         ctx.save_for_backward(x_TH, w_EH)
         if not splits:
             x = x_TH.to(w_EH.dtype)
-            # Of the libraries' GEMMs torch.mm has the smallest error.
+            # torch.mm has the smallest error of the libraries' GEMMs.
             return x @ w_EH.t() if gemm is TORCH_GEMM else gemm.matmul(x, w_EH)
         w_PEH = split_fp32(w_EH)
         y_TPE = _mm(x_TH, w_PEH.flatten(0, 1).t(), torch.float32).unflatten(1, w_PEH.shape[:2])

@@ -1,4 +1,4 @@
-"""Attention of many tasks on one rank: runs of queries, each with a run of keys of which the last is its last query's.
+"""Attention of many tasks on one rank: runs of queries, each with a run of keys that ends at its last query.
 
 A query attends to the keys up to its own place and inside its window. Only visible blocks are computed. The flash
 kernel of CUDA and the C kernel of a CPU compute all tasks in one call, on keys that are copied for each task. Elsewhere
@@ -38,7 +38,7 @@ QueryTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Block:
-    """Part of a task: rows of the queries, rows of the keys, and what each query attends to."""
+    """Part of a task: rows of the queries, rows of the keys, and the mask between them."""
 
     rows: slice
     keys: slice
@@ -68,8 +68,8 @@ class TaskAttention:
 
     Args:
         rows: first row and row after the last of the queries of each task, int64 [K, 2]; the tasks cover all R rows.
-        keys: likewise of its keys, int64 [K, 2]; at least as many as queries.
-        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        keys: first key and key after the last of each task, int64 [K, 2]; at least as many as queries.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         device: device of the tensors.
     """
 
@@ -86,7 +86,7 @@ class TaskAttention:
             q: queries, [R, A, D].
             k: keys, [W, G, D].
             v: values, [W, G, D].
-            kernel: used where it supports the tensors; likewise the flash kernel of CUDA.
+            kernel: used where it supports the tensors, like the flash kernel of CUDA.
         """
         if kernel := self._kernel_for(q, k, v, kernel):
             query, key, value = (x.unsqueeze(1) for x in (q, self._copy_keys(k), self._copy_keys(v)))
@@ -134,7 +134,7 @@ class TaskAttention:
         return dq.to(q.dtype), dk, dv
 
     def _kernel_for(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None) -> TaskKernel | None:
-        """Return the kernel that computes all tasks in one call; None: none supports them."""
+        """Return the kernel that computes all tasks in one call; None: no kernel supports them."""
         if not len(q):
             return None
         longest = int(np.diff(self._keys).max())
@@ -145,7 +145,7 @@ class TaskAttention:
     def _backward_of_kernel(
         self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv); gradients of copies of a key are added in an order that is always the same."""
+        """Return (dq, dk, dv); gradients of copies of a key are always added in the same order."""
         grad_out, q, out, lse = (x.unsqueeze(1) for x in of_queries)
         key, value = (self._copy_keys(x).unsqueeze(1) for x in (k, v))
         gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
@@ -178,7 +178,7 @@ class TaskAttention:
 
     @cached_property
     def _copied_keys(self) -> Tensor | None:
-        """Rows of the keys of all tasks, one task after the other, int64; None: they are all rows in their order."""
+        """Rows of the keys of all tasks, one task after the other, int64; None: all rows in their order."""
         firsts = self._keys[:, 0]
         stops = self._keys[:, 1]
         if firsts[0] == 0 and (firsts[1:] == stops[:-1]).all():
@@ -187,7 +187,7 @@ class TaskAttention:
 
     @cached_property
     def _distinct_keys(self) -> list[tuple[Tensor, Tensor]]:
-        """Parts of `_copied_keys` in which no key occurs twice: their places in it, and their keys."""
+        """Parts of `_copied_keys` without repeated keys: their places in it, and their keys."""
         first_places = np.cumsum(np.diff(self._keys).ravel()) - np.diff(self._keys).ravel()
         parts: list[list[int]] = []
         ends: list[int] = []
@@ -210,7 +210,7 @@ class TaskAttention:
 
     @cached_property
     def _task_blocks(self) -> list[tuple[_Block, _Block | None]]:
-        """For each task the block over its own rows, and that over earlier keys, if there are any."""
+        """For each task, the block over its own rows and the block over earlier keys, if any."""
         return list(self._blocks())
 
     def _blocks(self) -> Iterator[tuple[_Block, _Block | None]]:

@@ -1,4 +1,4 @@
-"""Expert operations of torch's libraries: grouped_mm on GPUs that have it, else one expert after another."""
+"""Expert operations of torch's libraries: grouped_mm on GPUs that have it, otherwise one expert after another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from moefold.ops.interface import ExpertGradients, ExpertOps, ExpertOptions, Exp
 GROUPED_MM_ALIGNMENT_BYTES = 16
 """Alignment of every stride that torch's grouped_mm requires."""
 FIRST_CAPABILITY_WITHOUT_ZEROS = (10, 0)
-"""First compute capability on which grouped_mm does not write zeros to the weight gradient of an expert without rows
+"""First compute capability where grouped_mm does not write zeros to the weight gradient of an expert without rows
 (pytorch issues 172439 and 193633)."""
 
 

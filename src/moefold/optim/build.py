@@ -38,7 +38,7 @@ class OptimizerRun:
 
     @property
     def store(self) -> StateStore:
-        """Return the store of the moments; on the device if the recipe offloads none."""
+        """Store of the moments; on the device if the recipe offloads none."""
         return self.state_store or StateStore()
 
 
@@ -59,8 +59,8 @@ def build_optimizer(
         state_store: store of the moments; None: on the device.
 
     Raises:
-        ConfigError: there is not enough memory or disk space for the moments; or the optimizer is from outside, and
-            has other states than it lists.
+        ConfigError: there is not enough memory or disk space for the moments; or an optimizer of another package has
+            other states than it lists.
     """
     part = chosen_in(train, OptimizerPart)
     weights = training_weights(model, lora)

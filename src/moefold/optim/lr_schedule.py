@@ -1,7 +1,7 @@
-"""Learning rate of a step: the warm-up, then the schedule of the recipe (`parts/lr_schedule/`). Torch-free.
+"""Learning rate of a step: the warm-up, then the schedule of the recipe (`parts/lr_schedule/`).
 
-A schedule is a function of the step and of run.steps: a run that goes on with other settings has another schedule from
-there on, whose rate need not continue the first one's. `describe_schedule_change` says so.
+A schedule is a function of the step and of run.steps: a run that continues with other settings has another schedule
+from there on, whose rate may jump. `describe_schedule_change` reports this.
 """
 
 import math
@@ -23,12 +23,12 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     """Return the learning rate of optimizer step `step` of a run of `steps`.
 
     The warm-up is linear from 0: step i of it uses lr * i / warmup_steps, so its last step uses lr itself (without a
-    warm-up, step 1 does). The part of `train.lr_schedule` says what follows. A run no longer than its warm-up has no
-    decay. Steps after the last one use the rate of the last.
+    warm-up, step 1 does). The part of `train.lr_schedule` gives the later rates. A run that is not longer than its
+    warm-up has no decay. Steps after the last step use the rate of the last step.
 
     Args:
         train: lr, warmup_steps, lr_schedule and the keys of the schedule are read.
-        steps: optimizer steps of the whole run, those before a resume included.
+        steps: optimizer steps of the whole run, also the steps before a resume.
         step: 1-based.
 
     Raises:
@@ -50,8 +50,8 @@ def _peak_step(train: TrainConfig) -> int:
 SCHEDULE_KEYS = ("lr", "warmup_steps", "lr_schedule")
 """Keys of [train] that determine the schedule, with run.steps."""
 SECOND_PEAK = 0.5
-"""Peak of a schedule that follows one which has ended at 0, over the first peak: the rate goes up to about a quarter of
-the first peak, as half of a cosine has passed, and ends at 0 again."""
+"""Ratio of the second peak to the first, if a schedule that ended at 0 is followed by another: the rate rises to about
+a quarter of the first peak, because half of a cosine has passed, and ends at 0 again."""
 
 
 def schedule_settings(run: RunConfig, train: TrainConfig) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
     """Check the settings of a checkpoint, which are absent in checkpoints of old versions.
 
     Raises:
-        TypeError: they are not what `schedule_settings` returns.
+        TypeError: they do not have the form that `schedule_settings` returns.
     """
     if not settings:
         return
@@ -78,11 +78,11 @@ def check_schedule_settings(settings: Mapping[str, Any]) -> None:
 
 
 def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training: TrainConfig, step: int) -> str:
-    """Describe how the learning rate goes on after a checkpoint with other settings; empty if they are the same.
+    """Describe the learning rate after a checkpoint with other settings; empty if the settings are the same.
 
     Args:
         before: `schedule_settings` of the run that saved the checkpoint; empty if they are unknown.
-        run, training: sections of the recipe that goes on.
+        run, training: sections of the recipe that continues the run.
         step: the step of the checkpoint.
     """
     now = schedule_settings(run, training)
@@ -114,7 +114,7 @@ def _part_before(value: Any, train: TrainConfig) -> Any:
     """Return the value of train.lr_schedule that a checkpoint has recorded.
 
     Raises:
-        ConfigError: it is a part from outside that is not here.
+        ConfigError: it is a part of another package that is not installed.
     """
     if value == without_source(keys_of(train)["lr_schedule"]):
         return train.lr_schedule
@@ -122,13 +122,13 @@ def _part_before(value: Any, train: TrainConfig) -> Any:
 
 
 def _decays(train: TrainConfig, steps: int) -> bool:
-    """Return whether the rate of the last step is lower than the peak, as the schedule has a decay."""
+    """Return whether the schedule has a decay: the rate of the last step is lower than the peak."""
     peak = _peak_step(train)
     return steps > peak and chosen_in(train, LrSchedulePart).rate(train.lr, peak, steps, steps) < train.lr
 
 
 def _ends_lower(train: TrainConfig, steps: int) -> bool:
-    """Return whether the schedule ends after `steps` below the peak; one that does not read the end only goes on."""
+    """Return whether the schedule has ended below the peak after `steps`; a schedule without an end never has."""
     rate = chosen_in(train, LrSchedulePart).rate
     peak = _peak_step(train)
     return _decays(train, steps) and rate(train.lr, peak, steps, steps) != rate(train.lr, peak, steps, 2 * steps)
@@ -142,20 +142,20 @@ def _describe_course(run: RunConfig, train: TrainConfig, step: int) -> str:
 
 
 def continuation(run: RunConfig, train: TrainConfig, steps: int) -> tuple[tuple[str, ...], str]:
-    """Return settings with which a finished run goes on to more steps, and what they do to the learning rate.
+    """Return overrides that continue a finished run to more steps, and their effect on the learning rate.
 
-    With more steps alone, a schedule that has ended is replaced by one that is in the middle of its decay: the rate
-    jumps from its end to about half of the peak. Instead the rate stays where it ended; or, if that was 0, a second and
-    lower schedule follows.
+    If only the number of steps grows, a schedule that has ended is replaced by a schedule in the middle of its decay:
+    the rate jumps from its last value to about half of the peak. With the overrides the rate keeps its last value; or,
+    if that was 0, a second and lower schedule follows.
 
     Args:
         run, train: sections of the recipe of the finished run.
-        steps: run.steps to go on to.
+        steps: the new run.steps.
 
     Returns:
         Overrides, and an explanation that may be empty.
     """
-    # A command line has one of both: the value of the finished run is replaced by a longer one.
+    # A command line has only one of both: a longer value replaces the value of the finished run.
     longer = f"run.epochs={run.epochs * steps / run.steps:g}" if run.epochs else f"run.steps={steps}"
     if not _ends_lower(train, run.steps):
         return (longer,), ""

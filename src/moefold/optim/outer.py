@@ -1,20 +1,20 @@
 """Outer optimizer of DiLoCo (arXiv:2311.08105) on this rank's shards; no communication.
 
-The outer weights phi are those after the last round, equal on all sites. A site trains its own weights theta from them.
-In a round the sites exchange their differences D = phi - theta; with g, the weighted mean of the differences,
+The outer weights phi are the weights after the last round, equal on all sites. A site trains its own weights theta from
+them. In a round the sites exchange their differences D = phi - theta; with g, the weighted mean of the differences,
 
     m = momentum * m + g;  phi = phi - lr * (g + momentum * m if nesterov else m)
     theta = keep_local * theta + (1 - keep_local) * phi.
 
-With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual e (error feedback) adds what coding
-lost: a site sends code(residual * e + D), and e becomes the difference to what was decoded. Each fragment of the model
-has rounds of its own (Streaming DiLoCo, arXiv:2501.18512).
+With lr 1 and momentum 0, phi becomes the mean of the sites' weights. A residual e (error feedback) adds the coding
+error of earlier rounds: a site sends code(residual * e + D), and e becomes the difference to the decoded values. Each
+fragment of the model has its own rounds (Streaming DiLoCo, arXiv:2501.18512).
 
-A method of sites may derive from `OuterOptimizer`, and replace what is sent, received and applied.
+A method of sites may derive from `OuterOptimizer`, and replace the sent, received and applied values.
 
-Every operation is element by element, so that shards of any mapping give the same result, but for the blocks of codes.
-Each parameter begins a block, so that ranks with the same shard of a parameter decode the same values whatever else
-they hold.
+Every operation except the coding of blocks is element by element, so that shards of any mapping give the same result.
+Each parameter begins a block, so that ranks with the same shard of a parameter decode the same values, whichever other
+parameters they hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,38 +33,38 @@ if TYPE_CHECKING:
 
 
 class OuterOptimizer(OuterWeights):
-    """Outer weights, momentum and residual, and what a round does to them; for the arguments see the base class."""
+    """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
 
     def send(self, fragments: Sequence[int], own: Tensor, *, is_last: bool) -> Sent:
-        """Return what this site sends in a round.
+        """Return the vector that this site sends in a round.
 
         Args:
             fragments: the fragments of the round.
-            own: what `difference` returned.
-            is_last: the round is the one after the last step.
+            own: result of `difference`.
+            is_last: the round follows the last step.
         """
         return Sent(own, self.num_coded(fragments))
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: "Exchanged", members: Sequence[int]) -> PendingRound:
-        """Return a round that is certain with what its members have exchanged; changes nothing.
+        """Return a certain round with the values that its members have exchanged; changes nothing.
 
         Args:
             round_: the round, with the weighted mean of the members' vectors.
-            sent: what `send` returned.
+            sent: result of `send`.
             exchanged: the result of the exchange.
             members: the sites of the round.
         """
         return round_
 
     def begin_next(self) -> None:
-        """Begin the next round of training after the exchange has begun that goes on meanwhile; local."""
+        """Begin the training of the next round, while the exchange of this round runs; local."""
 
     def cancel(self, fragments: Sequence[int], own: Tensor) -> None:
-        """Undo `begin_next`, as the exchange has failed and the round is not applied; local.
+        """Undo `begin_next` after a failed exchange, whose round is not applied; local.
 
         Args:
             fragments: the fragments of the round.
-            own: what `difference` returned; the residual has not changed since.
+            own: result of `difference`; the residual has not changed since.
         """
 
     def apply(
@@ -84,11 +84,11 @@ class OuterOptimizer(OuterWeights):
         return self.step(round_.own, round_.mean, round_.fragments, keep_local=keep_local), {}
 
     def skip(self) -> None:
-        """Note that there is no outer step where one would have been; local."""
+        """Record that a due outer step does not take place; local."""
 
     @property
     def carried(self) -> int:
-        """A number of 64 bits that a site which joins takes over from another one."""
+        """A number of 64 bits that a joining site takes over from another site."""
         return 0
 
     @carried.setter
@@ -97,11 +97,11 @@ class OuterOptimizer(OuterWeights):
 
     @torch.no_grad()
     def difference(self, fragments: Sequence[int] = (0,)) -> Tensor:
-        """Return what this site sends in a round of fragments, on the host; changes nothing.
+        """Return the vector that this site sends in a round of fragments, on the host; changes nothing.
 
         Returns:
-            D = phi - theta of the parameters (of experts that sites own: of the site's own), plus the decayed residual,
-            each with zeros up to a whole block of the code, then the buffers, [elements of this rank].
+            D = phi - theta of the parameters (if sites own experts, only of its own experts), plus the decayed
+            residual, each padded with zeros to a whole block of the code, then the buffers, [elements of this rank].
         """
         num_coded = self.num_coded(fragments)
         buffers = [buffer for _, buffer in self._buffers_of(fragments)]
@@ -120,15 +120,15 @@ class OuterOptimizer(OuterWeights):
 
     @torch.no_grad()
     def keep_residual(self, fragments: Sequence[int], sent: Tensor, decoded: Tensor) -> None:
-        """Set the residual to what the code of a round has lost, once the round is certain; local.
+        """Set the residual to the coding error of a round, once the round is certain; local.
 
         Args:
             fragments: the fragments of the round.
-            sent: what `difference` returned.
-            decoded: what the sites decoded of it.
+            sent: result of `difference`.
+            decoded: `sent` as the sites decoded it.
         """
         lost = sent - decoded
-        # Of weights that are not finite, which the sites do not read, nothing is left for the next round.
+        # Weights that are not finite, which the sites do not read, leave no residual for the next round.
         lost = torch.where(lost.isfinite(), lost, 0.0)
         names = self.names(fragments)
         for (_, (residual,)), part in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
@@ -146,7 +146,7 @@ class OuterOptimizer(OuterWeights):
         """Take the outer step of a round; local.
 
         Args:
-            own: what `difference` returned for the round.
+            own: result of `difference` for the round.
             mean: the mean of a round; `own` itself in a round of one site.
             fragments: the fragments of the round.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
@@ -179,7 +179,7 @@ class OuterOptimizer(OuterWeights):
         Args:
             name: name of the parameter.
             mean_g: g.
-            momentum: one tensor; none without momentum.
+            momentum: one tensor, or none without momentum.
         """
         settings = self._settings
         if not momentum:
@@ -192,11 +192,11 @@ class OuterOptimizer(OuterWeights):
         momentum.mul_(self._settings.momentum).add_(mean_g)
 
     def visit_round(self, pending: PendingRound) -> Iterator[tuple[str, Tensor, Tensor, Tensor, int]]:
-        """Yield what a round does to each parameter, before its outer step.
+        """Yield the values of a round for each parameter, before its outer step.
 
         Yields:
-            Its name, D of this site, g and phi, of the rows that this site sends; and the number of ranks with the same
-            shard, 0 if another rank counts it.
+            Name, D of this site, g and phi of the rows that this site sends, and the number of ranks with the same
+            shard; 0 if another rank counts it.
         """
         names = self.names(pending.fragments)
         visits = self.visit(names, ["weights"])

@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OuterNorms:
-    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its own."""
+    """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its sum on each."""
 
     difference: float
-    """Of what this site sent: its difference D, with the residual."""
+    """Sum for the sent difference D, with the residual."""
     mean: float
-    """Of the mean difference g."""
+    """Sum for the mean difference g."""
     product: float
     """Dot product of both."""
     weights: float
-    """Of the outer weights before the step."""
+    """Sum for the outer weights before the step."""
     averaged: float
-    """Of what this site sent and the sites take a mean of; `mean` and `product` have nothing of the rest."""
+    """Sum for the sent values that the sites average; `mean` and `product` leave out all other values."""
 
     def to_tensor(self) -> Tensor:
         """Return the sums, float64 [5]."""
@@ -38,15 +38,15 @@ class PendingRound:
     """Step after which it is applied."""
     fragments: tuple[int, ...]
     own: Tensor
-    """What this site sent."""
+    """Vector that this site sent."""
     mean: Tensor
-    """What the members received: g of all parameters, then the means of the buffers."""
+    """Vector that the members received: g of all parameters, then the means of the buffers."""
     is_mean_of_weights: bool = False
-    """The mean is of weights and not of differences: it replaces weights and outer weights."""
+    """True if the mean is of weights, not of differences: it replaces weights and outer weights."""
 
     @property
     def is_overlapped(self) -> bool:
-        """Return whether the site trains until it is applied."""
+        """True if the site trains until the round is applied."""
         return self.due > self.step
 
 
@@ -54,15 +54,15 @@ class Sent(NamedTuple):
     """Vector that a site sends in a round."""
 
     vector: Tensor
-    """On the host [elements of this rank]."""
+    """Values on the host, [elements of this rank]."""
     num_coded: int
     """Elements at the start that are sent as a code."""
     num_gathered: int = 0
-    """The last of these, of which each site gets the values of all members, and no mean."""
+    """The number of coded elements at the end that are not averaged: each site gets the values of all members."""
 
 
 def mix(tensor: Tensor, outer: Tensor, keep_local: float) -> None:
-    """Let `outer` replace a tensor but for a share that stays, in place; all of what is not finite."""
+    """Let `outer` replace a tensor in place, except for a share that stays; replace all non-finite values."""
     if keep_local:
         mixed = (keep_local * tensor).add_(outer, alpha=1 - keep_local)
         tensor.copy_(torch.where(mixed.isfinite(), mixed, outer))

@@ -27,7 +27,7 @@ class OuterWeights:
     """Outer weights, momentum and residual of the trained parameters; all methods are local.
 
     Floating-point buffers (the expert bias) have no outer weights: the sites take their mean. Integer buffers (token
-    counts of the last batch) stay as they are, like the moments of the optimizer.
+    counts of the last batch) stay unchanged, like the moments of the optimizer.
 
     Args:
         parameters: the trained parameters of this rank, by name.
@@ -62,7 +62,7 @@ class OuterWeights:
         kinds = [True, settings.momentum > 0, settings.residual > 0]
         self._states = {
             kind: {
-                # Of what is not sent no code loses anything.
+                # Values that are not sent have no coding error.
                 name: state_store.zeros(self.select(name, p.data) if kind == "residual" else p.data, p.dtype)
                 for name, p in self._parameters.items()
             }
@@ -80,7 +80,7 @@ class OuterWeights:
         self.tokens = [0] * num_fragments
         """Tokens of this site up to the last of these rounds, by fragment."""
         self.pending: PendingRound | None = None
-        """A round that is certain and not applied yet; None: no such round."""
+        """A round that is certain and not applied yet, or None."""
 
     def select(self, name: str, tensor: Tensor) -> Tensor:
         """Return a view of the rows of a parameter that this site trains and sends: all of them."""
@@ -93,7 +93,7 @@ class OuterWeights:
 
     @property
     def residual(self) -> dict[str, Tensor]:
-        """Residual e by parameter, of the site's own experts only; empty without one."""
+        """Residual e by parameter, only for the site's own experts; empty without a residual."""
         return self._states["residual"]
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class OuterWeights:
         return -(-numel // self.code.block) * self.code.block
 
     def _num_in_mean(self, fragments: Sequence[int]) -> int:
-        """Return the elements of the mean of a round that are not of buffers."""
+        """Return the number of elements of the mean of a round without buffers."""
         return sum(self.width(name, is_mean=True) for name in self.names(fragments))
 
     def own_part(self, fragments: Sequence[int], mean: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class OuterWeights:
 
         Args:
             names: the parameters of the round.
-            vector: what `difference` returned; with `is_mean`, the mean of a `PendingRound`.
+            vector: result of `difference`; with `is_mean`, the mean of a `PendingRound`.
             is_mean: see `vector`.
         """
         first = 0
@@ -171,7 +171,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def swap_weights(self) -> bool:
-        """Exchange weights and outer weights, to evaluate these; return whether one of them differed; local."""
+        """Exchange weights and outer weights, to evaluate the outer weights; return whether any differed; local."""
         differs = False
         for name, weights in self.visit_weights(list(self._parameters)):
             theta = local_tensor(self._parameters[name].data)
@@ -182,7 +182,7 @@ class OuterWeights:
         return differs
 
     def state(self) -> dict[str, int]:
-        """Return the part of the state that is no tensor."""
+        """Return the part of the state that is not a tensor."""
         tokens = {f"tokens.{fragment}": count for fragment, count in enumerate(self.tokens)}
         return {
             "rounds": self.num_rounds,
@@ -198,7 +198,7 @@ class OuterWeights:
         A state that the checkpoint lacks begins as at the start of a run.
 
         Args:
-            state: what `state` returned.
+            state: result of `state`.
             load: loads entries of the checkpoint.
             due: returns the fragments of the round after a step.
         """
@@ -216,7 +216,7 @@ class OuterWeights:
 
     @torch.no_grad()
     def adopt(self, num_rounds: int, tokens: int) -> None:
-        """Go on from outer weights and momentum that were just written: the weights become the outer weights; local.
+        """Continue from outer weights and momentum that were just written: the weights become the outer weights; local.
 
         Args:
             num_rounds: rounds of these outer weights.

@@ -1,7 +1,7 @@
 """Optimizer-state offload: moments in host memory or on SSD between steps (`train.offload_optimizer`).
 
 A step processes one parameter after the other. While one is updated, the moments of the next are copied to the device
-and the moments of the previous one are copied back, so the device holds the moments of three parameters at a time.
+and the moments of the last are copied back, so the device holds the moments of three parameters at a time.
 """
 
 import math
@@ -47,7 +47,7 @@ class PinnedStore(StateStore):
         local = self._allocate(num_bytes).view(dtype).view(shard.shape)
         if not isinstance(like, DTensor):
             return local
-        # A DTensor is on the device of its mesh, so offloaded ones need a host mesh with the same ranks and groups.
+        # A DTensor is on the device of its mesh, so offloaded DTensors need a host mesh with the same ranks and groups.
         mesh = self._host_mesh(like.device_mesh)
         layout = (like.shape, like.stride())
         return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=layout[0], stride=layout[1])
@@ -66,7 +66,7 @@ class PinnedStore(StateStore):
             for _, event in on_device:
                 self._copy_engine.wait_event(event)
             yield [moment for moment, _ in on_device]
-            # The device has this update in its queue, so the write-backs of the previous one have had time to finish.
+            # The device has this update in its queue, so the previous write-backs have had time to finish.
             self._finish_write_backs(pending)
             pending = [
                 self._write_back(x, local_tensor(stored))

@@ -1,4 +1,4 @@
-"""States of any optimizer by name: what is saved, reset and set after a resume.
+"""States of any optimizer by name: they are saved, reset, and set after a resume.
 
 A state is a tensor in `optimizer.state[parameter]`, of the shape and the sharding of the parameter, or the step count.
 """
@@ -18,8 +18,8 @@ STEP = "step"
 def is_moment(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether a state is a moment: a store may offload it, and a reset zeroes it.
 
-    Others are the step count, and states that the part of the optimizer lists as `StateSpec.is_kept`, whose names are
-    in `optimizer.kept_states`.
+    Other states are the step count, and states that the part of the optimizer lists as `StateSpec.is_kept`, whose names
+    are in `optimizer.kept_states`.
     """
     return name != STEP and name not in getattr(optimizer, "kept_states", ())
 
@@ -50,7 +50,7 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_counts(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """Return the step count of the moments of each parameter that has one, by name."""
+    """Return the step counts of the moments by name of the parameter, for parameters with a step count."""
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
     return {name: float(state[STEP]) for name, state in states.items() if STEP in state}
 
@@ -90,10 +90,10 @@ EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
 
 
 def group_by_decay(parameters: Mapping[str, nn.Parameter]) -> dict[bool, list[nn.Parameter]]:
-    """Return the parameters with weight decay (True), and norms, sinks and biases (False); never without a group."""
+    """Return the parameters with weight decay (True), and norms, sinks and biases (False); at least one group."""
     groups: dict[bool, list[nn.Parameter]] = {}
     if not parameters:
-        # A pipeline stage may have none, in the warm-up of indexers, but torch requires a group.
+        # A pipeline stage may have no parameters in the warm-up of indexers, but torch requires a group.
         groups[False] = []
     for name, parameter in parameters.items():
         # Biases of experts have two dims: one row per expert.

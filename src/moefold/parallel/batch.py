@@ -18,24 +18,24 @@ class Batch:
 
     Micro-batches are contiguous along dim 0 of every tensor. A column per token has the shape of its S tokens sharded
     over cp, [N, ..., S/cp] for N = num_micro_batches * B samples; a column per sample [N, ...] is whole on every cp
-    rank. `BatchSharder` makes these columns, and those that the samples bring along:
+    rank. `BatchSharder` makes these columns, and the columns of the samples:
 
     * "labels": next tokens, int64 [N, S/cp].
     * "weights": share of each token in the loss, [N, S/cp]: 1/(target tokens of the global batch), 0 where masked.
     * "sample_ids": index of each sample in the global batch, int64 [N].
-    * "mtp_labels", with multi-token prediction (MTP): the tokens after the next one, int64 [N, mtp_layers, S/cp].
+    * "mtp_labels", with multi-token prediction (MTP): the tokens after the next token, int64 [N, mtp_layers, S/cp].
     * "mtp_weights": share of each MTP target in the loss of its depth, [N, mtp_layers, S/cp]; 0 after the sample's end.
-    * "document_starts", if samples hold several documents: position at which the document of each token begins, int64
-      [N, S]. It is a column per sample, as attention crosses shards. Attention stays within a document. The starts are
-      also in `document_bounds`, as the host cannot read a column on a GPU without waiting.
-    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers,
-      [N, S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
+    * "document_starts", if samples hold several documents: start position of each token's document, int64 [N, S]. It is
+      a column per sample, as attention crosses shards. Attention stays within a document. The starts are also in
+      `document_bounds`, as the host cannot read a column on a GPU without waiting.
+    * "token_weights", if the global batch has padding: share of each token in the auxiliary losses of the routers, [N,
+      S/cp]: 1/(tokens of the global batch), 0 for padding, which is not routed.
 
-    Where `parallel.context` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are no
+    Where `parallel.context` moves tokens, the rows of a micro-batch hold the tokens of this rank's slots and are not
     samples. "document_starts" is a column per token then, and two more columns say which tokens they are:
 
-    * "token_samples": index of each token's sample in the global batch, int64 [N, S/cp]. "sample_ids" are those that
-      the rows would have as samples.
+    * "token_samples": index of each token's sample in the global batch, int64 [N, S/cp]. "sample_ids" are the samples
+      of unmoved rows.
     * "positions": position of each token in its sample, int64 [N, S/cp].
     """
 
@@ -43,9 +43,9 @@ class Batch:
     """int64 [N, S/cp]."""
     columns: dict[str, Tensor]
     document_bounds: tuple[DocumentBounds, ...] = ()
-    """Of each micro-batch, if samples hold several documents: their starts, known to the host."""
+    """Document starts of each micro-batch, known to the host; only if samples hold several documents."""
     num_tokens: int | None = None
-    """Input tokens of the global batch over all ranks, padding aside; None for a batch that no trainer counts."""
+    """Input tokens of the global batch over all ranks, without padding; None for a batch that no trainer counts."""
     num_micro_batches: int | None = None
     """Number of micro-batches of this batch; None: the recipe's number. Pipelines always run the recipe's number."""
 
@@ -54,9 +54,9 @@ class Batch:
         return (self.tokens, *self.columns.values())
 
     def placed_samples(self) -> tuple[int, ...] | None:
-        """Return the samples of which this rank has tokens, as indices in the global batch, ascending.
+        """Return the samples that have tokens on this rank, as ascending indices in the global batch.
 
-        None: whole samples or shards of them. The host waits for the device.
+        None: this rank has whole samples or shards of them. The host waits for the device.
         """
         if "token_samples" not in self.columns:
             return None
@@ -66,7 +66,7 @@ class Batch:
         """Split the batch into micro-batches; yield the arguments of the model for each: tokens and keywords.
 
         Raises:
-            ValueError: the samples are no `count` micro-batches of equal size.
+            ValueError: the samples cannot be split into `count` micro-batches of equal size.
         """
         if not len(self.tokens) or len(self.tokens) % count:
             raise ValueError(f"a batch of {len(self.tokens)} samples cannot be split into {count} equal micro-batches")

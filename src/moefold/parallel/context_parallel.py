@@ -1,9 +1,9 @@
 """Context parallelism: attention over full samples whose tokens are sharded, S/cp per rank.
 
-The kinds are parts (`parts/context/`) with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v likewise) ->
-[S/cp, B, A/tp, D]`. With tokens sharded by `sequence_positions`, they compute what `CausalAttention` computes on the
+The kinds are parts (`parts/context/`) with one signature, `(q [S/cp, B, A/tp, D], k [S/cp, B, G/tp, D], v of the same
+shape) -> [S/cp, B, A/tp, D]`. With tokens sharded by `sequence_positions`, the result equals `CausalAttention` on the
 full sequence. Keys and values are sent with their own G/tp heads, not expanded to the query heads. Every rank has the
-document bounds of the full sample, so each rank knows which keys its own queries attend to.
+document bounds of the full sample, so each rank knows the keys that its own queries attend to.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _share_sequences(stage: Transformer, context: ContextPart, cp: Group) -> Non
 
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "AttentionPlanner | None":
-    """Return what the layers plan their attention with; None: they do not, or there is nothing to send."""
+    """Return the attention planner of the layers; None if nothing is planned, or nothing must be sent."""
     context = chosen_in(parallel, ContextPart)
     plan = context.plan
     moves_work = plan.balances_hosts and (plan.pool or groups.attn.dp_cp.size) > 1
@@ -87,7 +87,7 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
     """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1.
 
     Args:
-        context: the recipe's.
+        context: the recipe's context part.
         cp: the ranks that share a sample.
         window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
         chunk_size: tokens of an attention chunk; 0: no chunks.
@@ -101,12 +101,11 @@ def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0,
 def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, cp: int, rank: int) -> Tensor:
     """Return the positions of the tokens of a context-parallel rank, in its order.
 
-    The sequence is split into cp contiguous parts; or into 2*cp chunks, of which rank r has the chunks r and 2*cp-1-r:
-    an early one and a late one, so that every rank has the same number of (query, earlier key) pairs
-    (arXiv:2407.21783 sec. 3.3.2).
+    The sequence is split into cp contiguous parts, or into 2*cp chunks. Rank r has the chunks r and 2*cp-1-r, one early
+    and one late, so that every rank has the same number of (query, earlier key) pairs (arXiv:2407.21783 sec. 3.3.2).
 
     Args:
-        context: the recipe's, or its class.
+        context: the recipe's context part, or its class.
         seq_len: tokens of a sample, S; divisible by cp, and by 2*cp if it is split into chunks.
         cp: context-parallel degree.
         rank: context-parallel rank.
@@ -128,10 +127,10 @@ class ContextSegments:
     A segment turns the state S before it into T S + U, so each rank computes T and U of its segments, all ranks gather
     them, and each composes T and U of the earlier segments. The bytes sent do not depend on the length of the sequence:
     D * (D + Dv) numbers for each head, sample and segment, and K-1 tokens for the convolution. All segments are
-    computed at the same time, so the zigzag order of ring attention, two segments a rank, is as good as any.
+    computed at the same time, so the zigzag order of ring attention, with two segments on a rank, is as good as any.
 
     Args:
-        context: the recipe's; see `sequence_positions`.
+        context: the recipe's context part.
         cp: the ranks that share a sample.
     """
 
@@ -140,7 +139,7 @@ class ContextSegments:
         self._context = context
         segments_of_ranks = [zigzag(cp.size, rank) if context.splits_in_chunks else (rank,) for rank in range(cp.size)]
         self._own = segments_of_ranks[cp.rank]
-        # Place of each segment in what is gathered, in the order of the sequence.
+        # Index of each segment in the gathered tensor, in the order of the sequence.
         gathered = [number for numbers in segments_of_ranks for number in numbers]
         self._places = [gathered.index(number) for number in range(len(gathered))]
         self.num_segments = len(self._own)
@@ -177,7 +176,7 @@ class ContextKeys:
     """Keys of sparse attention on a context-parallel rank; see `KeyGather`.
 
     Args:
-        context: the recipe's; see `sequence_positions`.
+        context: the recipe's context part.
         cp: the ranks that share a sample.
     """
 

@@ -1,8 +1,8 @@
-"""CUDA graphs (`run.cuda_graphs`): what is recorded once is replayed without launches by the host.
+"""CUDA graphs (`run.cuda_graphs`): kernels are recorded once, and replayed without launches by the host.
 
-A graph reads and writes fixed addresses, and repeats what the host decided when it was recorded. Here: how graphs are
-recorded, and `CapturedPasses`, the forward and the backward pass of a function as two graphs. `graphed_modules.py`
-replays modules of a layer, `graphed_micro_batch.py` whole micro-batches.
+A graph reads and writes fixed addresses, and repeats the host's decisions at the time of the recording. Here: how
+graphs are recorded, and `CapturedPasses`, the forward and the backward pass of a function as two graphs.
+`graphed_modules.py` replays modules of a layer, `graphed_micro_batch.py` whole micro-batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ Replay = Callable[[], None]
 
 
 class GraphRecorder(Protocol):
-    """Records graphs that share a memory pool. They must be replayed in the order in which they were recorded."""
+    """Records graphs that share a memory pool. They must be replayed in the order of their recording."""
 
     def run(self, function: Callable[[], object]) -> None:
-        """Run a function eagerly, on the stream on which graphs are recorded."""
+        """Run a function eagerly, on the stream that records graphs."""
         ...
 
     def record(self, function: Callable[[], T]) -> tuple[T, Replay]:
@@ -52,17 +52,17 @@ class CudaGraphRecorders:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self) -> "CudaGraphRecorder":
-        """Make a recorder with a memory pool of its own."""
+        """Make a recorder with its own memory pool."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return CudaGraphRecorder(self._stream)
 
 
 class CudaGraphRecorder:
-    """`GraphRecorder` of CUDA graphs, with a memory pool of its own.
+    """`GraphRecorder` of CUDA graphs, with its own memory pool.
 
-    Graphs of different micro-batches that shared a pool could overwrite what another one saved: a temporary of the
-    first may lie where the second, captured later, saves, and a pipeline does not replay in the order of capture.
+    Graphs of different micro-batches must not share a pool: a temporary tensor of the first may have the same address
+    as a saved tensor of the second, which is captured later, and a pipeline does not replay in the order of capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -90,8 +90,8 @@ class CapturedPasses:
     """Forward and backward pass of a function, captured as two graphs with its input tensors.
 
     Args:
-        function: returns tensors, of which those that require gradients are differentiated.
-        inputs: leaves, some of which require gradients; the graphs read the values that they have at a replay.
+        function: returns tensors; the tensors that require gradients are differentiated.
+        inputs: leaves; some require gradients. The graphs read the values that they have at a replay.
         recorder: records both graphs.
     """
 
@@ -132,7 +132,7 @@ class CapturedPasses:
         """Run for the last forward pass.
 
         Args:
-            grads: of the outputs, None for zero.
+            grads: gradients of the outputs, None for zero.
 
         Returns:
             The gradients of the inputs, the same tensors each time; None for an input that has none.
@@ -149,7 +149,7 @@ class CapturedPasses:
 
 
 def write_inputs(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to fixed addresses, in one launch for each dtype, except those that share their storage.
+    """Copy tensors to fixed addresses, in one launch for each dtype; tensors that share their storage stay.
 
     Autograd need not know: the input of graphs in use is not overwritten, and weights keep their values in a step.
     """

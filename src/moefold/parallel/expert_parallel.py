@@ -1,4 +1,4 @@
-"""Expert parallelism: the dispatcher of all layers, and what the experts of a rank must know of the others."""
+"""Expert parallelism: the dispatcher of all layers, and the ranks that share the micro-batches of the MoE layers."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +26,7 @@ class DispatcherChoice:
     """Dispatcher of a run."""
 
     part: DispatcherPart
-    """Never one that is resolved at the start of a run."""
+    """The resolved dispatcher, never "auto"."""
     message: str = ""
     """Choice of "auto" and its reason; empty if the recipe names the dispatcher."""
 
@@ -61,7 +61,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
 def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSizes) -> Dispatcher[Any]:
     """Create the dispatcher that all layers share: it has no per-micro-batch state, and its buffers are large.
 
-    With ep = etp = 1 it is always the local one.
+    With ep = etp = 1 it is always the local dispatcher.
 
     Raises:
         ConfigError: it does not spread experts over ranks.
@@ -74,7 +74,7 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
 def apply_expert_parallel(
     stage: Transformer, groups: ParallelGroups, positions: Tensor, dispatcher: Dispatcher[Any], *, is_checked: bool
 ) -> None:
-    """Give the MoE layers their dispatcher, checked if the recipe says so, and the ranks of their micro-batch."""
+    """Give the MoE layers their dispatcher, validated if the recipe asks for it, and the ranks of their micro-batch."""
     routed = stage.config.routed
     if routed is None:
         return
@@ -95,7 +95,7 @@ def apply_expert_parallel(
 def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor:
     """Return this rank's largest receive load since the last call in its slot, zeros in the other slots, [ranks].
 
-    [0] if the dispatcher always has room.
+    [0] if the dispatcher has no buffer that could be too small.
     """
     world = model.groups.world
     has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
@@ -108,11 +108,11 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor
 
 
 def check_receive_loads(loads: Tensor, parallel: ParallelConfig, step: str) -> None:
-    """Stop the run if a rank was to receive more than it has room for: the results of this pass are void.
+    """Stop the run if a rank's receive buffer was too small: the results of this pass are wrong.
 
     Args:
-        loads: of all ranks, on the host.
-        step: what was computed, for the message.
+        loads: receive loads of all ranks, on the host.
+        step: description of the computation, for the message.
 
     Raises:
         RunError: a load is above 1.

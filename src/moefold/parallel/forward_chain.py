@@ -16,7 +16,7 @@ class ForwardChain:
     """Stages of this rank in the chain of all stages; hidden states are sent point to point between pipeline ranks.
 
     Args:
-        stages: of this rank, in model order.
+        stages: stages of this rank, in model order.
         stage_plan: the stages of all ranks.
         groups: the process groups of its mapping.
     """
@@ -42,12 +42,12 @@ class ForwardChain:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, num_local_tokens: int, token_weights: Tensor | None = None) -> Tensor | None:
-        """Run one batch; collective over all ranks, with a batch of its own on each data-parallel rank.
+        """Run one batch; collective over all ranks. Each data-parallel rank has its own batch.
 
         Args:
             tokens: int64 [B, S]; on a rank without the first stage only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers.
-            token_weights: 0 for padding, which is not routed, else above 0, [B, S/cp]; None: no padding.
+            token_weights: 0 for padding, which is not routed, otherwise above 0, [B, S/cp]; None: no padding.
 
         Returns:
             The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.

@@ -1,10 +1,10 @@
 """FSDP2 and DTensor sharding of parameters, unsharded parameters for overlapped steps, and communication hooks.
 
-Tensor and expert shards are DTensors, data-parallel shards are FSDP2's.
+Tensor and expert shards are DTensors; FSDP2 makes the data-parallel shards.
 
-`UnshardedParams`: FSDP's module hooks assume that one micro-batch passes a module forward and then backward. With the
-forward of one micro-batch and the backward of another in a stage, that does not hold. So the hooks are removed,
-parameters are gathered at the start of a step, and FSDP's post-backward is called after each backward pass.
+`UnshardedParams`: FSDP's module hooks assume that one micro-batch passes a module forward and then backward. This does
+not hold if a stage overlaps two micro-batches. So the hooks are removed, parameters are gathered at the start of a
+step, and FSDP's post-backward is called after each backward pass.
 
 `FSDPCommHooks`: measure the time that a rank waits in FSDP's collectives, and the dot products of gradients of
 different ranks before reduction.
@@ -46,9 +46,9 @@ from moefold.model.transformer import TORCH_DTYPES, Block, MTPBlock, Transformer
 from moefold.parallel.shared_gather import open_shared_gather
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
-# gradients of its inputs are computed, so it must find tensors in what the router returns (registered there) and what
-# the experts take. torch 2.13 searches every dataclass for them, 2.11 only registered ones: there all experts would
-# stay gathered.
+# gradients of its inputs are computed, so it must find the tensors in the output of the router (registered there) and
+# in the input of the experts. torch 2.13 searches every dataclass for them, torch 2.11 only registered classes: with
+# 2.11 all experts would stay gathered.
 register_dataclass(ExpertInput)
 
 
@@ -77,7 +77,7 @@ def keep_full_precision(stage: Transformer, dtype: torch.dtype) -> None:
 
 
 def narrow_frozen_weights(stage: Transformer) -> None:
-    """Convert the meta parameters that adapters leave frozen to the compute type, in which they are read."""
+    """Convert the meta parameters that adapters leave frozen to the compute type, because they are read in it."""
     weights = training_weights(stage.config, stage.settings.lora)
     for module_name, module in stage.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
@@ -130,7 +130,7 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, run: RunConf
         ignored = {block.attention.get_parameter(leaf) for leaf in exempt}
         fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
         if exempt:
-            # FSDP has one type for the parameters of a module: these are a group of their own on the same module.
+            # FSDP has one type for the parameters of a module: these are a separate group on the same module.
             others = {p for name, p in block.attention.named_parameters() if name not in exempt}
             fully_shard(
                 block.attention,
@@ -152,7 +152,7 @@ def _prefetch_next_block(stage: Transformer) -> None:
     By default FSDP starts them when the host reaches a module: in an MoE layer after the wait for the counts of the
     all-to-all, too late to overlap with attention. A list replaces FSDP's own choice for the backward pass, so it has
     every group of the block. The layers of multi-token prediction do not run in evaluation, where nothing would free
-    what was gathered for them: the forward pass does not prefetch them.
+    their gathered parameters: the forward pass does not prefetch them.
     """
     blocks = list(stage.layers.values())
     forward = [stage, *(block for block in blocks if not isinstance(block, MTPBlock))]
@@ -172,7 +172,7 @@ def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def reshard_parameters(stages: Sequence[nn.Module]) -> None:
-    """Free what passes without gradients gathered, or the next pass would not see a change of the weights; local."""
+    """Free the parameters that passes without gradients gathered, so that the next pass sees changed weights; local."""
     for stage in stages:
         for module in _fsdp_modules(stage):
             module.reshard()
@@ -180,10 +180,10 @@ def reshard_parameters(stages: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def gathered_parameters(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Gather the parameters once for all forward passes inside this context, which need no gradients, then free them.
+    """Gather the parameters once for all forward passes without gradients inside this context, then free them.
 
-    Collective over the data-parallel ranks when it is entered; inside, the ranks need not run equally many passes. The
-    parameters must not change inside. The layers of multi-token prediction, which run in training only, are not
+    Collective over the data-parallel ranks when it is entered; inside, the ranks may run different numbers of passes.
+    The parameters must not change inside. The layers of multi-token prediction, which run in training only, are not
     gathered.
     """
     modules = [module for stage in stages for module in _forward_fsdp_modules(stage)]
@@ -229,7 +229,7 @@ def _meta_shard(parameter: Tensor, mesh: DeviceMesh, placements: tuple[Placement
 
 def _expert_shard_dim(edp: int) -> Callable[[nn.Parameter], Shard]:
     def placement(parameter: nn.Parameter) -> Shard:
-        """Shard over edp by experts, or, if there are too few experts, by the rows of each expert."""
+        """Shard over edp by experts, or by the rows of each expert if there are too few experts."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return Shard(expert_dp_dim(local.shape, edp))
 
@@ -241,7 +241,7 @@ class UnshardedParams:
 
     Args:
         stages: FSDP modules, whose hooks are removed.
-        zero: with 2, gradients are reduced with each micro-batch, else at the end of a step.
+        zero: with 2, gradients are reduced with each micro-batch, otherwise at the end of a step.
     """
 
     def __init__(self, stages: Sequence[nn.Module], zero: int) -> None:
@@ -288,8 +288,8 @@ class UnshardedParams:
 class PerRankGradDots:
     """Gram matrix <g_i, g_j> of the gradients that members i, j of a data-parallel group contribute to the reduction.
 
-    By an all-to-all of as many bytes as the reduction itself sends, member k gets the k-th part of every g_i. It adds
-    the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
+    In an all-to-all, which sends as many bytes as the reduction itself, member k gets the k-th part of every g_i. It
+    adds the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
     unless `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
 
     With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over

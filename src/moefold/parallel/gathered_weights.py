@@ -36,7 +36,7 @@ class GatheredWeights:
 
     def refresh(self) -> None:
         """Read the current weights from now on; call it between two training steps."""
-        # A gathered parameter is no shard.
+        # A gathered parameter is not a shard.
         reshard_parameters(self._model.stages)
         self._local = {name: values.detach() for name, values in merged_shards(self._model).items()}
 
@@ -50,7 +50,7 @@ class GatheredWeights:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return the values of a region on rank 0, on the CPU; other ranks get undefined values of its shape.
 
-        One all-to-all, in which only rank 0 receives; none if rank 0 holds the region.
+        Uses one all-to-all where only rank 0 receives; none if rank 0 holds the region.
         """
         box = Box(tuple(part.start for part in region), tuple(part.stop - part.start for part in region))
         dtype = self._dtypes[name]
@@ -75,7 +75,7 @@ class GatheredWeights:
         return values
 
     def _send_to_first(self, name: str, parts: list[tuple[int, Box]]) -> Tensor:
-        """Send parts of a tensor to rank 0 as bytes; return what this rank receives, in the order of the ranks."""
+        """Send parts of a tensor to rank 0 as bytes; return the received parts, in the order of the ranks."""
         rank = self._world.rank
         itemsize = self._dtypes[name].itemsize
         mine = [part for owner, part in parts if owner == rank]
@@ -93,7 +93,7 @@ class GatheredWeights:
 
 
 def _owners(boxes_of_rank: list[dict[str, Box]]) -> dict[str, list[tuple[int, Box]]]:
-    """Return the different boxes of each tensor with the first rank that holds each, in the order of the ranks."""
+    """Return the different boxes of each tensor and the first rank that holds each box, in the order of the ranks."""
     owners: dict[str, dict[Box, int]] = {}
     for rank, boxes in enumerate(boxes_of_rank):
         for name, box in boxes.items():

@@ -21,10 +21,10 @@ NORM_EPS = 1e-6
 def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Group, axis: str = "tp") -> None:
     """Sum over tp or etp the gradients of parameters that are replicated over it and were computed in parts.
 
-    Under sequence parallelism each tp rank has a partial gradient (of its tokens or heads): of norms, the router, K/V
-    of few groups and adapters. Under expert tensor parallelism each etp rank has the gradient of its columns: of the
-    experts' adapters. One all-reduce a step; every rank of the group calls it after all micro-batches and the
-    data-parallel reduction.
+    Under sequence parallelism each tp rank has a partial gradient, from its tokens or heads, of norms, the router, K/V
+    of few groups and adapters. Under expert tensor parallelism each etp rank has a partial gradient, from its columns,
+    of the experts' adapters. One all-reduce for each step; every rank of the group calls it after all micro-batches and
+    the data-parallel reduction.
 
     Args:
         parameters: parameters of this rank by name.

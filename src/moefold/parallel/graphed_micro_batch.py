@@ -56,12 +56,12 @@ class GraphedAccumulation(Accumulation):
 class MicroBatchGraph:
     """Graph of the forward and the backward pass of a model.
 
-    Its first runs leave neither gradients nor router statistics, as if the step had not begun.
+    Its first runs leave no gradients and no router statistics, as if the step had not begun.
 
     Args:
-        model: whose parameters have no gradients yet.
-        tokens: of a micro-batch, int64 [B, S].
-        columns: of a micro-batch, by name, see `Batch`.
+        model: model whose parameters have no gradients yet.
+        tokens: tokens of a micro-batch, int64 [B, S].
+        columns: columns of a micro-batch by name, see `Batch`.
         recorder: records the graph.
     """
 

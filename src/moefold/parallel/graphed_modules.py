@@ -1,8 +1,8 @@
-"""Attention and routers replayed from CUDA graphs: their shapes are fixed whatever the experts receive.
+"""Attention and routers replayed from CUDA graphs: their shapes do not depend on the routing.
 
-Inputs are copied to the addresses of a graph; what the forward pass saves and returns stays in its memory until the
-backward pass, and the next replay overwrites it. So each micro-batch between its passes has graphs of its own:
-`GraphedModule` captures as many as the schedule needs at a time, in the first step, and reuses them.
+Inputs are copied to the addresses of a graph. The tensors that the forward pass saves and returns stay in its memory
+until the backward pass, and the next replay overwrites them. So each micro-batch between its passes needs separate
+graphs: `GraphedModule` captures as many as the schedule needs at a time, in the first step, and reuses them.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ class GraphArguments:
     """Arguments of one call of a module, as a graph takes them."""
 
     tensors: Sequence[Tensor]
-    """Their values change from call to call, and are copied to the addresses of a graph."""
+    """Tensors whose values change from call to call; they are copied to the addresses of a graph."""
     constant: object
-    """The same object in each call: what it holds is part of the graph."""
+    """The same object in each call: its tensors are part of the graph."""
     rebuild: Callable[..., tuple[Any, ...]]
-    """Returns the arguments of the module, given tensors in place of `tensors`."""
+    """Returns the arguments of the module, with other tensors instead of `tensors`."""
 
 
 def attention_arguments(x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> GraphArguments:
@@ -57,14 +57,14 @@ def router_arguments(x_TH: Tensor, token_positions: TokenPositions) -> GraphArgu
 
 
 class GraphedModule:
-    """Forward of a module, replayed; without gradients, as in evaluation, it runs as it is.
+    """Replayed forward pass of a module; without gradients, as in evaluation, the module runs eagerly.
 
     Args:
         module: the module, whose parameters may be DTensors of FSDP.
         forward: its forward function.
-        arguments: splits the arguments of `forward` into what changes and what does not.
+        arguments: splits the arguments of `forward` into changing and constant arguments.
         make_recorder: makes the recorder of the two graphs of a micro-batch.
-        weight_cache: its scope is a step, in which the weights are copied once.
+        weight_cache: cache with the scope of a step; the weights are copied once in a step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GraphedModule:
         self._outputs: tuple[list[Any], TreeSpec] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Compute what the module computes."""
+        """Compute the output of the module."""
         if not torch.is_grad_enabled():
             return self._forward(*args)
         arguments = self._arguments(*args)
@@ -102,7 +102,7 @@ class GraphedModule:
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
     def acquire(self, arguments: GraphArguments, weights: Sequence[Tensor]) -> "_MicroBatchGraphs":
-        """Return graphs that no micro-batch between its passes uses, with these inputs; captures them if needed."""
+        """Return graphs with these inputs that no micro-batch between its passes uses; capture them if needed."""
         if not self._weights:
             self._weights = self._static_weights(weights)
         graphs = self._idle.pop() if self._idle else self._capture_graphs(arguments)
@@ -117,7 +117,7 @@ class GraphedModule:
         return graphs
 
     def release(self, graphs: "_MicroBatchGraphs") -> None:
-        """Return graphs after their backward pass; the next forward pass may overwrite what they hold."""
+        """Return graphs to the pool after their backward pass; the next forward pass may overwrite their tensors."""
         self._idle.append(graphs)
 
     def static_tensors(self) -> list[Tensor]:
@@ -130,7 +130,7 @@ class GraphedModule:
         return found
 
     def _static_weights(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return weights at fixed addresses: copies of those that FSDP gathers in each step."""
+        """Return weights at fixed addresses: copies of the weights that FSDP gathers in each step."""
         return {
             name: _leaf(weight.clone() if isinstance(parameter, DTensor) else weight)
             for (name, parameter), weight in zip(self._module.named_parameters(), weights, strict=True)
@@ -152,7 +152,7 @@ class GraphedModule:
 
 
 _TENSOR = object()
-"""Marks the place of a tensor in what a module returns."""
+"""Marks the place of a tensor in the output of a module."""
 
 
 class _WithoutHooks(nn.Module):
@@ -208,7 +208,7 @@ def apply_cuda_graphs(
     """Replay the attention of each layer from graphs; call it before FSDP, and after the other axes are applied.
 
     Args:
-        stage: whose layers are changed.
+        stage: stage whose layers are changed.
         weight_cache: the scopes of the steps, inside which no weight changes.
         make_recorder: makes the recorder of the passes of a module.
         has_router: replay the routers too.

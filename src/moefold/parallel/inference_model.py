@@ -31,7 +31,7 @@ class InferenceModel(ShardedStages):
         message = "; ".join(filter(None, (sharded.message, recalled)))
         super().__init__(**vars(sharded) | {"message": message})
         if groups.world.size > 1:
-            # Ranks that serve requests have no common point after which all of them use what was measured.
+            # Ranks that serve requests have no common point from which all of them could use the measured times.
             sharded.autotuner.stop_measuring()
         (self.stage,) = self.stages
         self.stage.eval().requires_grad_(False)
@@ -46,7 +46,7 @@ class InferenceModel(ShardedStages):
         return cls(sharded, fetches_experts=fetches_experts(cfg.rollout))
 
     def record_kernel_times(self) -> str:
-        """Record the times of kernels that the passes of one rank measured; return which kernels run, to log."""
+        """Record the times of kernels that the passes of one rank measured; return the chosen kernels, to log."""
         if self.groups.world.size > 1:
             return ""
         return settle_choices(self.autotuner, self.groups.device, self.groups.world)
@@ -65,7 +65,7 @@ class InferenceModel(ShardedStages):
     def writing_weights(self) -> Iterator[None]:
         """Allow changes of the weights inside this context; collective where ranks read each other's experts.
 
-        No rank enters while another one generates, and all weights are complete at its end.
+        No rank enters while another rank generates, and all weights are complete at its end.
         """
         if self._peer_experts is None:
             yield
@@ -83,7 +83,7 @@ class InferenceModel(ShardedStages):
         Args:
             tokens: int64 [B, S/cp]; on other stages than the first only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers; None: S/(cp*tp).
-            is_token: tokens that are no padding, bool [B, S/cp]; None: all. Padding is not routed.
+            is_token: tokens that are not padding, bool [B, S/cp]; None: all. Padding is not routed.
 
         Returns:
             On the last stage the logits [S/cp, B, V/tp], elsewhere None.

@@ -1,4 +1,4 @@
-"""Kernels that are chosen by time: from the record in the cache, or measured by all ranks and recorded."""
+"""Kernels that are chosen by time: from the record in the cache, or from measurements of all ranks."""
 
 import math
 from collections import defaultdict
@@ -12,11 +12,11 @@ from moefold.ops.kernel_times import Environment, add_times, kernel_environment,
 
 
 def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> str:
-    """Let all ranks choose by the times that rank 0 finds in its cache; return what to log. Collective.
+    """Let all ranks choose by the times that rank 0 finds in its cache; return the line to log. Collective.
 
     Args:
-        autotuner: of this rank; on all ranks or on none it is enabled.
-        device: of this rank.
+        autotuner: autotuner of this rank; it is enabled on all ranks or on no rank.
+        device: device of this rank.
         world: all ranks.
     """
     if not autotuner.is_enabled:
@@ -32,13 +32,13 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
 
 
 def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> str:
-    """Let all ranks choose by what they measured, record it on rank 0, and return what to log. Collective.
+    """Let all ranks choose by their measured times, record these on rank 0, and return the line to log. Collective.
 
     Each candidate counts with its time on the slowest rank.
 
     Args:
-        autotuner: see `recall_choices`, likewise the others.
-        device: of this rank.
+        autotuner: see `recall_choices`.
+        device: device of this rank.
         world: all ranks.
     """
     if not autotuner.is_enabled:
@@ -60,12 +60,12 @@ def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
 
 
 def _difference(first: Environment, others: list[Environment]) -> str:
-    """Return in what the environments of ranks differ, "" if in nothing."""
+    """Return the differences between the environments of the ranks, "" without differences."""
     return ", ".join(key for key, value in first.items() if any(other.get(key) != value for other in others))
 
 
 def _describe(autotuner: Autotuner) -> str:
-    """Return which candidates each operation uses, and at how many rows."""
+    """Return the candidates that each operation uses, and their numbers of rows."""
     rows: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for key, name in autotuner.choices.items():
         rows[key.op][name].add(key.num_rows + 1)

@@ -1,4 +1,4 @@
-"""Selection of the GEMMs of `train.precision`: on the tensor cores if these agree with the emulation, else emulated."""
+"""Selection of the GEMMs of `train.precision`: tensor cores if they agree with the emulation."""
 
 import logging
 from dataclasses import replace
@@ -59,14 +59,14 @@ def low_precision_kernels(cfg: Config, device: torch.device, autotuner: Autotune
 
 
 def select_fp8_linear(expert_ops: "Fp8ExpertOps", device: torch.device, dtype: torch.dtype) -> tuple["Fp8Linear", str]:
-    """Select cuBLAS for dense layers on Hopper, where it is faster and agrees with the emulation; with a message."""
+    """Select cuBLAS for dense layers on Hopper, where it is faster, if it agrees with the emulation; with a message."""
     from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
     from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
 
     kernels = Fp8Linear(expert_ops)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != BLOCKWISE_SCALED_MM_CAPABILITY:
         return kernels, ""
-    # The tested one measures nothing: it is cuBLAS in every product.
+    # The tested backend measures nothing: it uses cuBLAS in every product.
     tested = ScaledMMFp8Linear(Fp8ExpertOps(expert_ops.block_size))
     reason = scaled_mm_unsupported_reason(tested, QUANT_FORMATS["fp8-blockwise"], device, dtype, WHOLE_BLOCK_SIZES)
     if reason:
@@ -83,7 +83,7 @@ def _scaled_mm_kernels(run: RunConfig, quant_format: QuantFormat, device: torch.
 
 
 def verified_kernels(linear_backend: ScaledMMLinear, device: torch.device, dtype: torch.dtype) -> SelectedKernels:
-    """Select the device's scaled GEMMs if they agree with the emulation, else the emulation, with a warning."""
+    """Select the device's scaled GEMMs if they agree with the emulation; otherwise the emulation, with a warning."""
     name = linear_backend.quant_format.name
     reason = scaled_mm_unsupported_reason(linear_backend, linear_backend.quant_format, device, dtype)
     if reason:
@@ -102,14 +102,14 @@ def _emulated_kernels(linear_backend: EmulatedLinear, reason: str) -> SelectedKe
 
 
 def fp8_unsupported_reason(run: RunConfig, device: torch.device) -> str:
-    """Return why GEMMs of `fp8-blockwise` are emulated here; empty if our kernels compute them."""
+    """Return the reason why GEMMs of `fp8-blockwise` are emulated here; empty if our kernels compute them."""
     return tensor_core_unsupported_reason(run, device, MIN_FP8_CAPABILITY) or triton_unsupported_reason(
         run, device.type
     )
 
 
 def tensor_core_unsupported_reason(run: RunConfig, device: torch.device, capability: tuple[int, int]) -> str:
-    """Return why low-precision tensor cores are not used here; empty if recipe and device allow them."""
+    """Return the reason why low-precision tensor cores are not used; empty if recipe and device allow them."""
     if run.kernels == "plain":
         return "run.kernels='plain'"
     if device.type != "cuda":

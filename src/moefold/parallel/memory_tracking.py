@@ -97,7 +97,7 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
 )
 """Methods whose allocations belong to a part; calls inside may belong to other parts."""
 TRACKED_LAYERS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
-"""The same for `forward_method`."""
+"""As above, for `forward_method`."""
 DISPATCH_PART = "dispatch buffers"
 DISPATCH_METHODS = (
     "dispatch_preprocess",
@@ -139,14 +139,14 @@ def track_memory(
     tracker.tag(GATHERED_WEIGHTS, shared_weights)
     with tracker, _label_parts(model, tracker):
         yield tracker
-        # FSDP replaces shards by padded ones at its first step.
+        # FSDP replaces shards by padded shards at its first step.
         tag_states(tracker, stages, optimizer)
         tag_gradients(tracker, stages)
         tracker.retag(DELAYED_WGRAD, PIPELINE)
 
 
 def bytes_by_part(tracker: MemoryTracker) -> list[int]:
-    """Return a rank's row of `MemoryByPart`: the bytes of each part at the peak, then the current ones."""
+    """Return a rank's row of `MemoryByPart`: the bytes of each part at the peak, then the current bytes."""
     both = tracker.peak().by_part, tracker.current()
     assert all(found.keys() <= set(PARTS) for found in both), both
     return [found.get(part, 0) for found in both for part in PARTS]
@@ -203,7 +203,7 @@ def tag_states(
 
 
 def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:
-    """Tag the gradients: reduced ones, and unreduced sums over micro-batches."""
+    """Tag the reduced gradients, and the unreduced sums over micro-batches."""
     for stage in stages:
         tracker.tag("gradients", (p.grad for p in stage.parameters() if p.grad is not None))
         for module in stage.modules():
@@ -237,7 +237,7 @@ def _track_forward(tracker: MemoryTracker, tag_survivors: Callable[[], None], fo
 
 
 def _track_delayed_wgrad(stage: Transformer, on_end: Callable[[], None], undo: ExitStack) -> None:
-    """Tag what a backward pass saves for its weight gradients at its end, before a schedule computes them."""
+    """Tag, at the end of a backward pass, the tensors saved for its weight gradients."""
     for module in stage.modules():
         wgrad_store = getattr(module, "wgrad_store", None)
         if isinstance(wgrad_store, WeightGradStore) and wgrad_store.on_backward_end is None:

@@ -1,4 +1,4 @@
-"""Local shards of the weights of a model in training, with the adapters merged: what models that sample receive."""
+"""Local shards of the weights of a model in training with merged adapters, for the models that sample."""
 
 import torch
 from torch import Tensor

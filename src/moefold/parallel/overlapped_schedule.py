@@ -1,4 +1,4 @@
-"""Overlapped micro-batches without a pipeline: the forward pass of one runs during the backward pass of another."""
+"""Overlapped micro-batches without a pipeline: a forward pass runs during the backward pass of another micro-batch."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from moefold.parallel.gradients import Accumulation
 
 
 class OverlappedAccumulation(Accumulation):
-    """Gradient accumulation on two micro-batches at a time: the next one's forward, the last one's backward."""
+    """Gradient accumulation on two micro-batches at a time: the forward pass of one, the backward pass of the other."""
 
     def __init__(self, model: Transformer, num_micro_batches: int, zero: int, groups: ParallelGroups) -> None:
         super().__init__(model, num_micro_batches, zero)
@@ -49,6 +49,6 @@ class OverlappedAccumulation(Accumulation):
         total = self._zero_terms(batch)
         with self._unsharded_params.unsharded():
             for tokens, keywords in batch.micro_batches(self._count(batch)):
-                # Not by a call of the model: the hooks of FSDP would shard the parameters.
+                # The model is not called here: the hooks of FSDP would shard the parameters.
                 total += run_to_end(self._model.forward_resumable(tokens, **keywords))
         return total

@@ -43,15 +43,15 @@ from moefold.parallel.tied_embedding import sync_tied_embedding
 logger = logging.getLogger(__name__)
 
 MODULES_COST = "about 1 ms of CPU time more for each in every pass"
-"""Of a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
+"""For a layer of the small benchmark shape on a Zen 4, compared with the same layer in C."""
 
 
 def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "latents") -> str:
-    """Describe how this rank decodes: on CUDA its kernels, on a CPU the layers that no kernel computes whole.
+    """Describe how this rank decodes: its kernels on CUDA, or the layers without a kernel for whole layers on a CPU.
 
     Args:
-        model: of the rank.
-        kind: what latent attention caches.
+        model: model of the rank.
+        kind: contents of the cache of latent attention.
     """
     if model.groups.device.type != "cpu":
         # The message of a model in training is in its log already.
@@ -67,7 +67,7 @@ def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "la
 
 
 def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str:
-    """Describe how the layers of this rank read pages on CUDA, as their caches will; "" without pages."""
+    """Describe how the caches of this rank's layers will read pages on CUDA; "" without pages."""
     device = model.groups.device
     size = CacheSize(num_pages=1, page_positions=page_positions(device.type), kind=kind)
     paths: list[str] = []
@@ -85,7 +85,7 @@ def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str
 
 
 def _describe_paths(paths: Sequence[str]) -> str:
-    """Count the layers whose caches have the same `page_path`; "" if none has one."""
+    """Count the layers whose caches have the same `page_path`; "" if no cache has a path."""
     counts = Counter(filter(None, paths))
     listed = "; ".join(f"{count} layer{'s' * (count > 1)}: {path}" for path, count in counts.items())
     return f"pages of {listed}" if listed else ""
@@ -95,8 +95,8 @@ def _describe_paths(paths: Sequence[str]) -> str:
 def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChain]:
     """Prepare a model for forward passes without gradients, and return its stages; collective over all ranks.
 
-    The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP,
-    and it is in evaluation mode. They must not change inside.
+    The weights of a model in training are not copied: inside this context its parameters are gathered, as by FSDP, and
+    it is in evaluation mode. They must not change inside.
     """
     if isinstance(model, InferenceModel):
         yield model.chain
@@ -117,7 +117,7 @@ def forward_chain(model: InferenceModel | ParallelModel) -> Iterator[ForwardChai
 
 @contextmanager
 def _cast_once(model: ParallelModel) -> Iterator[None]:
-    """Cast each weight once in all passes inside this context; with several ranks, FSDP casts what it gathers."""
+    """Cast each weight once in all passes inside this context; with several ranks, FSDP casts gathered weights."""
     if model.groups.layout.world_size > 1 or model.cast_copies:
         with model.cast_copies.fresh():
             yield
@@ -151,20 +151,16 @@ class PickedRows:
 class PagedDecoder:
     """Context manager for passes over a paged cache. Replaces attributes of modules, and restores them.
 
-    | attribute | becomes |
-    | --- | --- |
-    | what `TokenMixer.caches` names, such as `core_attention` | the cache of this layer |
-    | `sequence_parallel` | one for any number of tokens |
-    | `sequence_parallel` of the head | `PickedRows` |
-    | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all |
-    | `eval_capacity_policy` | None: no token is dropped |
-    | `override` of the routers, if choices are recorded | `RoutingCache` |
-    | `fused` of a layer that a kernel computes whole | `FusedBlock` |
-    | `fused` of a stage all of whose layers are such | `FusedLayers` |
+    | attribute | becomes | | --- | --- | | the attributes named by `TokenMixer.caches`, such as `core_attention` | the
+    cache of this layer | | `sequence_parallel` | one for any number of tokens | | `sequence_parallel` of the head |
+    `PickedRows` | | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all | |
+    `eval_capacity_policy` | None: no token is dropped | | `override` of the routers, if choices are recorded |
+    `RoutingCache` | | `fused` of a layer that a kernel computes whole | `FusedBlock` | | `fused` of a stage with only
+    these layers | `FusedLayers` |
 
     Args:
-        chain: of `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have rows of their own.
-        size: of the cache.
+        chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
+        size: size of the cache.
         records_routing: whether the chosen experts are recorded for `recorded_choices`.
     """
 
@@ -306,11 +302,11 @@ class PagedDecoder:
             cache.copy_states(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
-        """Run one pass; collective over all ranks, with rows of its own on each rank of dp and cp, maybe none.
+        """Run one pass; collective over all ranks. Each rank of dp and cp has its own rows, or none.
 
         Args:
             tokens_R: int64 [R].
-            rows: of these tokens.
+            rows: rows of these tokens.
             picked_N: rows whose logits are returned, int64 [N].
 
         Returns:
@@ -329,7 +325,7 @@ class PagedDecoder:
         logits = self._chain.forward(tokens_R.unsqueeze(0), num_local)
         # A path around the routers would leave choices of other tokens in the cache.
         assert all(routing.num_recorded == num_local for routing in self._routing), "a router did not record its rows"
-        # None are known while this rank has no rows.
+        # No choices are known while this rank has no rows.
         if not self._has_reported and (message := _describe_paths([cache.page_path for cache in self._caches])):
             self._has_reported = True
             logger.info("%s", message)
@@ -339,7 +335,7 @@ class PagedDecoder:
 
 
 def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
-    """Return the default dispatcher if the layers' dispatcher needs more than it: equal token counts, or buffers."""
+    """Return the default dispatcher if the layers' dispatcher needs equal token counts or buffers."""
     layers = [layer for stage in chain.stages for layer in stage.moe_layers().values()]
     if not layers or layers[0].dispatcher.takes_any_tokens:
         return None
@@ -354,7 +350,7 @@ def _replacement_dispatcher(chain: ForwardChain) -> Dispatcher[Any] | None:
 
 
 def shares_experts_over_samples(chain: ForwardChain) -> bool:
-    """Return whether ranks that exchange tokens with one set of experts run different samples: they step together."""
+    """Return whether ranks that share a set of experts run different samples, so that they must step together."""
     if chain.fetches_experts:
         return False
     groups = chain.groups

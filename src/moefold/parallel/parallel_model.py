@@ -49,7 +49,7 @@ class ShardedStages:
     shards_data_parallel: bool
     """Whether data-parallel ranks shard the weights."""
     message: str = ""
-    """How the open choices of the recipe were resolved; empty if it left nothing open."""
+    """Log message about the resolved open choices of the recipe; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
     """Activation offload between the passes; None without offload."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
@@ -81,14 +81,14 @@ class ParallelModel(ShardedStages):
         found: dict[str, nn.Parameter] = {}
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                # On a rank with both the first and the last stage, the first's embedding is the parameter, the last's a
-                # copy.
+                # If a rank has both the first and the last stage, the embedding of the first is the parameter, the
+                # other a copy.
                 found.setdefault(name, parameter)
         return found
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank that learn, by their names in the full model."""
+        """The trainable parameters of this rank by their names in the full model."""
         return {name: parameter for name, parameter in self.named_parameters.items() if parameter.requires_grad}
 
     def forward_backward(self, batch: Batch) -> Tensor:
@@ -109,7 +109,7 @@ class ParallelModel(ShardedStages):
 
     @property
     def duplicate_params(self) -> frozenset[str]:
-        """Parameters of this rank that duplicate one of another pipeline rank: the tied embedding of the last stage."""
+        """Parameters that duplicate a parameter of another pipeline rank: the tied embedding of the last stage."""
         first, last = self.stage_plan.embedding_ranks
         holds_copy = self.stages[0].config.last_stage_needs_embedding and first != last == self.groups.pp.rank
         return frozenset({"embedding.weight"} if holds_copy else ())

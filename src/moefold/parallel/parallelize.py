@@ -77,13 +77,13 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
 
 
 def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopies:
-    """Return the copies of the weights in the compute dtype: on one GPU; on several, FSDP casts what it gathers."""
+    """Return the copies of the weights in the compute dtype on one GPU; on several, FSDP casts the gathered weights."""
     is_kept = groups.layout.world_size == 1 and groups.device.type == "cuda"
     return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
 def freeze_weights(stage: Transformer) -> None:
-    """Leave gradients to the parameters that learn: of indexers in their warm-up stage, or of adapters."""
+    """Freeze all other parameters if only the indexers (in their warm-up stage) or only the adapters learn."""
     if stage.is_frozen:
         stage.requires_grad_(False)
         for indexer in stage.indexers().values():
@@ -93,7 +93,7 @@ def freeze_weights(stage: Transformer) -> None:
 
 
 def _module_graphs(cfg: Config, weight_cache: WeightCache) -> Callable[[Transformer], None] | None:
-    """Return what captures attention and routers of a stage in CUDA graphs; None if the recipe captures none."""
+    """Return the function that captures modules of a stage in CUDA graphs; None if the recipe captures none."""
     if cfg.run.cuda_graphs not in ("attention", "attention_router"):
         return None
     from moefold.parallel.cuda_graphs import CudaGraphRecorders
@@ -115,8 +115,8 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     Args:
         cfg: the recipe.
         groups: the process groups of its mapping.
-        for_training: master weights, sharded over the data-parallel ranks too. Else the weights are in the compute
-            type, sharded by model parallelism only; routers never compute below float32.
+        for_training: the weights are master weights, sharded over the data-parallel ranks too. Otherwise they are in
+            the compute type, sharded by model parallelism only; routers never compute below float32.
     """
     layout = groups.layout
     plan = plan_stages(cfg)
@@ -187,7 +187,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
 
 
 def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:
-    """Record when a micro-batch enters the stage, and when its gradient does.
+    """Record when a micro-batch enters the stage, and when its gradient enters it.
 
     Overlapped passes do not call `forward`; their runner records the phases itself.
     """

@@ -1,8 +1,8 @@
 """Experts that ranks read from each other's memory, without a collective (DWDP, arXiv:2604.01621).
 
 Each ep rank of a machine holds its part of the experts in memory that all of them map. A rank routes its own tokens to
-all experts, as if it held them, and reads the weights of its peers where they are: nothing is copied, and no rank waits
-for another. The ranks wait for each other only when weights change, see `PeerExperts.writing`.
+all experts, as if it held them, and reads the weights of its peers in place: nothing is copied, and no rank waits for
+another. The ranks wait for each other only when weights change, see `PeerExperts.writing`.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class PeerExperts:
         all_gather_objects(None, self._ep)
 
     def _share(self, layer: MoELayer, parts: Iterator[torch.Tensor]) -> None:
-        """Replace the parameters by views of the next parts of the shared memory, and let the layer read all of it."""
+        """Replace the parameters by views of the next parts of the shared memory; let the layer read all of it."""
         experts = layer.experts
         peer_weights = []
         leaf_of = {id(weight): leaf for leaf, weight in experts.named_parameters()}

@@ -99,7 +99,7 @@ class PipelineRunner:
         return store
 
     def _finish_backward(self, module: Transformer) -> Callable[[], None] | None:
-        """Return what accumulates the gradients of unsharded parameters after a backward pass that is not split."""
+        """Return the function that accumulates the gradients of unsharded parameters after an unsplit backward pass."""
         if self._unsharded_params is None or self.splits_backward:
             return None
         return partial(self._unsharded_params.finish_backward, module)

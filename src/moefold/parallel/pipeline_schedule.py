@@ -16,7 +16,7 @@ from moefold.topology.message_plan import RankPlan, Receive, Release, Send, rece
 
 
 class PipelineMessages:
-    """Sends and receives the results of stages, all of one shape; those for a stage of this rank stay where they are.
+    """Sends and receives the results of stages, all of one shape; results for a stage of this rank are not sent.
 
     A sent tensor and a receive buffer are referenced until their communication is waited for on the current stream, so
     that later work of that stream may use their memory again.
@@ -45,7 +45,7 @@ class PipelineMessages:
         return not (self._results or self._receiving or self._sending)
 
     def clear(self) -> None:
-        """Drop what an interrupted step has left."""
+        """Drop the messages that an interrupted step has left."""
         for messages in (self._results, self._receiving, self._sending):
             messages.clear()
 
@@ -86,7 +86,7 @@ class PipelineMessages:
 
 
 MicroBatch = tuple[Tensor, dict[str, Any]]
-"""Arguments of the model: tokens, which the first stage alone reads, and keywords, which every stage gets."""
+"""Arguments of the model: tokens, which only the first stage reads, and keywords, which every stage gets."""
 PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """Names of the kinds of actions in the phases of a step."""
 
@@ -100,7 +100,7 @@ class PipelineSchedule:
         plan: the operations of this rank.
         messages: the messages of this rank.
         comm_timer: counts the passes of the stages as working.
-        pairs: resumes the forward pass of a slot during its backward pass; None: they run one after the other.
+        pairs: resumes the forward pass of a slot during its backward pass; None: the passes run one after the other.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PipelineSchedule:
             self._put_output(action, stage.backward(number, x, delays_weights=action.kind == "I"))
 
     def _run_pair(self, slot: Slot, micro_batches: Sequence[MicroBatch], pairs: "OverlappedPairs") -> None:
-        """Run a forward pass during a backward pass; both start with the inputs of both."""
+        """Run a forward pass during a backward pass; the inputs of both are received before."""
         forward, backward = slot
         stage = self._stages[forward.stage]
         x = self._take_input(forward)

@@ -1,4 +1,4 @@
-"""Pipeline stage: its passes on one micro-batch at a time, and what stays in memory between them."""
+"""Pipeline stage: its passes on one micro-batch at a time, and the tensors kept between them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ class PipelineStage:
     Args:
         module: the layers of the stage.
         number: index of the stage in model order.
-        num_stages: stages of the pipeline. The output of the last one are the loss terms, whose sum is minimised.
+        num_stages: stages of the pipeline. The output of the last stage are the loss terms, whose sum is minimised.
         wgrad_store: the delayed weight gradients of the module, if the schedule splits the backward pass.
         reduces_at_end: whether the gradients of an FSDP module are reduced once, after the last micro-batch of a step
             (zero 0 and 1); otherwise FSDP or the caller decides.
-        resumable: the resumable forward pass of the module, which runs in place of the plain one.
+        resumable: the resumable forward pass of the module, which replaces the plain forward pass.
         on_backward_end: called after each backward pass.
     """
 
@@ -63,12 +63,12 @@ class PipelineStage:
         self._weight_passes.clear()
 
     def begin_forward(self, x: Tensor, keywords: dict[str, Any]) -> ResumableTask[Tensor]:
-        """Start a forward pass, to be resumed by others; `finish_forward` gets its input and its output."""
+        """Start a forward pass that others resume; `finish_forward` gets its input and its output."""
         assert self._resumable is not None
         return ResumableTask(self._resumable(self._track(x), **keywords))
 
     def finish_forward(self, micro_batch: int, x: Tensor, output: Tensor) -> Tensor | None:
-        """Keep what the backward pass needs; return the output, detached, for the next stage, if there is one."""
+        """Keep the tensors for the backward pass; return the detached output for the next stage, if any."""
         root: Tensor | GradientEdge | None = None
         if output.requires_grad:
             root = output.sum() if self.is_last else get_gradient_edge(output)
@@ -92,7 +92,7 @@ class PipelineStage:
         """Run a backward pass; return the gradient of the input, None on the first stage.
 
         Args:
-            micro_batch: one whose forward pass has run.
+            micro_batch: a micro-batch whose forward pass has run.
             gradient: gradient of the output; None on the last stage.
             delays_weights: whether `backward_weights` computes the delayed weight gradients later.
         """
@@ -111,11 +111,11 @@ class PipelineStage:
             self._on_backward_end()
         if self.is_first:
             return None
-        # Frozen layers may not pass a gradient to the input; the stage before waits for one.
+        # Frozen layers may pass no gradient to the input, but the stage before waits for a gradient.
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def backward_weights(self, micro_batch: int) -> None:
-        """Compute what is left of a backward pass, and after the last one of a step reduce the gradients if due."""
+        """Compute the rest of a backward pass, and after the last pass of a step reduce the gradients if due."""
         if self._wgrad_store is not None:
             self._weight_passes.pop(micro_batch)()
         self._num_unfinished -= 1

@@ -3,8 +3,8 @@
 Every rank computes the plan of a round (`topology/attention_plan.py`) from the bounds of its documents, which the host
 knows. Keys and values are sent once to each rank that needs them; where work moves, queries are sent to the host of
 their task, and their outputs back. The softmax of a row is computed on one rank, so results of ranks are not merged,
-and the placement of the tokens changes nothing but rounding. The backward pass sends the rows again, then the gradients
-back, which are added in the order of the ranks.
+and the placement of the tokens changes only rounding. The backward pass sends the rows again, then the gradients back,
+which are added in the order of the ranks.
 """
 
 import socket
@@ -53,15 +53,15 @@ class AttentionStatistics:
     """Attention work of a rank since the last reset, over its layers and passes."""
 
     pairs: list[int] = field(default_factory=list)
-    """Visible (query, key) pairs of each round, in the order in which their forward passes began."""
+    """Visible (query, key) pairs of each round, in the order of their forward passes."""
     moved_rows: int = 0
-    """Rows of queries that this rank computed for others."""
+    """Rows of queries that this rank computed for other ranks."""
     sent_bytes: int = 0
     plans_crc: int = 0
     """Checksum of the plans, which must be equal on all ranks of a round."""
 
     def reset(self) -> None:
-        """Begin again."""
+        """Reset all counts."""
         self.pairs.clear()
         self.moved_rows = 0
         self.sent_bytes = 0
@@ -78,19 +78,19 @@ class AttentionStatistics:
         return len(self.pairs) - 1
 
     def add_pass(self, round_index: int, pairs: int, moved_rows: int) -> None:
-        """Count the forward pass of a layer, recomputed ones included."""
+        """Count the forward pass of a layer, also if it is a recomputation."""
         self.pairs[round_index] += pairs
         self.moved_rows += moved_rows
 
 
 class RowTransfer:
-    """Rows of this rank's tokens that other ranks need, and those that it needs, in the order of their tokens.
+    """Exchange of rows: other ranks need rows of this rank's tokens, and it needs rows of theirs; in token order.
 
     Args:
         needed: the tokens that this rank needs; their rows are the rows of a buffer.
-        transfers: rows that are sent, of all members of the group.
+        transfers: sent rows of all members of the group.
         own_tokens: number of the token of each row of this rank, int64 [C].
-        rank: where the rows are.
+        rank: this rank, and the device of the rows.
     """
 
     def __init__(self, needed: TokenRanges, transfers: Transfers, own_tokens: Integers, rank: "RoundRank") -> None:
@@ -156,7 +156,7 @@ class RoundRank:
 
     Args:
         group: the ranks of the round.
-        members: member of the group that each rank of the round is, as `Placement` numbers them.
+        members: number in the group of each rank of the round, as `Placement` numbers the ranks.
         device: device of the rows.
         statistics: counts the work and the bytes.
     """
@@ -178,7 +178,7 @@ class RankTasks:
         plan: the plan of the round.
         rank: this rank.
         num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
-        round_index: of the round in the statistics; None: it is not counted, as all ranks have equal work.
+        round_index: index of the round in the statistics; None: it is not counted, as all ranks have equal work.
     """
 
     def __init__(self, plan: AttentionPlan, rank: RoundRank, num_samples: int, round_index: int | None) -> None:
@@ -206,17 +206,17 @@ class RankTasks:
 
 
 def members_of_round(groups: ParallelGroups) -> Integers:
-    """Return which member of dp_cp each rank of a round is, int64 [dp * cp]; see `token_placement`."""
+    """Return the number in dp_cp of each rank of a round, int64 [dp * cp]; see `token_placement`."""
     view = groups.layout.attention
     ranks = groups.attn.dp_cp.ranks
-    # Members of a group are sorted by rank, whatever the order of the axes.
+    # Members of a group are sorted by rank, for any order of the axes.
     return np.argsort(
         [view.coordinate(rank, "dp") * groups.attn.cp.size + view.coordinate(rank, "cp") for rank in ranks]
     )
 
 
 def nodes_of_round(groups: ParallelGroups) -> tuple[int, ...] | None:
-    """Return the node of each rank of a round; None if all are on one. Collective over dp_cp."""
+    """Return the node of each rank of a round; None if all are on one node. Collective over dp_cp."""
     group = groups.attn.dp_cp
     # A rank of a dry run has no peers.
     names = [""] if groups.device.type == "meta" else all_gather_objects(socket.gethostname(), group)
@@ -250,7 +250,7 @@ class AttentionPlanner:
 
         Args:
             q: queries of this rank's tokens, [S/cp, B, A, D].
-            documents: their documents; None: a sample is one.
+            documents: their documents; None: a sample is one document.
             window: sliding window; 0: no limit.
         """
         num_tokens, num_samples = q.shape[:2]

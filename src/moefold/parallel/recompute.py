@@ -57,9 +57,9 @@ def apply_recompute(stage: Transformer, parts: Sequence[str], backward_overlap: 
 
     The forward pass of `backward_overlap` is also resumed while a part is recomputed.
 
-    Communication inside a part is repeated on all ranks alike, as all run the same graph backwards. Nothing else
-    changes: routing, token drop and noise are functions of tokens and positions, expert loads are stored by
-    micro-batch, and step statistics are counted once, when a gradient passes.
+    All ranks repeat the communication inside a part, as all run the same graph backwards. Nothing else changes:
+    routing, token drop and noise are functions of tokens and positions, expert loads are stored by micro-batch, and
+    step statistics are counted once, when a gradient passes.
     """
     on_yield = (backward_overlap or BackwardOverlap()).resume
     for part in parts:

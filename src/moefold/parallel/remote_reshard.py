@@ -86,8 +86,8 @@ class WeightSender:
     Args:
         model: this rank's part of the model in training.
         source, target: the mappings of training and of sampling.
-        link: to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
-        max_round_bytes: most bytes that a sampling rank receives in one round.
+        link: link to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
+        max_round_bytes: maximum bytes that a sampling rank receives in one round.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class WeightSender:
     def send(self) -> list[PendingSend]:
         """Copy the weights that the sampling ranks need from this rank, and start to send them.
 
-        Local; with adapters collective over a pipeline stage, whose ranks gather them.
+        Local; with adapters, collective over a pipeline stage, whose ranks gather the adapters.
         """
-        # A gathered parameter is no shard.
+        # A gathered parameter is not a shard.
         reshard_parameters(self._model.stages)
         weights = merged_shards(self._model)
         sends = []
@@ -145,8 +145,8 @@ class WeightReceiver:
     Args:
         model: this rank's part of the model that samples.
         source, target: the mappings of training and of sampling.
-        link: to the ranks that train, which have a `WeightSender`.
-        max_round_bytes: most bytes that this rank receives in one round.
+        link: link to the ranks that train, which have a `WeightSender`.
+        max_round_bytes: maximum bytes that this rank receives in one round.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Replica check: detect silent divergence, by comparing replicated tensors by hash and DP gradients by cosine.
+"""Replica check: detect silent divergence by comparing replicated tensors by hash and DP gradients by cosine.
 
 Replicas that diverge without an error are a known way to lose a run: a bit flip, a collective with a wrong result on
 one rank, a kernel that is not deterministic on one of the ranks.
@@ -61,7 +61,7 @@ class HostFact:
 
 @dataclass(frozen=True)
 class _TensorDigest:
-    """Digest of a tensor of this rank, and the axes along which other ranks should have the same one."""
+    """Digest of a tensor of this rank, and the axes along which other ranks should have the same digest."""
 
     name: str
     digest: Tensor
@@ -78,7 +78,7 @@ class ReplicaCheck:
         moments: optimizer moments by name.
         zero: the ZeRO level; from 1 on, the gathered weights are compared too.
         comm_hooks: the communication hooks of the model's FSDP modules.
-        samples: samples of each data-parallel replica in a step, without padding; empty: all have as many.
+        samples: samples of each data-parallel replica in a step, without padding; empty: all have equal numbers.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class ReplicaCheck:
         self._comm_hooks.enable()
 
     def metrics(self, loss: Tensor) -> ReplicaMetrics:
-        """Return how the replicas' losses and gradients since `enable` differ; one all-reduce over the world.
+        """Return metrics of the differences between the replicas' losses and gradients; one all-reduce over the world.
 
         Args:
-            loss: this rank's part of the loss of the global batch, 0-dim; 0 on ranks that duplicate another one's.
+            loss: this rank's part of the loss of the global batch, 0-dim; 0 on duplicate ranks.
         """
         groups = self._model.groups
         layout = groups.layout
@@ -243,13 +243,13 @@ def samples_by_replica(parallel: ParallelConfig, train: TrainConfig) -> tuple[in
 
 
 def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the samples of each replica, [dp], and of each replica of the experts, [edp], in units of their own.
+    """Return the samples of each replica, [dp], and of each replica of the experts, [edp]; the units differ.
 
     A replica of the experts has the samples of all ranks with its edp coordinate, whose tokens are routed to it.
 
     Args:
         layout: the mapping.
-        samples: samples of each data-parallel replica; empty: all have as many.
+        samples: samples of each data-parallel replica; empty: all have equal numbers.
     """
     of_replicas = np.array(samples or [1] * layout.dp, dtype=np.float64)
     of_experts = np.zeros(layout.edp)
@@ -279,7 +279,7 @@ def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Pa
 
 
 def _minority_ranks(digests: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority (more than half); all if there is none, no rank if all agree."""
+    """Return the ranks that differ from the majority (more than half); all without a majority, none if all agree."""
     counts = Counter(digests.values())
     if len(counts) < 2:
         return ()

@@ -1,9 +1,9 @@
 """Resharding in memory: copy the weights of a model to a model under another mapping of the same ranks.
 
-Reinforcement learning samples with the weights that it trains. A checkpoint in between would write and read every
-byte; here a rank gets from others only the boxes that it lacks, in the dtype of the target, with a bound on the memory
-of a round. No tensor is gathered: no rank ever has more of an expert stack than its shards under the two mappings.
-See docs/design/024-resharding-in-memory.md.
+Reinforcement learning samples with the weights that it trains. A checkpoint in between would write and read every byte;
+here a rank gets from other ranks only the boxes that it lacks, in the dtype of the target, with a bound on the memory
+of a round. No tensor is gathered: no rank ever has more of an expert stack than its shards under the two mappings. See
+docs/design/024-resharding-in-memory.md.
 """
 
 import time
@@ -33,9 +33,9 @@ class TransferStats:
     sent_bytes: int
     received_bytes: int
     copied_bytes: int
-    """Copied within this rank, such as casts to the dtype of the target."""
+    """Bytes copied within this rank, such as casts to the dtype of the target."""
     shared_bytes: int
-    """Of parameters that both models share."""
+    """Bytes of parameters that both models share."""
     scratch_bytes: int
     """Largest memory of the buffers of a round."""
     rounds: int
@@ -91,7 +91,7 @@ class WeightTransfer:
     def run(self) -> TransferStats:
         """Update the weights of the target from the source; call it between two training steps."""
         started_s = time.perf_counter()
-        # A gathered parameter is no shard.
+        # A gathered parameter is not a shard.
         reshard_parameters(self._source.stages)
         if isinstance(self._target, ParallelModel):
             reshard_parameters(self._target.stages)
@@ -162,7 +162,7 @@ def weight_sharding(model: ParallelModel | InferenceModel) -> WeightSharding:
 
 
 def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
-    """Return the parameters and buffers of this rank by their names in the full model, without the adapters'."""
+    """Return the parameters and buffers of this rank by their names in the full model, without adapters."""
     parameters = {name: parameter for name, parameter in model.named_parameters.items() if not is_adapter(name)}
     return {**parameters, **model.named_buffers}
 

@@ -1,7 +1,7 @@
 """Routing replay of rollouts (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose.
 
 The ranks that sampled hold the choices; each training rank needs the choices of its own rows, positions and layers. All
-ranks know the packing, so one all-to-all of bytes moves exactly these, whatever the two mappings are.
+ranks know the packing, so one all-to-all of bytes moves exactly these choices, for any two mappings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class BatchRouting:
     ids_of_layer: Mapping[int, Tensor]
     """Experts by number of the MoE layer, [N, S/(cp*tp), K]."""
     is_replayed_NS: Tensor
-    """Tokens that have choices, bool [N, S/(cp*tp)]: all but padding and the last token of each rollout."""
+    """Tokens that have choices, bool [N, S/(cp*tp)]: all except padding and the last token of each rollout."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Member:
     """MoE layers that it sampled with."""
 
     def sends_to(self, rank: int) -> bool:
-        """Return whether it is the one of its tensor-parallel ranks that sends to a rank."""
+        """Return whether this rank is the sender to a rank among its tensor-parallel ranks."""
         return rank % self.tp_size == self.tp_rank
 
 
@@ -109,8 +109,8 @@ class RolloutReplay:
 
         Args:
             tokens: the packing of the global batch.
-            recorded: choices of the rollouts that this rank sampled, by index of the rollout,
-                [`sampled_layers`, tokens but the last, K].
+            recorded: choices of the rollouts that this rank sampled, by index of the rollout, [`sampled_layers`, tokens
+                without the last, K].
         """
         world = self._groups.world
         rank = world.rank
@@ -151,7 +151,7 @@ class RolloutReplay:
         """Replay the choices of a batch in the next forward passes.
 
         Args:
-            routing: of the batch.
+            routing: choices of the batch.
             in_evaluation: also in evaluation mode, for log-probabilities of the same batch.
         """
         for number, override in self._layer_routing.items():
@@ -173,7 +173,7 @@ class RolloutReplay:
         return rows[:, receiver.positions]
 
     def _is_from(self, tokens: PackedTokens, receiver: _Member, shard: int) -> NDArray[np.bool_]:
-        """Return which tokens of a rank were routed by a data-parallel rank of sampling, bool [N, S/(cp*tp)]."""
+        """Return the mask of a rank's tokens that a data-parallel rank of sampling routed, bool [N, S/(cp*tp)]."""
         rollout = self._of_receiver(tokens.rollout_NS, receiver)
         is_routed = (rollout >= 0) & (self._of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
         found: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)

@@ -31,7 +31,7 @@ class RouterReplayBuffer:
 
     Args:
         model: model whose routers are recorded or overridden.
-        moe: with `moe.trace_every` and `moe.replay`.
+        moe: section with `trace_every` and `replay`.
 
     Raises:
         ConfigError: the trace to replay cannot be read.
@@ -60,11 +60,11 @@ class RouterReplayBuffer:
         return self._record_every > 0 and step % self._record_every == 0
 
     def begin_step(self, step: int, batch: Batch) -> None:
-        """Prepare the routers for a step: load the choices to replay, allocate buffers for those to record.
+        """Prepare the routers for a step: load the choices to replay, allocate buffers for the choices to record.
 
         Args:
             step: number of the step.
-            batch: of the step; it says which tokens this rank has.
+            batch: batch of the step, which has this rank's tokens.
 
         Raises:
             ConfigError: the trace lacks the step, or has expert ids out of range.

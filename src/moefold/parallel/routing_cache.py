@@ -2,7 +2,7 @@
 
 A choice is stored where the keys of its token are, and pages are copied with the keys. So a prompt that samples share,
 a page that is copied before a sample writes to it, and a sample that is computed again have the right choices without
-code of their own.
+special code.
 """
 
 import numpy as np
@@ -22,8 +22,8 @@ class RoutingCache:
     Args:
         current_pass: shared by the layers.
         num_slots: positions of the cache, of all pages together.
-        dtype: of an expert id, as `expert_index_dtype`.
-        tp: the ranks that share the rows of a pass; each records its own rows and a choice of 0 for the others.
+        dtype: dtype of an expert id, as `expert_index_dtype`.
+        tp: the ranks that share the rows of a pass; each records its own rows, and a choice of 0 for all other rows.
     """
 
     in_evaluation = True
@@ -44,7 +44,7 @@ class RoutingCache:
         self.num_recorded += len(ids_TK)
         if self._ids_PK is None:
             self._ids_PK = torch.zeros(self._num_slots, ids_TK.shape[1], dtype=self._dtype, device=ids_TK.device)
-        # Rows are split as `UnevenSequenceParallel` splits them: the first ranks have one more.
+        # Rows are split as in `UnevenSequenceParallel`: the first ranks have one more row.
         base, extra = divmod(len(slots_R), self._tp.size)
         first = self._tp.rank * base + min(self._tp.rank, extra)
         rows_RK = self._ids_PK.new_zeros(len(slots_R), ids_TK.shape[1])
@@ -68,10 +68,10 @@ def merge_over_tp(choices: list[NDArray[np.integer]], tp: Group, device: torch.d
     """Combine the choices that each tensor-parallel rank recorded for its rows; collective over tp.
 
     Args:
-        choices: of each completion on this rank, [MoE layers of this rank, tokens, K], 0 for rows of other ranks; the
-            ranks of tp have equal shapes.
+        choices: choices of each completion on this rank, [MoE layers of this rank, tokens, K], 0 for rows of other
+            ranks; the ranks of tp have equal shapes.
         tp: the tensor-parallel ranks.
-        device: of the collective.
+        device: device of the collective.
     """
     if tp.size == 1 or not choices:
         return choices

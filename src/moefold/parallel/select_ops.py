@@ -1,4 +1,4 @@
-"""Selection of the ops on this machine: torch or kernels (`run.kernels`), at which precision (`train.precision`)."""
+"""Selection of the ops on this machine: torch or kernels (`run.kernels`), and their precision (`train.precision`)."""
 
 import logging
 from dataclasses import replace
@@ -73,7 +73,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         return SelectedKernels()
     reason = triton_unsupported_reason(cfg.run, device.type)
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
-        # In float32 the Triton GEMMs would not use the tensor cores, which torch's may.
+        # In float32 the Triton GEMMs would not use the tensor cores; torch's GEMMs may.
         return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
     from moefold.ops.triton.experts import TritonExpertOps
 
@@ -148,7 +148,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         permute_ops = CPermuteOps()
         expert_ops = SequentialExpertOps(gemm)
         linear_backend = UnquantizedLinear(gemm)
-        # "c" asks for one order of sums, whatever is fastest on this processor.
+        # "c" asks for one order of sums, also where another is faster on this processor.
         uses_gemm = gemm.is_fast(getattr(torch, cfg.run.dtype)) or cfg.run.kernels == "c"
         gemms = (gemm, expert_ops, linear_backend) if uses_gemm else (TORCH_GEMM, TORCH_EXPERT_OPS, None)
         decode = CDecode([activation, norm, softmax, rope, paged_attention, permute_ops, *gemms])
@@ -179,7 +179,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
         convolution=convolution,
         paged_attention=paged_attention if uses_attention else None,
         decode=decode if uses_attention else None,
-        # With the GEMMs of training, sampling has its bits. Without them it has not anyway, and time decides.
+        # With the GEMMs of training, sampling has the same bits. Otherwise the bits differ anyway, and time decides.
         decode_choice=None if uses_gemm or cfg.run.deterministic else DecodeChoice(),
         gemm=gemm if uses_gemm else TORCH_GEMM,
         norm=norm,

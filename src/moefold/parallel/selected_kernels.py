@@ -1,4 +1,4 @@
-"""The kernels of a run, and those that are the same for every precision of the GEMMs."""
+"""The kernels of a run, and the kernels that are the same for every precision of the GEMMs."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ class SelectedKernels(Kernels):
     """The kernels of a run."""
 
     message: str = ""
-    """How the open choices of the recipe were resolved."""
+    """Log message about the resolved open choices of the recipe."""
     weight_cache: WeightCache = field(default_factory=WeightCache)
     """Quantised weights of the current step."""
     autotuner: Autotuner = field(default_factory=partial(Autotuner, is_enabled=False))
@@ -40,7 +40,7 @@ def triton_kernels(
     device: torch.device,
     autotuner: Autotuner,
 ) -> SelectedKernels:
-    """Return the kernels that are the same for every precision of the GEMMs, with what the message says of them."""
+    """Return the kernels that are the same for every precision of the GEMMs, with the message about them."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
     from moefold.ops.triton.linear_attention import TritonLinearAttention
     from moefold.ops.triton.permute import TritonPermuteOps
@@ -65,9 +65,9 @@ def block_attention_kernel(
 ) -> tuple["MeasuredBlockAttention | None", str]:
     """Return cuDNN's attention for sinks and blocks if the device has it and it agrees, with a message if it does not.
 
-    Where flash attention is faster, that computes them.
+    Where flash attention is faster, it computes them.
 
-    Not with `run.deterministic`, which its backward pass need not be.
+    None with `run.deterministic`: its backward pass may not be deterministic.
     """
     needs_lse = any(layer.attention.has_sinks for layer in model.decoder_layers)
     if parallel.cp > 1:

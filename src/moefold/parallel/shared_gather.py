@@ -1,6 +1,6 @@
-"""Gathered parameters of the ranks of one machine: one copy in memory that they share, of which each fills its shards.
+"""Gathered parameters of the ranks of one machine: one copy in shared memory; each rank writes its shards.
 
-FSDP gathers into a buffer of its own and copies each parameter from there, on each rank. Under ZeRO 1 and 2, where
+FSDP gathers into its own buffer and copies each parameter from there, on each rank. Under ZeRO 1 and 2, where
 parameters stay gathered for a step, the ranks of one machine read the same pages instead: a rank writes its shards,
 cast to the compute type, and nothing is copied out.
 """
@@ -33,21 +33,21 @@ class _Gathered:
     values: Tensor
     """All shards, flat, in the order of the members."""
     own: Tensor
-    """The part of `values` that this rank writes; its version counter is not the one of `values`."""
+    """The part of `values` that this rank writes; it does not share the version counter of `values`."""
 
 
 def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) -> list[Tensor]:
     """Let FSDP modules gather into memory that the members of an exchange share; collective over its group.
 
-    Left as they are: modules with a parameter that is cut along another dim than the first, whose shards do not lie one
-    after the other in the gathered parameter, and modules that have been gathered before.
+    Some modules stay unchanged: modules that have been gathered before, and modules with a parameter that is cut along
+    another dim than the first, because its shards are not contiguous in the gathered parameter.
 
     Args:
         modules: FSDP modules over the group of the exchange, in the same order on all members.
-        exchange: of the group.
+        exchange: exchange of the group.
 
     Returns:
-        The gathered parameters; they hold memory of this process and the others, whether they are in use or not.
+        The gathered parameters; they hold memory of all processes, whether they are in use or not.
     """
     groups = [group for group in map(fsdp_param_group, modules) if group is not None and _is_served(group)]
     members = exchange.group
@@ -62,7 +62,7 @@ def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) 
     try:
         memory = open_shared_memory(end, members, "the gathered parameters").numpy()
     except RunError:
-        # On all members: one has no room for it. FSDP goes on to gather by the exchange.
+        # On all members: one of them lacks the memory. FSDP continues to gather by the exchange.
         return []
     starts = iter(offsets)
     outputs = []
@@ -108,7 +108,7 @@ def _gathered_dtype(param: Any) -> torch.dtype:
 
 
 def _place(param: Any, memory: Any, offset: int, members: Group) -> _Gathered:
-    """Return a parameter at an offset of the memory, with a storage of its own, as caches know weights by storages."""
+    """Return a parameter at an offset of the memory, with its own storage, because caches find weights by storages."""
     dtype = _gathered_dtype(param)
     numel = param.padded_sharded_param_size.numel()
     values = torch.frombuffer(memory, dtype=dtype, count=numel * members.size, offset=offset)

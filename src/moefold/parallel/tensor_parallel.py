@@ -3,8 +3,8 @@
 Async tensor parallelism overlaps the collectives with the GEMMs, one rank's tokens at a time (arXiv:2302.05442,
 "asynchronous parallel linear operations"). An all-gather before a GEMM becomes a ring: while the tokens of one rank are
 multiplied, the next rank's arrive. A reduce-scatter after a GEMM becomes a ring of partial sums: while one rank's part
-is computed, the sum for another rank is in flight. Each is the backward pass of the other. As many bytes are sent as by
-the collectives; the GEMMs have S/(cp*tp) tokens instead of S/cp.
+is computed, the sum for another rank is in flight. Each ring is the backward pass of the other. The rings send as many
+bytes as the collectives; the GEMMs have S/(cp*tp) tokens instead of S/cp.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class SequenceParallelTokens(SequenceParallel):
 
 
 class UnevenSequenceParallel(SequenceParallel):
-    """Sequence parallelism where tp need not divide the tokens: the first ranks hold one more, some may hold none.
+    """Sequence parallelism where tp need not divide the tokens: the first ranks hold one token more, some maybe none.
 
     One object is shared by all modules of a stage; `set_num_tokens` must precede each forward pass.
     """
@@ -84,7 +84,7 @@ class UnevenSequenceParallel(SequenceParallel):
         self._split_sizes = [0] * tp.size
 
     def set_num_tokens(self, num_tokens: int) -> int:
-        """Set the tokens per sample of the next forward pass; return how many of them this rank holds."""
+        """Set the tokens per sample of the next forward pass; return the number of them on this rank."""
         base, extra = divmod(num_tokens, self._tp.size)
         self._split_sizes = [base + (member < extra) for member in range(self._tp.size)]
         return self._split_sizes[self._tp.rank]
@@ -103,7 +103,7 @@ class UnevenSequenceParallel(SequenceParallel):
 
 
 class TPVocabParallel:
-    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank, rounded up; the last one has less."""
+    """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank, rounded up; the last rank has fewer."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:
         self._tp = tp
@@ -112,7 +112,7 @@ class TPVocabParallel:
         max_over_tp = partial(all_reduce_max, group=tp)
         sum_over_tp = partial(all_reduce_sum, group=tp)
         self.vocab_range = VocabRange(start, max_over_tp, sum_over_tp)
-        """Rows of this rank; the cross-entropy needs two all-reduces over tp, of one and of two numbers a token."""
+        """Rows of this rank; the cross-entropy needs two all-reduces over tp, of one and two numbers for each token."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's summand of the token embeddings: zeros for tokens of other vocab shards."""
@@ -129,7 +129,7 @@ class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tp: Group, vocab_size: int) -> Tensor:
         ctx.shard = shard_rows(vocab_size, tp.size, tp.rank)
-        # Shards are gathered at the size of the largest; what fills up the last one comes after the vocabulary.
+        # Shards are gathered at the size of the largest; the padding of the last shard comes after the vocabulary.
         _, most = shard_rows(vocab_size, tp.size, 0)
         missing = most - logits.shape[-1]
         padded = F.pad(logits, (0, missing)) if missing else logits
@@ -200,7 +200,7 @@ def _gemm(linear_backend: LinearBackend | None) -> Gemm:
 
 
 class _AllGatherLinear(torch.autograd.Function):
-    """(x [S/n, B, K], weights [N, K]) -> [S, B, N] of each, n = tp."""
+    """(x [S/n, B, K], weights [N, K]) -> [S, B, N] for each weight, n = tp."""
 
     @staticmethod
     def forward(
@@ -261,7 +261,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.args = tp, wgrad_sink, gemm
         parts = x.flatten(0, -2).unflatten(0, (tp.size, -1))
         total = ring_reduce_scatter(lambda member: gemm.matmul(parts[member], weight), tp)
-        # No view, as in `linear`.
+        # Not a view, see `linear`.
         return total.view(len(x) // tp.size, *x.shape[1:-1], -1).detach()
 
     @staticmethod

@@ -16,7 +16,7 @@ from moefold.topology.pipeline_layout import StagePlan
 def sync_tied_embedding(stages: list[Transformer]) -> None:
     """Copy the embedding of the first stage to the last stage, if one rank has both.
 
-    The optimizer and checkpoints contain only the first. Call it while no parameter is gathered.
+    The optimizer and checkpoints contain only the first copy. Call it while no parameter is gathered.
     """
     for first, copy in pairwise(_embeddings(stages)):
         copy.data.copy_(first.data)

@@ -13,12 +13,12 @@ WeightGradTask = Callable[[], None]
 
 
 class WeightGradStore:
-    """Store of the weight-gradient tasks of one stage; also the `dw_builder` of its `PipelineStage`.
+    """Store of the weight-gradient tasks of one stage; the `wgrad_store` of its `PipelineStage`.
 
     After each backward pass of a micro-batch the object is called once and returns the weight-gradient pass to run.
     Within a micro-batch the tasks run in the order of the backward pass, on all ranks of the stage.
 
-    Gradients of several backward passes are accumulated in the reduction type, whatever type they are computed in.
+    Gradients of several backward passes are computed in any type and accumulated in the reduction type.
 
     Args:
         stage: the module.
@@ -80,9 +80,9 @@ class WeightGradStore:
 def _reduce_param_groups(stage: FSDPModule) -> None:
     """Reduce the gradients of a stage, one FSDP parameter group after another.
 
-    Gradients accumulated by a backward pass without reduction are in the reduction type, delayed ones in the type of
-    the weights, and FSDP reduces gradients of a single type at once. One group at a time, so that only one group has
-    its gradients in high precision.
+    Gradients that a backward pass accumulates without reduction are in the reduction type, delayed gradients in the
+    type of the weights, and FSDP reduces gradients of one type at a time. Groups follow each other, so that only one
+    group has its gradients in high precision.
     """
     for group in fsdp_param_groups(stage):
         for parameter in group.fsdp_params:

@@ -1,12 +1,12 @@
-"""Plan of the attention of a round: which rank computes which rows of which document, and which rows are sent for it.
+"""Plan of the attention of a round: the rows of documents that each rank computes, and the rows that are sent for it.
 
 Only visible (query, key) pairs are computed: a task is a run of rows of one document, computed whole on one rank, its
-host. Tasks start where their tokens are placed. If the work of the ranks differs, rows leave those that have too much
-(core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the host if it does not hold them, rows
-of keys and values once to each host that needs them. Where EP folds over dp x cp, every layer waits for the slowest
-rank of the round, so work is balanced inside each round.
+host. Tasks start where their tokens are placed. If the work of the ranks differs, rows leave the ranks that have too
+much (core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the host if it does not hold them,
+rows of keys and values once to each host that needs them. Where EP folds over dp x cp, every layer waits for the
+slowest rank of the round, so work is balanced inside each round.
 
-All is integers that follow from the lengths of the documents: every rank computes the same, without communication.
+The plan has only integers from the lengths of the documents: every rank computes the same, without communication.
 """
 
 import heapq
@@ -26,7 +26,7 @@ TOLERANCE_UNIT = 1_000_000
 
 
 class AttentionTask(NamedTuple):
-    """Rows first .. stop - 1 of a document, by position in the sample; each attends to the keys up to its own."""
+    """Rows first .. stop - 1 of a document, by position in the sample; each attends to the keys up to its own key."""
 
     document: Document
     first: int
@@ -109,9 +109,9 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that are sent for the attention of a round; the rows of the output return as the rows of the queries came.
+    """Rows that are sent for the attention of a round; the rows of the output return on the way of the queries.
 
-    No row is sent to the rank that holds it, and none twice to one rank.
+    No row is sent to the rank that holds it, or twice to the same rank.
     """
 
     queries: Transfers
@@ -124,8 +124,8 @@ class AttentionPlan:
     """Tasks of a round, in columns, by host, then number of the first token.
 
     Args:
-        placement: where the tokens are.
-        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        placement: placement of the tokens.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
         stops_K: number of the last token of each task, plus 1.
@@ -182,7 +182,7 @@ class AttentionPlan:
         """Compute the rows that are sent.
 
         Args:
-            rank: only those that this rank sends or receives, which is faster; None: all.
+            rank: compute only the rows that this rank sends or receives, which is faster; None: all rows.
         """
         tasks = np.arange(len(self.hosts_K)) if rank is None else self._tasks_of(rank)
         hosts = self.hosts_K[tasks]
@@ -191,7 +191,7 @@ class AttentionPlan:
         return Exchange(queries, self._transfers(hosts, self.first_keys[tasks], stops, rank))
 
     def needed_tokens(self, rank: int) -> tuple[TokenRanges, TokenRanges]:
-        """Return the tokens whose queries a rank computes, and those whose keys and values it needs for them."""
+        """Return the tokens whose queries a rank computes, and the tokens whose keys and values it needs for them."""
         chosen = self.hosts_K == rank
         hosts = self.hosts_K[chosen]
         stops = self.stops_K[chosen]
@@ -265,20 +265,20 @@ def plan_attention(
     pool: int = 0,
     nodes: Sequence[int] | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of a round. Deterministic: every rank computes the same.
+    """Plan the attention of a round. Deterministic: every rank computes the same plan.
 
     With a tolerance, no rank of a pool has more than (1 + tolerance) times the mean work of the pool, plus the work of
-    one block at the end of the longest document. A rank with more gives rows from the ends of its tasks, those with the
-    most work for their bytes first, to a rank with less: one that needs the keys of the document anyway, then one of
-    its node, then the one with the least work.
+    one block at the end of the longest document. A rank with more work gives rows from the ends of its tasks to a rank
+    with less, rows with the most work for their bytes first. It prefers a rank that needs the keys of the document
+    anyway, then a rank of its node, then the rank with the least work.
 
     Args:
-        placement: where the tokens are.
-        window: sliding window, most keys that a query attends to, its own included; 0: no limit.
+        placement: placement of the tokens.
+        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
         tolerance: see above, at least 0; None: every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.
-        pool: ranks that share work, a divisor of their number; 0: all.
-        nodes: node of each rank; None: all are in one.
+        pool: number of ranks that share work, a divisor of the number of ranks; 0: all.
+        nodes: node of each rank; None: all ranks are in one node.
 
     Returns:
         The plan.
@@ -367,9 +367,9 @@ class _Balancer:
         self._limit = -(-total // (len(ranks) * TOLERANCE_UNIT))
         self._hosts_of_document: dict[int, list[int]] = {}
         self._stops: dict[int, int] = {}
-        """Where the rows end that are left of tasks which have given some."""
+        """End of the remaining rows of each task that has given rows."""
         self._heaps: dict[int, list[tuple[int, int]]] = {}
-        """Ranks below the limit with their pairs, for each node and, under -1, for all; old entries are skipped."""
+        """Ranks below the limit with their pairs, by node and, under -1, for all nodes; old entries are skipped."""
 
     def moves(self) -> Iterable[_Move]:
         """Yield the moves."""
@@ -380,14 +380,14 @@ class _Balancer:
             self._push(rank)
         for source in sorted(sources, key=lambda rank: (-self._pairs[rank], rank)):
             tasks = self._tasks_to_give(source)
-            # What is too coarse for the room that is left waits for tasks of shorter documents, whose blocks are finer.
+            # Work that is too coarse for the remaining room waits for tasks of shorter documents with finer blocks.
             for may_overfill in (False, True):
                 for task in tasks:
                     if self._pairs[source] > self._limit:
                         yield from self._give(source, task, may_overfill=may_overfill)
 
     def _tasks_to_give(self, source: int) -> list[int]:
-        """Return the tasks of a rank, those with the most pairs for each row that would be sent first."""
+        """Return the tasks of a rank, in descending order of their pairs for each row that would be sent."""
         plan = self._plan
         first, stop = np.searchsorted(plan.hosts_K, (source, source + 1))
         chosen = slice(first, stop)
@@ -436,7 +436,7 @@ class _Balancer:
             first: first row of the task, from the start of its document.
             stop: row after its last.
             needed: pairs of the rows after the cut.
-            rounds_down: whether they have no more, unless they are one block; else the nearest number.
+            rounds_down: take at most this many pairs, unless it is one block; otherwise the nearest number.
         """
         before = self._pairs_before(stop) - needed
         if before <= self._pairs_before(first):
@@ -458,7 +458,7 @@ class _Balancer:
         return full * (full + 1) // 2 + (rows - full) * window
 
     def _destination(self, source: int, document: int, needed: int) -> int:
-        """Return the rank that takes rows; all that are returned have less work than the limit."""
+        """Return the rank that takes rows; it always has less work than the limit."""
         room = {rank: self._limit - self._pairs.get(rank, self._limit) for rank in self._hosts(document)}
         holder = max(room, key=lambda rank: (room[rank], -rank))
         if room[holder] >= needed:
@@ -502,7 +502,7 @@ class _Balancer:
 
 
 def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
-    """Return the plan after the moves; a task's moves are in order, each ends where the next one begins, backwards."""
+    """Return the plan after the moves; a task's moves are in order, each ends where the next move begins, backwards."""
     if not moves:
         return plan
     tasks, firsts, stops, hosts = (np.array(column, np.int64) for column in zip(*moves, strict=True))

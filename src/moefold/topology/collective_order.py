@@ -1,4 +1,4 @@
-"""Order in which each rank starts the expert collectives, checked before any rank starts. Torch-free.
+"""Order in which each rank starts the expert collectives, checked before any rank starts.
 
 Ranks of a group deadlock if they start its collectives in different orders. Collectives over tp, cp and dp always come
 at the same place between the same two expert collectives, so it is enough that the ranks of every group except the

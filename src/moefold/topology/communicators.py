@@ -1,8 +1,8 @@
-"""Communicators of a rank: which groups of a layout share one, by ranks and by purpose. Torch-free.
+"""Communicators of a rank: groups of a layout share a communicator by ranks and by purpose.
 
-Collectives of one NCCL communicator run one after another, on one stream. With a communicator of its own, FSDP's
-all-gathers and reduce-scatters do not wait for the dispatch of tokens, nor the dispatch for them, although both often
-connect the same ranks; the experts' communicators can have a stream of high priority.
+Collectives of one NCCL communicator run one after another, on one stream. FSDP has its own communicator: its
+all-gathers and reduce-scatters and the dispatch of tokens do not wait for each other, although both often connect the
+same ranks. The experts' communicators can have a stream of high priority.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Purpose = Literal["model", "experts", "fsdp"]
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of each rank: the ranks that differ along `axes` of a view, and what they communicate."""
+    """A group of each rank: the ranks that differ along `axes` of a view, and the purpose of their communication."""
 
     view: Literal["attention", "moe"]
     axes: tuple[str, ...]
@@ -43,12 +43,12 @@ GROUPS = {
     "fsdp_dense": GroupSpec("attention", ("dp", "cp"), "fsdp"),
     "fsdp_experts": GroupSpec("moe", ("edp",), "fsdp"),
 }
-"""The groups of a rank by name, in the order in which they are created."""
+"""The groups of a rank by name, in the order of their creation."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator of a rank; two groups that have equal ones share it."""
+    """A communicator of a rank; two groups with equal communicators share one."""
 
     ranks: tuple[int, ...]
     """Members, ascending."""
@@ -58,8 +58,8 @@ class Communicator:
 def communicators(layout: Layout, rank: int, *, separates_purposes: bool) -> dict[str, Communicator]:
     """Return the communicator of each group of a rank, by the names and in the order of `GROUPS`.
 
-    Every rank creates as many communicators as the others, in the same order, and those created at once partition the
-    world: so each can be split from the world's communicator, in which all ranks of the world take part.
+    Every rank creates the same number of communicators in the same order, and the communicators that are created at the
+    same time partition the world: so each can be split from the world's communicator by all ranks.
 
     Args:
         layout: the folding.

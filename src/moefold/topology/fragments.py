@@ -17,7 +17,7 @@ def num_fragments(num_layers: int, fragment_layers: int) -> int:
 
     Args:
         num_layers: layers of the model.
-        fragment_layers: layers of a fragment; 0: all of them.
+        fragment_layers: layers of a fragment; 0: all layers.
     """
     return -(-num_layers // fragment_layers) if fragment_layers else 1
 
@@ -25,8 +25,8 @@ def num_fragments(num_layers: int, fragment_layers: int) -> int:
 def fragment_of(name: str, count: int) -> int:
     """Return the fragment of a parameter or buffer.
 
-    Layers, multi-token prediction layers included, are strided, layer l in fragment l mod count, so that each
-    fragment has early and late layers. Embedding and head are in the last fragment, which has the fewest layers.
+    Layers, multi-token prediction layers included, are strided, layer l in fragment l mod count, so that each fragment
+    has early and late layers. Embedding and head are in the last fragment, which has the fewest layers.
 
     Args:
         name: name in the full model.
@@ -45,7 +45,7 @@ def fragments_due(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: 
     """Return the fragments of the round after a step, counted from 1; empty if there is no round.
 
     Fragment p of P has a round every `sites.every` steps, at an offset of p * every // P steps. After the last step of
-    the run, all fragments have one.
+    the run, all fragments have a round.
     """
     count = recipe_fragments(model, sites)
     if not sites.is_active:
@@ -58,7 +58,7 @@ def fragments_due(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: 
 
 
 def rounds_until(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int) -> int:
-    """Return the number of rounds up to a step, that after the step included."""
+    """Return the number of rounds up to a step, including the round after the step."""
     if not sites.is_active:
         return 0
     count = recipe_fragments(model, sites)
@@ -76,7 +76,7 @@ def step_of_round(run: RunConfig, model: ModelConfig, sites: SitesConfig, index:
 
 
 def round_order(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> list[int]:
-    """Return what sites must share for the same rounds: their number, and the fragment of the first one."""
+    """Return what sites must agree on for equal rounds: their number, and the first round's fragments."""
     first = fragments_due(run, model, sites, step_of_round(run, model, sites, 1))
     return [rounds_until(run, model, sites, run.steps), *first]
 

@@ -1,7 +1,7 @@
 """Rank layout of MoE Parallel Folding (arXiv:2504.14960 sec. 3.1): two views of the same ranks, as integers.
 
-A view is one factorisation of the ranks into named axes: attention uses `tp cp dp pp`, experts use `etp ep edp pp`.
-Torch-free, shared by the planner, the runtime and `moefold layout`.
+A view is one factorisation of the ranks into named axes: attention uses `tp cp dp pp`, experts use `etp ep edp pp`. The
+planner, the runtime and `moefold layout` share this module.
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,14 @@
-"""Plan of the messages of a pipeline: when each rank posts receives, sends, and releases what it sent. Torch-free.
+"""Plan of the messages of a pipeline: when each rank posts receives, sends, and releases sent tensors.
 
-A rank runs the operations of its plan in order. The plan comes from one simulated execution of all ranks, in which a
+A rank runs the operations of its plan in order. The plan comes from one simulated execution of all ranks. There a
 message is sent and its receive posted at the same point of a common order, and a send is waited for after that point.
-So all operations of all ranks have one common order that each rank follows, and an operation waits for earlier ones
-only: no rank can deadlock, whether messages pass each other or queue up per pair of ranks or per rank, and whether
-`isend` and `irecv` block or not.
+So all operations of all ranks have one common order that each rank follows, and an operation waits only for earlier
+operations: no rank can deadlock, whether messages pass each other or queue up per pair of ranks or per rank, and
+whether `isend` and `irecv` block or not.
 
 A receive is posted when its message is sent in the simulation, at most `CHANNEL_CAPACITY` ahead of the stage that needs
-them, and a sent tensor is released once its message is consumed there. What is in memory does not grow with the number
-of micro-batches, unless the schedule itself needs that.
+them, and a sent tensor is released once its message is consumed there. The memory does not grow with the number of
+micro-batches, unless the schedule itself needs that.
 """
 
 import heapq
@@ -85,15 +85,15 @@ def forward_rows(rows: Sequence[SlotRow]) -> tuple[SlotRow, ...]:
 
 
 def live_messages(plan: RankPlan, num_stages: int, *, overlaps: bool) -> list[int]:
-    """Count the messages in memory while each slot of a plan runs, without those that it consumes or produces.
+    """Count the messages in memory while each slot of a plan runs, without messages that it consumes or produces.
 
-    Counted are posted receives, sent tensors that are not released, and what waits for another stage of the rank.
+    Counted are posted receives, sent tensors that are not released, and inputs of another stage of the rank.
 
     Args:
         plan: the operations of a rank.
         num_stages: stages of the pipeline.
-        overlaps: whether the actions of a slot run at the same time; otherwise one after the other, and each is
-            counted.
+        overlaps: whether the actions of a slot run at the same time; otherwise they run one after the other, and each
+            is counted.
     """
     counts = []
     live = 0
@@ -156,7 +156,7 @@ class _Planner:
             if self._has_room(slot):
                 self._start_slot(rank, slot, now)
         if has_inputs and not self._running:
-            # Only room is missing: one of them needs more, or nothing would ever be consumed.
+            # All ranks lack room: one of them needs more, or nothing would ever be consumed.
             self._start_slot(*has_inputs[0], now)
 
     def _has_inputs(self, slot: Slot) -> bool:

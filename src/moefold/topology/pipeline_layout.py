@@ -1,4 +1,4 @@
-"""Pipeline layouts, `Et*3|(tt|)*2,m|L`: the parts of the model on each stage, and their ranks. Torch-free.
+"""Pipeline layouts, `Et*3|(tt|)*2,m|L`: the parts of the model on each stage, and their ranks.
 
 The notation is the same as in Megatron-Core's `--pipeline-model-parallel-layout`:
 
@@ -45,7 +45,7 @@ class StageParts:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the stage has no weights."""
+        """True if the stage has no weights."""
         return not (self.has_embedding or self.layers or self.num_mtp_layers or self.has_loss)
 
 
@@ -241,12 +241,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Return whether the stage has the embedding."""
+        """True if the stage has the embedding."""
         return self.parts.has_embedding
 
     @property
     def is_last(self) -> bool:
-        """Return whether the stage computes the loss (and MTP, if any)."""
+        """True if the stage computes the loss (and MTP, if the model has it)."""
         return self.parts.has_loss
 
 

@@ -1,6 +1,6 @@
 """Mapping that samples rollouts where it differs from the mapping of training (`rollout.tp`, `pp`, `ep`, `etp`).
 
-It has the ranks of training, or `rollout.ranks` ranks of its own, which follow the ranks of training. Torch-free.
+It has the ranks of training, or `rollout.ranks` separate ranks, which follow the ranks of training.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.schema import Config
 
 ROLLOUT_DEGREES = ("tp", "pp", "ep", "etp")
-"""Degrees of sampling that a recipe may set; all other ranks sample prompts of their own (dp)."""
+"""Degrees of sampling that a recipe may set; dp follows: its ranks sample different prompts."""
 
 
 def rollout_degrees(parallel: ParallelConfig, rollout: RolloutConfig) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Rows of the pipeline schedule of a recipe or of a mapping. Torch-free."""
+"""Rows of the pipeline schedule of a recipe or of a mapping."""
 
 from dataclasses import fields
 from functools import cache, lru_cache
@@ -14,7 +14,7 @@ from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 DEFAULT_SCHEDULE: str = next(str(key.default) for key in fields(ParallelConfig) if key.name == "schedule")
-"""The schedule of recipes that name none."""
+"""Default schedule of a recipe."""
 
 
 @cache
@@ -67,7 +67,7 @@ def schedule_rows(
 
 @lru_cache(maxsize=16384)
 def _fault_of(schedule: SchedulePart, rows: tuple[SlotRow, ...], pp: int, virtual_stages: int, count: int) -> str:
-    """Return what is wrong with the rows of a schedule, as it follows its name in a message; "": nothing."""
+    """Return the error in the rows of a schedule, as it follows its name in a message; "" without an error."""
     ranks = schedule.stage_ranks(pp, virtual_stages)
     return find_fault(rows, ranks, count) or find_undeclared(rows, splits_backward=schedule.splits_backward)
 

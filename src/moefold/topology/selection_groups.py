@@ -1,4 +1,4 @@
-"""Groups of layers on one pipeline stage: of one selection of keys, or joined by a shortcut. Torch-free."""
+"""Groups of layers on one pipeline stage: of one selection of keys, or joined by a shortcut."""
 
 from functools import lru_cache
 
@@ -27,7 +27,7 @@ def selection_sources(model: ModelConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def stage_starts(model: ModelConfig) -> tuple[int, ...]:
-    """Return the layers at which a pipeline stage may begin, which parts no group, and the number of layers.
+    """Return the layers at which a pipeline stage may begin without splitting a group, and the number of layers.
 
     With `model.ffn.moe.shortcut` a layer with experts and the next layer are a group too.
     """

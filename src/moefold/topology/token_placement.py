@@ -1,7 +1,7 @@
-"""Placement of the tokens of a round on the dp x cp ranks: which token each rank holds in which of its slots.
+"""Placement of the tokens of a round on the dp x cp ranks: the token in each slot of each rank.
 
-Round j is the j-th micro-batch of all dp x cp ranks at once, B samples for each dp rank. A placement decides which rank
-computes what, and never what is computed. Documents are contiguous parts of a sample; together they cover it.
+Round j is the j-th micro-batch of all dp x cp ranks together, B samples for each dp rank. A placement decides only
+where tokens are computed; the result is the same. Documents are contiguous parts of a sample; together they cover it.
 
 Tokens of a round have numbers: sample * S + position, with the samples of dp rank d being d*B .. (d+1)*B - 1. A rank's
 slots are its tokens in the order of its rows, sample by sample. Member r of the dp x cp group is cp rank r % cp of dp
@@ -105,7 +105,7 @@ class Placement:
         """Check that every token has one slot, and every rank its number of slots.
 
         Raises:
-            ValueError: it is not so.
+            ValueError: the check fails.
         """
         order = self.runs_by_token
         ends = self.firsts_M[order] + self.lengths_M[order]
@@ -122,8 +122,8 @@ def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[i
 
     Args:
         shape: ranks and tokens of the round.
-        documents_of_samples: for each sample of the round the position at which each document begins, ascending from
-            0; the end of the sample may follow.
+        documents_of_samples: for each sample of the round the start positions of its documents, ascending from 0; the
+            end of the sample may follow.
 
     Raises:
         ValueError: the documents do not match the samples of the round.
@@ -142,15 +142,15 @@ def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[i
 
 
 def place(kind: PlacementKind, shape: RoundShape, bounds_N: Integers, block: int = 1) -> Placement:
-    """Place the tokens of a round. Deterministic: every rank computes the same.
+    """Place the tokens of a round. Deterministic: every rank computes the same placement.
 
     Args:
-        kind: "samples": each sample over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp
-            (arXiv:2407.21783 sec. 3.3.2). "documents": likewise each document of the sample (WLB-LLM,
-            arXiv:2503.17924); what is left when a document is split into 2*cp chunks of whole blocks goes to the ranks
-            in contiguous parts. "balanced": the documents of the round over all dp x cp ranks, longest first, to the
-            rank with the fewest visible pairs that has room (arXiv:2502.21231); one that fits nowhere is split over
-            the ranks with the most room, in chunks as above.
+        kind: "samples": each sample is split over the cp ranks of its dp rank, rank r has chunks r and 2*cp-1-r of 2*cp
+            (arXiv:2407.21783 sec. 3.3.2). "documents": each document of the sample is split in this way (WLB-LLM,
+            arXiv:2503.17924), into 2*cp chunks of whole blocks; the ranks share the rest in contiguous parts.
+            "balanced": the documents of the round, longest first, go to the rank of all dp x cp ranks with the fewest
+            visible pairs that has room (arXiv:2502.21231); a document that fits nowhere is split over the ranks with
+            the most room, in chunks as above.
         shape: ranks and tokens of the round.
         bounds_N: see `document_bounds`.
         block: chunks of documents are multiples of this, in tokens.
@@ -189,7 +189,7 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
     cp_ranks = [np.minimum(chunk, 2 * cp - 1 - chunk)]
     firsts = [bounds_N[document] + chunk * size[document]]
     counts = [size[document]]
-    # What is left of each document, as one line of tokens for each sample, is cut into cp equal parts.
+    # The rest of each document, as one line of tokens for each sample, is cut into cp equal parts.
     left = lengths - 2 * cp * size
     left_ends = np.cumsum(left)
     samples = bounds_N[:-1] // shape.seq_len
@@ -210,7 +210,7 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
 def _of_runs(
     shape: RoundShape, bounds_N: Integers, cp_ranks: Integers, firsts: Integers, lengths: Integers
 ) -> Placement:
-    """Build a placement in which samples stay on their dp ranks from runs in any order."""
+    """Build a placement from runs in any order; samples stay on their dp ranks."""
     dp_ranks = firsts // shape.seq_len // shape.micro_batch_size
     return sorted_placement(shape, bounds_N, dp_ranks * shape.cp + cp_ranks, firsts, lengths)
 
@@ -239,7 +239,7 @@ def _place_balanced(shape: RoundShape, bounds_N: Integers) -> Placement:
 
 
 class _Packer:
-    """Ranks that are filled with documents: those with the fewest visible pairs first, until they have no room."""
+    """Ranks that are filled with documents: ranks with the fewest visible pairs first, until they have no room."""
 
     def __init__(self, shape: RoundShape) -> None:
         self.runs: list[tuple[int, int, int]] = []
@@ -247,7 +247,7 @@ class _Packer:
         self._room = [shape.tokens_per_rank] * shape.num_ranks
         self._pairs = [0] * shape.num_ranks
         self._capacity = shape.tokens_per_rank
-        # Every rank with room has one valid entry in each heap: the one with its present pairs or room.
+        # Every rank with room has one valid entry in each heap, with its present pairs or room.
         self._by_pairs = [(0, rank) for rank in range(shape.num_ranks)]
         self._by_room = [(-shape.tokens_per_rank, rank) for rank in range(shape.num_ranks)]
 
@@ -277,7 +277,7 @@ class _Packer:
             heapq.heappush(self._by_room, (-self._room[rank], rank))
 
     def _lightest_with_room(self, length: int) -> int | None:
-        """Return the rank with the fewest pairs among the first that have room for a document; None: none has."""
+        """Return the rank with the fewest pairs among the first with room for a document; None without room."""
         passed: list[tuple[int, int]] = []
         found = None
         while self._by_pairs and len(passed) < MAX_FITTING_RANKS:

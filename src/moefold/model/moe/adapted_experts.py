@@ -1,9 +1,9 @@
 """Experts with low-rank adapters (arXiv:2106.09685): one autograd function, whose products are grouped GEMMs.
 
 Each matrix W_e of expert e has a pair A_e, B_e: x W_e + scale (x A_e) B_e for the rows x of the expert. The matrices
-and the biases are frozen: their gradients are not computed, and neither their outputs nor the products x A_e are saved.
-Under expert tensor parallelism the A of gate and up and the B of down are whole on each etp rank, and their gradients
-are partial sums over etp, as each rank computes its own F/etp columns.
+and the biases are frozen: their gradients are not computed. Their outputs and the products x A_e are not saved. Under
+expert tensor parallelism the A of gate and up and the B of down are whole on each etp rank, and their gradients are
+partial sums over etp, as each rank computes its own F/etp columns.
 """
 
 from collections.abc import Sequence
@@ -53,9 +53,9 @@ def adapted_experts(
 
     Args:
         x_RH: tokens sorted by expert.
-        weights: of the experts, in the dtype of x; no gradient.
-        adapters: of their matrices.
-        options: row counts, activation and what is saved; without a `permute_map`.
+        weights: weights of the experts, in the dtype of x; no gradient.
+        adapters: adapters of their matrices.
+        options: row counts, activation and saved tensors; without a `permute_map`.
         probs_R: factor of each output row.
         gemm: GEMM backend where the device has no grouped GEMM.
 

@@ -30,14 +30,14 @@ class Experts(nn.Module):
     reduction requires it.
 
     `parallelize` replaces `bias_slice` (the columns of H of the local part of b_down), `wgrad_store` (backward pass
-    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them), `ops` (forward
-    and backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
+    split in two), `saves_fc1` (save the gate and up projections for backward, or recompute them), `ops` (forward and
+    backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
 
     Args:
         num_experts: E.
         hidden_size: H.
         ffn_hidden_size: F, inner width of one expert.
-        activation: of the gate and up projections.
+        activation: activation of the gate and up projections.
         has_bias: True if the three projections have biases.
         applies_probs: True if the routing probabilities are applied to the hidden values, not to the outputs.
         probs_on_input: True if they are applied to the input instead (Llama 4).

@@ -34,8 +34,8 @@ def fused_experts(
 
     Args:
         x: tokens sorted by expert [R, H], or with a `permute_map` the unsorted tokens [T, H].
-        weights: of the experts.
-        options: row counts, activation and what is saved.
+        weights: weights of the experts.
+        options: row counts, activation and saved tensors.
         ops: forward and backward pass.
         probs_R: factor of each output row, [R].
         wgrad_store: receives delayed weight gradients.

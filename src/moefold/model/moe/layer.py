@@ -40,7 +40,7 @@ from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 
 LayerOutput = Tensor | tuple[Tensor, Tensor]
-"""Output of a layer; of an MoE layer with `model.ffn.moe.shortcut` also the routed part, which is added later."""
+"""Output of a layer. An MoE layer with `model.ffn.moe.shortcut` also returns the routed part, which is added later."""
 
 
 class MoELayer(nn.Module):
@@ -119,13 +119,13 @@ class MoELayer(nn.Module):
 
     @property
     def has_zero_experts(self) -> bool:
-        """Return whether the router may choose zero-computation experts."""
+        """True if the router may choose zero-computation experts."""
         return self._num_choices > self._num_experts
 
     def set_micro_batches(self, global_count: int, per_rank: int) -> None:
         """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
 
-        They may be lower than the numbers of the recipe, where the samples of a step vary in number.
+        They may be lower than the numbers of the recipe if the number of samples varies from step to step.
         """
         self._scale_losses(1.0 / global_count)
         self._micro_batches_per_rank = per_rank
@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
 
         Args:
             tokens_per_expert_E: routed tokens of each expert over the whole global batch.
-            thresholds_E: of quantile balancing, mean over the tokens of the global batch.
+            thresholds_E: thresholds of quantile balancing, mean over the tokens of the global batch.
         """
         self.router.update_bias(tokens_per_expert_E, thresholds_E)
         if self.last_counts_E is not None:
@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
 
         Args:
             x: hidden states.
-            columns: of the micro-batch.
+            columns: columns of the micro-batch.
         """
         return run_to_end(self.forward_resumable(x, columns))
 
@@ -252,7 +252,7 @@ class MoELayer(nn.Module):
             if y.requires_grad:
                 y.register_hook(lambda grad: add())
             else:
-                # No gradient passes a frozen layer, and nothing recomputes it; or there is no backward pass.
+                # No gradient passes a frozen layer, and it is not recomputed; or there is no backward pass.
                 add()
         return y
 
@@ -310,7 +310,7 @@ class MoELayer(nn.Module):
         return routing.thresholds_E * weights_T.sum()
 
     def _expert_load(self, tokens_per_expert_XE: Tensor, token_positions: TokenPositions) -> Tensor:
-        """Return the routed tokens of each expert over which the load-balancing loss is computed, [1 or B, E]."""
+        """Return the routed tokens of each expert for the load-balancing loss, [1 or B, E]."""
         if self.last_counts_E is not None:
             return uniform_if_empty(self.last_counts_E).unsqueeze(0)
         if not self._balance.accumulates:
@@ -323,9 +323,9 @@ class MoELayer(nn.Module):
         )
 
     def _loss_groups(self, token_positions: TokenPositions) -> tuple[Tensor | None, int]:
-        """Return the group of each row whose tokens share a load-balancing loss, int64 [T], and the number of groups.
+        """Return the load-balancing group of each row, int64 [T], and the number of groups.
 
-        None: the rows of sample b are those with index b modulo the groups.
+        None: row i belongs to sample i modulo the number of groups.
         """
         batch_size = len(token_positions.sample_ids_B)
         placed = token_positions.placed
@@ -363,7 +363,7 @@ def zero_expert_output(x: Tensor, probs_TK: Tensor, is_zero_TK: Tensor) -> Tenso
 
 
 def split_zero_experts(routing_map: RoutingMap, num_experts: int) -> tuple[RoutingMap, Tensor]:
-    """Return the routing to experts, and the choices of zero-computation experts, bool [T, K]; padding is neither."""
+    """Return the routing to experts, and the choices of zero-computation experts, bool [T, K], without padding."""
     is_zero_TK = routing_map.ids_TK >= num_experts
     kept_TK = routing_map.kept_TK
     if kept_TK is None:

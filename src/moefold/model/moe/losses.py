@@ -1,7 +1,7 @@
 """Auxiliary losses of a router, over a micro-batch, a sample or the global batch, and router statistics of a step.
 
-A rank computes its *local* part of a loss: the parts of all ranks that share the micro-batch sum to the value, and
-their gradients to its gradient, so neither depends on the parallel mapping.
+A rank computes its *local* part of a loss. The sum of the parts over all ranks that share the micro-batch is the loss,
+and the sum of their gradients is its gradient: both are independent of the parallel mapping.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def local_load_balancing_loss(
     the loss is the mean over the samples (arXiv:2412.19437 eq. 17).
 
     Args:
-        scores_TE: scores of all experts, which sum to 1, of this rank's tokens; tokens of a sample are X rows apart.
+        scores_TE: scores of all experts, which sum to 1, of this rank's tokens; row t belongs to sample t mod X.
         tokens_per_expert_XE: routed tokens of each expert, [1, E] over the micro-batch or more, or [B, E] per sample.
         num_tokens: tokens of the micro-batch.
         score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E].
@@ -41,8 +41,8 @@ def local_weighted_load_balancing_loss(scores_TE: Tensor, tokens_per_expert_XE: 
     With equal weights w it is `local_load_balancing_loss`. A sample or micro-batch without tokens adds 0.
 
     Args:
-        scores_TE: as for `local_load_balancing_loss`.
-        tokens_per_expert_XE: as there, without padding.
+        scores_TE: see `local_load_balancing_loss`.
+        tokens_per_expert_XE: as for `local_load_balancing_loss`, without padding.
         weights_T: share of each token in the loss, 0 for padding.
     """
     weighted_TE = scores_TE * weights_T.to(scores_TE.dtype).unsqueeze(1)
@@ -66,7 +66,7 @@ def placed_load_balancing_loss(
 
 
 def _shares(tokens_per_expert_XE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the share of each expert in the routed tokens, [X, E]; 0 where there are none."""
+    """Return the share of each expert in the routed tokens, [X, E]; 0 without routed tokens."""
     counts_XE = tokens_per_expert_XE.to(dtype)
     return counts_XE / counts_XE.sum(-1, keepdim=True).clamp(min=1.0)
 
@@ -77,7 +77,7 @@ def count_tokens_per_expert(
     """Count this rank's routed tokens of each expert.
 
     Args:
-        ids_TK: chosen experts; the tokens of a sample are `num_samples` rows apart.
+        ids_TK: chosen experts; row t belongs to sample t mod `num_samples`.
         num_experts: E.
         num_samples: samples to count separately.
         is_token_T: rows to count, bool [T]; None: all.
@@ -93,7 +93,7 @@ def count_tokens_per_expert(
 
 
 def uniform_if_empty(counts_E: Tensor) -> Tensor:
-    """Return the counts, or one for each expert where all are 0, as before the first step; never synchronises."""
+    """Return the counts, or 1 for each expert if all are 0, as before the first step; never synchronises."""
     return torch.where(counts_E.any(), counts_E, torch.ones_like(counts_E))
 
 
@@ -142,7 +142,7 @@ def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
     """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5).
 
     Args:
-        logits_TE: of this rank's tokens.
+        logits_TE: logits of this rank's tokens.
         weights_T: factor of each token; None: 1.
     """
     squares_T = logits_TE.logsumexp(-1).square()
@@ -152,13 +152,13 @@ def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
 def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
     """Return `x` unchanged; the backward pass through it adds the gradient of `scale * loss`.
 
-    The loss of any layer is thus minimised without being passed to the last pipeline stage.
+    So the loss of any layer is minimised without being passed to the last pipeline stage.
     """
     return _AttachAuxLoss.apply(x, loss, scale)
 
 
 def without_base(x: Tensor) -> Tensor:
-    """Return `x` as a tensor that is no view for autograd, for FSDP, which warns of modules that return views."""
+    """Return `x` as a tensor that autograd does not treat as a view: FSDP warns of modules that return views."""
     return x if x._base is None else _WithoutBase.apply(x)
 
 
@@ -178,7 +178,7 @@ class _AttachAuxLoss(torch.autograd.Function):
         ctx.loss_options = {"dtype": loss.dtype, "device": loss.device}
         ctx.loss_shape = loss.shape
         ctx.scale = scale
-        # Of the same storage, and not a view for autograd: FSDP warns of modules that return views.
+        # The result has the same storage, but is not a view for autograd: FSDP warns of modules that return views.
         return x.detach()
 
     @staticmethod

@@ -38,8 +38,8 @@ def plan_permutation(
         kept_TK: mask of kept tokens, bool [T, K]; None: all.
         padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data; None:
             as many as it has tokens.
-        num_rows: rows of the permutation with a mask and without padding, at least as many as kept tokens; rows after
-            the rows of the last expert have dropped tokens. None: as many as kept tokens, which synchronises.
+        num_rows: rows of a permutation with a mask and without padding, at least the number of kept tokens; the rows
+            after the last expert's rows have dropped tokens. None: the number of kept tokens, which synchronises.
     """
     device = ids_TK.device
     (num_tokens, top_k) = ids_TK.shape
@@ -89,7 +89,7 @@ def reorder_permutation(permutation: Permutation, order_R: Tensor) -> Permutatio
     """Reorder the rows of a permutation: row i becomes the former row order_R[i].
 
     Args:
-        permutation: one without padding.
+        permutation: a permutation without padding.
         order_R: each row of a kept token once, int64 [R].
     """
     assert permutation.non_padding_R is None, "padded rows cannot be reordered"
@@ -111,7 +111,7 @@ def permute(
 
     Args:
         x_TH: tokens.
-        permutation: of their copies.
+        permutation: permutation of their copies.
         ops: operations.
         rows_RH: the result, where `ops.permute` has computed it already; None: compute it.
     """
@@ -130,7 +130,7 @@ def unpermute(
 
     Args:
         y_RH: expert outputs; padding rows are not read.
-        permutation: the one that made the rows.
+        permutation: permutation of the rows.
         probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in the dtype of y_RH.
             None: the rows are weighted already, and are not saved for backward.
         ops: operations.

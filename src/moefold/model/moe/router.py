@@ -34,9 +34,9 @@ def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
     """Return the experts of the K largest values of each token, descending; ties go to the lower expert. int64 [T, K].
 
     torch.topk leaves the order of equal values open, which would make routing depend on the shape of the shard; argmax
-    returns the first one, and K passes are faster than a stable sort.
+    returns the first of them, and K passes are faster than a stable sort.
     """
-    # The clamp distinguishes a value of -inf, which may still be chosen, from an expert chosen already.
+    # The clamp distinguishes a value of -inf, which may still be chosen, from an expert that is already chosen.
     candidates_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
     chosen = []
     for _ in range(top_k):
@@ -50,12 +50,12 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     """Mask all experts outside a token's best groups (group-limited routing).
 
     Args:
-        values_TE: values by which experts are chosen.
+        values_TE: values that rank the experts.
         num_groups: groups of E/num_groups neighbouring experts each.
         top_groups: groups that stay unmasked.
         sums_top2: the value of a group is the sum of its two best experts, as in the code that DeepSeek-V3 was released
             with and in transformers (arXiv:2412.19437 sec. 2.1.2 sums the K/top_groups best: two for V3, with 8 experts
-            of 4 nodes); else its best one (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
+            of 4 nodes); otherwise its best expert (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.2).
 
     Returns:
         values_TE with -inf in masked groups.
@@ -75,7 +75,7 @@ class RouterOverride(Protocol):
 
     @property
     def only_records(self) -> bool:
-        """Return whether it leaves all choices as they are."""
+        """True if it changes no choice."""
         ...
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
@@ -103,12 +103,12 @@ class ReplayedRouting:
     recorded_NSK: Tensor | None = None
     """Buffer for the choices in use, in the same layout; None: no recording."""
     is_replayed_NS: Tensor | None = None
-    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for the others."""
+    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for all other tokens."""
     in_evaluation: bool = False
 
     @property
     def only_records(self) -> bool:
-        """Return whether no choice is replaced."""
+        """True if no choice is replaced."""
         return self.replayed_NSK is None
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ class RoutingDecision:
     """Sums for the auxiliary losses, where the fused kernel computed them."""
 
 
-# FSDP and CUDA graphs look for tensors in what a router returns. torch 2.13 finds them in every dataclass, 2.11 only in
-# registered ones.
+# FSDP and CUDA graphs look for tensors in the output of a router. torch 2.13 finds them in every dataclass, torch 2.11
+# only in registered classes.
 register_dataclass(RouterLossSums)
 register_dataclass(RoutingDecision)
 
@@ -213,7 +213,7 @@ class Router(nn.Module):
         """Route tokens [T, H]; communicates over `token_positions.group` where the choice needs the whole micro-batch.
 
         `override` may record or replace the chosen experts, and then the fused kernel does not run. `parallelize` sets
-        `kernels`, with one for the router where it supports this router.
+        `kernels`, which has a router kernel if it supports this router.
         """
         dtype = self.logits_dtype(x_TH.dtype)
         x_TH = self._apply_jitter(x_TH, token_positions)
@@ -269,7 +269,7 @@ class Router(nn.Module):
 
         Args:
             tokens_per_expert_E: routed tokens of each expert over the whole global batch.
-            thresholds_E: of quantile balancing, mean over the micro-batches of the global batch.
+            thresholds_E: thresholds of quantile balancing, mean over the micro-batches of the global batch.
         """
         if self.expert_bias is None:
             return
@@ -283,7 +283,7 @@ class Router(nn.Module):
         if part.active_experts:
             share = part.active_experts / (part.top_k * part.num_experts)
             deficit_E = total * share - tokens_per_expert_E.double()
-        # Once the others have their share, so have the zero-computation experts (arXiv:2509.01322 sec. 2.1.2).
+        # The share of the zero-computation experts follows from the others' shares (arXiv:2509.01322 sec. 2.1.2).
         deficit_E[part.num_experts :] = 0
         self.expert_bias.add_(deficit_E.sign().to(self.expert_bias), alpha=self._moe.bias_update_rate)
 
@@ -325,7 +325,7 @@ class Router(nn.Module):
         return x.softmax(-1) if kernel is None else kernel(x)
 
     def softmax_routing(self) -> SoftmaxRouting | None:
-        """Return how this router chooses in evaluation, if that is by the largest logits and their softmax alone."""
+        """Return the routing of this router in evaluation if it needs only the largest logits and a softmax."""
         is_post = self._score.decoding_is_post()
         by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.router.num_groups == 1
         if is_post is None or not by_scores:
@@ -373,7 +373,7 @@ class FusedRouting:
     """
 
     def __init__(self, part: RoutedPart) -> None:
-        # Lazy import, like those below: CPU-only installations have no Triton.
+        # These imports are lazy: CPU-only installations have no Triton.
         from moefold.ops.triton.router import RouterOptions
 
         options = part.router.fused_options()
@@ -399,7 +399,7 @@ class FusedRouting:
 
 
 def fused_router_unsupported_reason(model: ModelConfig, moe: MoEConfig) -> str:
-    """Return why the fused kernel does not support the router of a recipe; empty if it does."""
+    """Return the reason why the fused kernel does not support the router of a recipe; empty if it does."""
     choice = chosen_in(moe, ChoicePart)
     score = model.ffn.moe.router
     if not choice.scores_decide:
@@ -424,7 +424,7 @@ class _FusedRouterFunction(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, output.ids_TK)
         ctx.options = options
         ctx.mark_non_differentiable(output.ids_TK, output.tokens_per_expert_E, output.entropy)
-        # The losses use few of the outputs: zeros for the others would be written and read.
+        # The losses use few of the outputs; zeros for the other outputs would have to be written and read.
         ctx.set_materialize_grads(False)
         return (
             output.ids_TK,

@@ -1,4 +1,4 @@
-"""Token dropping: which routed tokens an expert of limited capacity keeps.
+"""Token dropping: an expert of limited capacity keeps some of its routed tokens.
 
 Expert capacity is as in arXiv:2006.16668 sec. 2.2; deciding over a rank's own tokens is the default of
 arXiv:2504.14960.
@@ -16,7 +16,7 @@ from moefold.model.moe.token_group import MicroBatchGroup
 
 @dataclass(frozen=True)
 class CapacityPolicy:
-    """Capacity of an expert, and the order in which it keeps tokens."""
+    """Capacity of an expert, and the order of the tokens that it keeps."""
 
     capacity_factor: float
     policy: DropPart
@@ -27,9 +27,9 @@ class CapacityPolicy:
         return max(1, math.ceil(num_tokens * top_k / num_experts * self.capacity_factor))
 
     def padded_capacity(self, num_tokens: int, top_k: int, num_experts: int, group: MicroBatchGroup) -> int:
-        """Return the most tokens that an expert can keep from one rank's `num_tokens` tokens: the length to pad to.
+        """Return the maximum that an expert can keep of one rank's `num_tokens` tokens: the length to pad to.
 
-        Only where each rank drops by itself: with a shared capacity one rank could need all of it.
+        This is valid only if each rank drops by itself: one rank could need the whole shared capacity.
         """
         assert not self.scope.is_shared or group.size == 1, "rejected by parts/drop_scope/full_sequence.py"
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
@@ -46,7 +46,7 @@ class CapacityPolicy:
         """Return the mask of this rank's routed tokens that are kept.
 
         A shared capacity is decided over the micro-batch, so the mask does not depend on the mapping; the routing (not
-        the tokens) is all-gathered over the group. Else each rank decides over its tokens, without communication.
+        the tokens) is all-gathered over the group. Otherwise each rank decides over its tokens, without communication.
 
         Args:
             ids_TK: chosen experts, [T, K].
@@ -54,7 +54,7 @@ class CapacityPolicy:
             index_T: index of each token in the micro-batch, int64 [T], all different.
             num_experts: E.
             group: the ranks that share the micro-batch.
-            is_token_T: rows that are no padding, bool [T]; None: all. Padding is not kept, and does not count in the
+            is_token_T: rows that are not padding, bool [T]; None: all. Padding is not kept, and does not count in the
                 capacity.
 
         Returns:
@@ -62,7 +62,7 @@ class CapacityPolicy:
         """
         num_tokens, top_k = ids_TK.shape
         if is_token_T is not None:
-            # An expert that does not exist, whose queue no capacity limits.
+            # The number of an expert that does not exist; its queue is not limited.
             ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
         if not self.scope.is_shared:
             capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
@@ -78,7 +78,7 @@ class CapacityPolicy:
         return kept if is_token_T is None else kept & is_token_T.unsqueeze(1)
 
     def _capacity_of(self, ids_TK: Tensor, num_experts: int, has_padding: bool) -> int | Tensor:
-        """Return `capacity` for the rows with experts below `num_experts`, which may be known to the device alone."""
+        """Return `capacity` for the rows with experts below `num_experts`; their number may be only on the device."""
         num_tokens, top_k = ids_TK.shape
         if not has_padding:
             return self.capacity(num_tokens, top_k, num_experts)
@@ -94,9 +94,9 @@ def keep_within_capacity(
     capacity: int | Tensor,
     policy: DropPart,
 ) -> Tensor:
-    """Keep `capacity` tokens for each expert, the first ones in the order of the policy.
+    """Keep the first `capacity` tokens of each expert in the order of the policy.
 
-    Ids of `num_experts` mark padding; what is returned for them has no meaning.
+    Ids of `num_experts` mark padding; the values returned for padding have no meaning.
 
     Returns:
         bool [T, K].

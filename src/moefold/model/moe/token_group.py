@@ -11,7 +11,7 @@ from moefold.comm.groups import Group
 
 
 class MicroBatchGroup(Protocol):
-    """Group of cp x tp ranks with equally many tokens of a micro-batch each. Its collectives have no gradient."""
+    """Group of cp x tp ranks with equal numbers of tokens of a micro-batch; its collectives have no gradient."""
 
     @property
     def size(self) -> int:
@@ -30,7 +30,7 @@ class MicroBatchGroup(Protocol):
 
     @property
     def data_parallel_size(self) -> int:
-        """Micro-batches that are computed at the same time, each by a group of its own: dp."""
+        """Micro-batches that are computed at the same time, each by a separate group: dp."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class TokenColumns:
     token_weights: Tensor | None = None
     """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
     positions: Tensor | None = None
-    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; else None."""
+    """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; otherwise None."""
     token_samples: Tensor | None = None
     """Index of each token's sample in the global batch, int64 [B, S/cp], together with `positions`."""
 
@@ -108,7 +108,7 @@ class PlacedTokens:
     """Samples of a micro-batch, B."""
 
     def micro_batches(self) -> Tensor:
-        """Return the micro-batch of the global batch to which each token belongs, int64 [T]."""
+        """Return the index in the global batch of each token's micro-batch, int64 [T]."""
         return self.sample_ids_T // self.micro_batch_size
 
     def samples_in_micro_batch(self) -> Tensor:
@@ -128,7 +128,7 @@ class TokenPositions:
     weights_T: Tensor | None = None
     """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
     placed: PlacedTokens | None = None
-    """The tokens, where `parallel.context` moves them; `sample_ids_B` are then those that rows would have as samples.
+    """The tokens, where `parallel.context` moves them; `sample_ids_B` are then the samples of unmoved rows.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class TokenPositions:
         Args:
             group: the ranks that share the micro-batch.
             x: hidden states of this rank, [S/(cp*tp), B, H].
-            columns: of the micro-batch.
+            columns: columns of the micro-batch.
         """
         sample_ids = columns.sample_ids
         samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
@@ -149,7 +149,7 @@ class TokenPositions:
         return TokenPositions(group, len(x), samples_B, weights_T, placed)
 
     def is_token(self) -> Tensor | None:
-        """Return which rows of this rank are tokens and not padding, bool [T]; None: all."""
+        """Return the mask of this rank's rows that are not padding, bool [T]; None: all."""
         return None if self.weights_T is None else self.weights_T > 0
 
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class TokenPositions:
         return self.sample_ids_B, self.positions()
 
     def micro_batch(self, micro_batches_per_rank: int) -> Tensor:
-        """Return the number of this micro-batch among those that a data-parallel rank computes in a step, int64 []."""
+        """Return the number of this micro-batch among the micro-batches of a data-parallel rank in a step, int64 []."""
         return self.sample_ids_B[0] // len(self.sample_ids_B) % micro_batches_per_rank
 
     def positions(self) -> Tensor:

@@ -38,11 +38,11 @@ def uniform_noise(
         step: optimizer step, or the same as a 0-dim int64 tensor on the device of sample_ids_B, which gives the same
             noise.
         sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
-        positions_S: of the tokens in their sample; or of each row, [rows].
+        positions_S: positions of the tokens in their sample; or of each row, [rows].
         width: features of a token.
         scale: factor of u.
         shift: added to it.
-        dtype: of the result; each value is rounded to it once, from float64.
+        dtype: dtype of the result; each value is rounded to it once, from float64.
 
     Returns:
         [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.

@@ -1,7 +1,7 @@
 """Causal attention on a CPU in C, forward and backward; a `LimitedCausalKernel` (ops/block_attention.py).
 
 Documents, sliding windows and sinks are limits of the kernel's loops, not masks in memory: keys that a query does not
-attend to are skipped, by document and by blocks. A document has the same bits wherever it lies in a sample.
+attend to are skipped, by document and by blocks. The bits of a document do not depend on its place in a sample.
 
 Its reference is `block_attention.MathBlockAttention`. Tensors are float32 or bfloat16, computation is float32: a result
 is rounded once, also where gradients of keys and values are summed over the query heads that share them, in the order
@@ -25,16 +25,15 @@ MAX_HEAD_DIM = 256
 MAX_SEQ_LEN = 16384
 """Maximum tokens of a sample, as measured (docs/log.md): each thread packs keys and values of a head."""
 MIN_FAST_VECTOR_WIDTH = 8
-"""Floats of a vector from which it is faster than torch's kernel: as many as AVX has. With SSE2 it takes twice as
-long."""
+"""Smallest vector, in floats, for which the kernel is faster than torch's: AVX. With SSE2 it takes twice as long."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (37, 2, 4, 2, 24)
-"""Tokens, samples, query heads, key/value heads and head dim of the self-test: no multiples of vector widths."""
+"""Tokens, samples, query heads, key/value heads and head dim of the self-test: not multiples of vector widths."""
 
 
 class _LimitsStruct(ctypes.Structure):
-    """C struct `attention_limits`: documents, their queries, number of documents, longest one, window, and sinks."""
+    """C struct `attention_limits`: documents, their queries, number of documents, longest document, window, sinks."""
 
     _fields_ = (
         ("document_ends", ctypes.c_void_p),
@@ -82,7 +81,7 @@ class CAttention:
             q: queries.
             k: keys.
             v: values.
-            longest: most keys of a task.
+            longest: maximum number of keys of a task.
         """
         return self._supports_heads(q, k, v) and longest <= MAX_SEQ_LEN
 
@@ -146,7 +145,7 @@ class CAttention:
             torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
             for low, count in ((-2, heads), (5, heads), (-3, groups), (4, groups))
         )
-        # The documents of both samples, one after the other, and a window that begins inside blocks of the longest.
+        # The documents of both samples in sequence, and a window that begins inside blocks of the longest document.
         limits = FlashMask(True, 7, Segments(torch.tensor([0, 9, 37, 74], dtype=torch.int32), 37))
         sinks = torch.linspace(-1, 2, heads)
         for dtype, error in TOLERANCES.items():

@@ -25,11 +25,11 @@ from moefold.file_lock import FileLock
 from moefold.progress import WorkProgress
 
 COMPILERS = ("gcc", "cc", "clang")
-"""In order of preference; on Linux gcc uses the same thread library (libgomp) as torch."""
+"""Compilers in order of preference; on Linux gcc uses the same thread library (libgomp) as torch."""
 COMPILE_TIMEOUT_S = 600
 """Longest time of one compilation: seconds on a quiet machine, minutes where many jobs share a core."""
 SILENCE_S = 3.0
-"""Time after which a compilation, or the wait for a compilation by another process, is reported."""
+"""Time until a compilation, or the wait for a compilation by another process, is reported."""
 VECTORIZATION_FLAGS = ("-fno-trapping-math", "-fno-math-errno", "-ffinite-math-only", "-fno-signed-zeros")
 """Flags that let comparisons become min and max instructions: without them gcc 12 vectorises these with AVX-512 only,
 and SwiGLU takes four to eight times as long with AVX2. The order of sums is kept; sources must not use floating-point
@@ -79,7 +79,7 @@ def build_libraries(*names: str) -> None:
     """Build these libraries in parallel where no cache has them; the first process of a machine builds for all.
 
     Raises:
-        CompilerError: as `load_library`.
+        CompilerError: see `load_library`.
     """
     missing = [name for name in names if not _is_cached(_build_spec(name)[2])]
     if missing:
@@ -99,7 +99,7 @@ def _open_private_folder(folder: Path) -> Iterator[int]:
 
     Raises:
         OSError: it cannot be created or opened.
-        PermissionError: it is another user's, or others may write it.
+        PermissionError: it belongs to another user, or other users may write it.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ def _open_private_folder(folder: Path) -> Iterator[int]:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Return whether a file or folder is this user's, and no other user may write it."""
+    """Return whether a file or folder belongs to this user, and no other user may write it."""
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

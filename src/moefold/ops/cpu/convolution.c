@@ -3,7 +3,7 @@
    out[s] = act(sum over d < K of weight[K - 1 - d] x[s - d]), where tokens before a token's document do not count.
 
    Values are float32 or bfloat16 in memory and float32 in computation; a result is rounded once. A thread computes a
-   block of channels of one sample, token by token. Sums have one order, whatever the number of threads. */
+   block of channels of one sample, token by token. Sums have one order for any number of threads. */
 
 #include <math.h>
 #include <string.h>
@@ -57,7 +57,7 @@ static void load_weights(row *to, convolution_inputs in, int64_t first, int64_t 
       to[k][c] = load_value(in.weight, (first + c) * in.taps + in.taps - 1 - k, (int)in.is_bfloat16);
 }
 
-/* Number of taps that count for token s: its own, and earlier ones of its document. */
+/* Number of taps that count for token s: its own tap, and earlier taps of its document. */
 static inline int64_t counted_taps(convolution_inputs in, int64_t s, int64_t sample) {
   return min_i64(in.taps, in.num_previous[s * in.samples + sample] + 1);
 }
@@ -135,7 +135,7 @@ void convolution_backward(convolution_inputs in, const void *grad, void *grad_x,
           for (int64_t c = 0; c < count; c++) of_weight[c] += of_total[c] * token[c];
         }
       }
-      /* The gradient of the token whose last later tap was this one. */
+      /* The gradient of the token whose last later tap was this tap. */
       const int64_t done = s - taps + 1;
       if (done < 1 - taps) continue;
       for (int64_t c = 0; c < count; c++) total[c] = 0.0f;

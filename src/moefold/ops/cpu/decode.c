@@ -1,8 +1,8 @@
-/* Transformer layers over rows of a paged cache, in one call; or a layer in two, attention up to the logits of the router
-   and the routed experts, between which the caller chooses the experts.
+/* Transformer layers over rows of a paged cache, in one call; or a layer in two calls: attention up to the logits of the
+   router, and the routed experts. The caller chooses the experts between the two calls.
 
    Products, norms, RoPE, attention, SwiGLU and the combine are the functions of the other sources of this folder, called
-   by address: a result has the bits of the modules that call them one by one. Only sums of two terms, conversions and
+   by address: the bits are the same as in the modules that call them one by one. Only sums of two terms, conversions and
    copies are computed here; each is rounded to the dtype of the rows, as in the modules. */
 
 #include <stdint.h>
@@ -206,8 +206,8 @@ static void linear(const pass_rows *p, void *out, const void *x, int64_t kind, l
   }
 }
 
-/* Norm of each head, if there is one, and RoPE; x and other are buffers of [rows, heads, head_dim]; returns the one
-   with the result. */
+/* Norm of each head, if the layer has it, and RoPE; x and other are buffers of [rows, heads, head_dim]; returns the
+   buffer with the result. */
 static void *normalize_and_rotate(const pass_rows *p, const layer_weights *w, const void *norm, int64_t heads, void *x,
                                   void *other, float *scales) {
   const int is_bfloat16 = (int)p->is_bfloat16, threads = (int)p->threads;

@@ -1,7 +1,7 @@
 """Whole transformer layers of decoding on a CPU in C; a `DecodeKernel` (ops/decode.py).
 
-`decode.c` calls the functions of the other libraries of this folder, so a result has the bits of the modules that call
-them one by one, without the time that Python and torch take between them.
+`decode.c` calls the functions of the other libraries of this folder. Its results have the same bits as the modules that
+call these functions one by one, without the time that Python and torch take between the calls.
 """
 
 import ctypes
@@ -87,8 +87,8 @@ class CDecode:
     """Layers in float32 or bfloat16; see `DecodeKernel`.
 
     Args:
-        replaced: kernels whose parts of a layer it computes: with the same bits as kernels of this folder, equal to
-            others up to rounding.
+        replaced: kernels whose parts of a layer it computes: with the same bits as kernels of this folder, and equal to
+            other kernels up to rounding.
 
     Raises:
         CompilerError: a library cannot be built.
@@ -191,7 +191,7 @@ class CDecodePass:
         return num_rows
 
     def _set_rows(self, rows: DecodeRows, dtype: torch.dtype) -> None:
-        """Describe the rows of a pass to C; nothing to do where they are the rows of the last call."""
+        """Describe the rows of a pass to C; does nothing if they are the rows of the last call."""
         if rows is self._rows and self._key is not None:
             return
         num_rows = len(rows.slots_R)
@@ -238,8 +238,8 @@ class CDecodeLayer:
     """One layer; see `DecodeLayer`.
 
     Args:
-        shared: of all layers of the decoder.
-        weights: of the layer.
+        shared: memory shared by all layers of the decoder.
+        weights: weights of the layer.
         key_pages: [P, G, D, PAGE_SIZE].
         value_pages: [P, G, PAGE_SIZE, D].
     """
@@ -352,7 +352,7 @@ class CDecodeLayer:
     def _linear_struct(
         self, linear: LinearWeights, outputs: int, inputs: int, dtype: torch.dtype | None = None
     ) -> _LinearStruct:
-        """Return the struct of a linear layer; `dtype` is the dtype of its result and bias, None: as the rows."""
+        """Return the struct of a linear layer whose result and bias have a dtype; None: the dtype of the rows."""
         weight = linear.weight.detach()
         assert weight.shape == (outputs, inputs), (weight.shape, outputs, inputs)
         self._kept.append(weight)

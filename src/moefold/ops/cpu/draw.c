@@ -47,7 +47,7 @@ static inline double exp_double(double x) {
   return series;
 }
 
-/* Largest logit of a row in *top; 0 if the row has no distribution: NaN, +inf, or -inf alone. */
+/* Largest logit of a row in *top; 0 if the row has no distribution: NaN, +inf, or only -inf. */
 static int find_top(const float *logits, int64_t n, float *top) {
   float largest = -FLT_MAX;
   uint32_t is_undefined = 0, is_finite = 0;

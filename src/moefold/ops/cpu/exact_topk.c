@@ -70,7 +70,7 @@ static inline int64_t append_int32(const int32_t *keys, int32_t first, int32_t t
 #define INFINITY_KEY ((int64_t)0x7ff0000000000000)
 #include "topk_row.h"
 
-/* What all rows share. */
+/* Arguments that all rows share. */
 typedef struct {
   const void *scores;
   int64_t row_stride; /* in elements */

@@ -13,7 +13,7 @@ KEY_BYTES = {torch.float32: 4, torch.bfloat16: 4, torch.float64: 8}
 BLOCK = 64
 """Scores that are compared with the threshold at a time, as in `exact_topk.c`."""
 ROOM_FACTOR = 4
-"""Survivors of a row in multiples of k before they are reduced to k: 2, 4 and 8 differ by less than 10 %."""
+"""Survivors of a row, divided by k, before they are reduced to k: 2, 4 and 8 differ by less than 10 %."""
 ALIGNMENT_BYTES = 64
 
 
@@ -39,7 +39,7 @@ class CExactTopk:
     def __call__(
         self, scores: Tensor, k: int, starts: Tensor | None, stops: Tensor | None, guess: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Return the positions, int32 [R, k], and the number of rows with a NaN; arguments as of `exact_topk`."""
+        """Return the positions, int32 [R, k], and the number of rows with a NaN; for arguments see `exact_topk`."""
         rows, width = scores.shape
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         starts, stops, guess = (None if t is None else t.contiguous() for t in (starts, stops, guess))

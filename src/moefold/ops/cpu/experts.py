@@ -1,6 +1,6 @@
 """Expert operations of one expert after another, so that the intermediates of an expert stay in the CPU's cache.
 
-It is the fastest way on a CPU, and the way for dtypes for which other devices have no grouped GEMM.
+It is the fastest on a CPU, and serves dtypes without a grouped GEMM on other devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ class SequentialExpertOps:
     """`ExpertOps` of one expert after another; saves the gate and up projections, if asked.
 
     Args:
-        gemm: GEMM backend. Where it multiplies in higher precision, so are the intermediates; where it accepts float32
-            weights, they are cast one expert at a time.
+        gemm: GEMM backend. If it multiplies in higher precision, the intermediates are in that precision; if it accepts
+            float32 weights, they are cast one expert at a time.
     """
 
     gemm: Gemm = TORCH_GEMM
@@ -47,7 +47,7 @@ class SequentialExpertOps:
         gemm = self.gemm
         y_RH = torch.empty_like(x)
         fc1_outputs: list[Tensor] = []
-        # Saved tensors have a buffer for each expert; scratch buffers are shared by all, so they stay in the cache.
+        # Saved tensors have a buffer for each expert; all experts share scratch buffers, which stay in the cache.
         saves_gemm_output = options.saves_fc1 and not gemm.upcasts(x)
         saved_buffers = self._buffers(x, weights, options, 2, per_expert=saves_gemm_output)
         scratch = self._buffers(x, weights, options, 1)
@@ -136,15 +136,15 @@ class SequentialExpertOps:
     ) -> "_Buffers":
         """Allocate `count` buffers [rows, F] for intermediates of an expert, in the GEMM's dtype.
 
-        There are none where the GEMM allocates its output, as one with padded rows does: an unpadded one would then
-        keep the buffers of all experts alive.
+        There are no buffers if the GEMM allocates its output, as a GEMM with padded rows does: an unpadded output would
+        then keep the buffers of all experts alive.
 
         Args:
             x: all rows.
-            weights: of the experts.
-            options: their counts.
+            weights: weights of the experts.
+            options: row counts of the experts.
             count: tensors of an expert.
-            per_expert: True: a buffer for each expert; False: one shared by all.
+            per_expert: True: a buffer for each expert; False: one buffer for all.
         """
         counts = options.tokens_per_expert
         like = self.gemm.upcast(x[:0])
@@ -216,7 +216,7 @@ class _WeightGradients:
                 bias_grad[e] = rows_grad.sum(0)
 
     def _allocated(self) -> list[Any]:
-        """Return the gradients, zero for experts without tokens and uninitialised before `add` for the others."""
+        """Return the gradients: zero for experts without tokens, uninitialised before `add` for the other experts."""
         if self._grads is None:
             weights = (getattr(self._weights, part.name) for part in fields(ExpertWeights))
             self._grads = [None if weight is None else torch.empty_like(weight) for weight in weights]

@@ -11,7 +11,7 @@
 #include "multiply_add.h"
 #include "transpose.h"
 
-/* Most rows, which share each vector of the matrix that is loaded. */
+/* Maximum number of rows, which share each loaded vector of the matrix. */
 #define FEW_ROWS 8
 /* Columns whose sums stay in the first cache, and steps that are added to them at a time. */
 #define STREAMED_COLUMNS 1024

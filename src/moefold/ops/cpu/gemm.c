@@ -374,7 +374,7 @@ static int reads_in_place(operand_side s, int t) {
 ALWAYS_INLINE void pack_operand(packed_word *panels, const int width, operand_side s, int64_t from, int64_t to) {
   for (int t = 0; t < s.count; t++) {
     const int64_t depth = s.terms[t].depth;
-    /* Of an operand that is read in place, only an incomplete last panel is packed. */
+    /* If an operand is read in place, only its incomplete last panel is packed. */
     const int64_t first = reads_in_place(s, t) ? min_i64(to, max_i64(from, s.lines / width)) : from;
     pack_panels(panels + (first - from) * s.steps * width, s.steps * width, width, operand_of(s, t), s.packing,
                 first * width, min_i64(s.lines, to * width), depth);

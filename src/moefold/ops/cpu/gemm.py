@@ -1,8 +1,8 @@
 """GEMM on a CPU in C, for any row count, strides and mix of float32 and bfloat16; an `ops.gemm.Gemm`.
 
-It is as fast as the libraries. Its advantage: it writes into any output, rows need no padding, transposed operands no
-copy, and weights no cast copy, because all of that is done while packing operands. Results are bitwise independent of
-the number of threads and of the other rows: a token has the same bits in training and in decoding.
+It is as fast as the libraries. Its advantage: it writes into any output, and needs no padded rows, copies of transposed
+operands or cast copies of weights, because it pads, transposes and casts while packing operands. Results are bitwise
+independent of the number of threads and of the other rows: a token has the same bits in training and in decoding.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ from moefold.ops.cpu.build import CompilerError, load_library
 from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-"""Dtypes as in `gemm.c`."""
+"""Numbers of the dtypes in `gemm.c`."""
 MIN_FAST_VECTOR_WIDTH = 8
-"""Floats of a vector from which it is as fast as the libraries: as many as AVX has."""
+"""Smallest vector, in floats, for which the GEMM is as fast as the libraries: AVX."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test, relative to the largest value; a miscompiled kernel differs by more."""
 CACHE_LINE_WORDS = 16
-"""Words of a cache line, to which panels are aligned."""
+"""Words of a cache line; panels are aligned to it."""
 SELF_TEST_SHAPES = ((37, 41, 75), (3, 64, 528))
-"""Rows, columns and depth of the self-test: no multiples of vectors and panels, and few rows, which decoding has."""
+"""Rows, columns and depth of the self-test: not multiples of vectors and panels, and few rows, as in decoding."""
 GEMM_ARGS = struct.Struct("P7qPq")
 GEMM_TERM = struct.Struct("P3qP4q")
 """C structs `gemm_args`, and each `gemm_term` after it."""
@@ -60,8 +60,8 @@ class CGemm(Gemm):
     def is_fast(self, dtype: torch.dtype) -> bool:
         """Return whether it is faster than the libraries on this processor in this dtype.
 
-        In float32 the libraries are at least as good where they use all of the processor's instructions and nothing has
-        to be copied. In bfloat16 a processor may have tile instructions (AMX), which this GEMM does not use.
+        In float32 the libraries are at least as fast if they use all of the processor's instructions and need no
+        copies. In bfloat16 a processor may have tile instructions (AMX), which this GEMM does not use.
         """
         if self._vector_width < MIN_FAST_VECTOR_WIDTH or dtype not in DTYPE_CODES:
             return False

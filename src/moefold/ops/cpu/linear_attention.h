@@ -49,7 +49,7 @@ static inline int64_t value_width(linear_sizes s) { return padded_width(s.value_
 static inline int64_t decay_width(linear_sizes s) { return s.decay_size == 1 ? 1 : key_width(s); }
 static inline int64_t solved_width(linear_sizes s) { return value_width(s) + (s.has_delta ? key_width(s) : 0); }
 
-/* What is known of all chunks before the states are, [N, B, A, ...] each, or its gradient. */
+/* Tensors of all chunks that do not depend on the states, [N, B, A, ...] each, or their gradients. */
 typedef struct {
   /* [C, D], [C, C] and [C, D]. */
   float *read_keys, *scores, *write_keys;

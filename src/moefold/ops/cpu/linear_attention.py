@@ -82,7 +82,7 @@ class _SizesStruct(ctypes.Structure):
 
 
 class _ChunkFunctions:
-    """C functions of the products within chunks: of one decay of a head, or of one decay of each channel."""
+    """C functions of the products within chunks, for one decay of each head or of each channel."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         pointer = ctypes.c_void_p
@@ -272,12 +272,12 @@ class _Sizes:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks, N."""
+        """Number of chunks, N."""
         return -(-self.tokens // self.chunk_size)
 
     @property
     def rows(self) -> int:
-        """Return the rows of a chunk in memory."""
+        """Rows of a chunk in memory."""
         return self.padded(self.chunk_size, BLOCK_ROWS)
 
     @staticmethod
@@ -315,7 +315,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class CChunks:
-    """Products within the chunks, as `Chunks`, with rows and columns padded by zeros; a `PreparedChunks`."""
+    """Products within the chunks as in `Chunks`, with rows and columns padded by zeros; a `PreparedChunks`."""
 
     kernel: CLinearAttention
     sizes: _Sizes
@@ -323,7 +323,7 @@ class CChunks:
     scores: Tensor
     write_keys: Tensor
     solved: Tensor
-    """Columns of `Chunks.values`, and with the delta rule of `Chunks.erase_keys` after them."""
+    """Columns of `Chunks.values`, followed by columns of `Chunks.erase_keys` with the delta rule."""
     decay: Tensor
     """[N, B, A, 1 or D]."""
 

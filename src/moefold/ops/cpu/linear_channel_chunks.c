@@ -2,7 +2,7 @@
    linear attention), forward and backward; otherwise as linear_chunks.c.
 
    A product of a query i and an earlier key j is the sum over channels of q_i k_j exp(t_i - t_j). Within blocks of SUB
-   rows it is computed as it stands. For earlier blocks, exp(t_i - t_j) = exp(t_i - r) exp(r - t_j) with the reference
+   rows it is computed directly. For earlier blocks, exp(t_i - t_j) = exp(t_i - r) exp(r - t_j) with the reference
    r = t of the last row before the block of i: no factor exceeds 1. The factors of the keys follow from one block to the
    next by a product with exp of the difference of two references. Value heads are computed one by one. */
 
@@ -142,7 +142,7 @@ typedef struct {
   float *blocked;
   /* The system, gradients of scores and of products of keys, all zero where a triangle is. */
   float *system, *of_scores, *of_products;
-  /* Gradients of what was solved, and a row of values. */
+  /* Gradients of the solution, and a row of values. */
   float *solved, *v;
   /* Gradients of the sums of log decays [C, D], and of beta [C]. */
   float *dtotal, *dbeta;

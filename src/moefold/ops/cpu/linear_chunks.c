@@ -9,7 +9,7 @@
      read_keys  = q o exp(t)         write_keys = k o exp(t_last - t)
 
    Value heads that share a key head are computed one after another by one thread: their products q k^T and k k^T, and
-   the gradients of these, are computed once. Every sum has one order, whatever the number of threads. */
+   the gradients of these, are computed once. Every sum has one order for any number of threads. */
 
 #include "linear_attention.h"
 
@@ -109,7 +109,7 @@ typedef struct {
   float *q, *k, *dq, *dk, *columns;
   /* Products k k^T, decays between tokens, the system, and the gradients of the products q k^T and k k^T. */
   float *kk, *decay, *system, *dqk, *dkk;
-  /* Gradients of what was solved, products of these with the solution, and a row of values. */
+  /* Gradients of the solution, products of these with the solution, and a row of values. */
   float *solved, *products, *v;
   /* Gradients of the sums of log decays, and of beta. */
   float *dtotal, *dbeta;

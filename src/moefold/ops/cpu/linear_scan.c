@@ -7,7 +7,7 @@
      S'      = decay S + write_keys^T written
 
    The chunks of a head follow one another, and their states stay in the cache; heads are computed in parallel. Every sum
-   has one order, whatever the number of threads. */
+   has one order for any number of threads. */
 
 #include "linear_attention.h"
 
@@ -88,7 +88,7 @@ void linear_scan_backward(tokens_view grad_out, const float *grad_last, chunk_te
       const float *state = states + place * keys * values, *writes = written + place * rows * values;
       const rows_view from = token_rows(grad_out, n * s.chunk_size, head / heads, head % heads);
       load_chunk(outputs, rows, values, from, chunk_tokens(s, n), s.value_size);
-      /* Gradients of the scores and of what the tokens write. */
+      /* Gradients of the scores and of the written values. */
       transpose(columns, writes, values, rows, values);
       lower_products(0, rows, values, outputs, values, columns, to.scores);
       tiled_gemm(0, rows, values, keys, chunk.write_keys, keys, 1, grad, values, of_written, values);

@@ -11,8 +11,8 @@ typedef struct {
   int64_t row, head, is_bfloat16;
 } query_view;
 
-/* Pages [P, G, D, KEYS] of keys and [P, G, KEYS, D] of values, contiguous, of one dtype; the pages of each row, and how
-   many keys it attends to. */
+/* Pages [P, G, D, KEYS] of keys and [P, G, KEYS, D] of values, contiguous, of one dtype; the pages of each row, and the
+   number of keys that it attends to. */
 typedef struct {
   void *keys, *values;
   int64_t is_bfloat16, groups;

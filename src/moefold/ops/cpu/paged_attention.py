@@ -1,7 +1,7 @@
 """Attention to a paged cache on a CPU in C; a `PagedAttentionKernel` (ops/paged_attention.py).
 
-A row has the bits that `ops.cpu.attention.CAttention` gives its token, whatever the other rows are: both share their
-tiles, exponentials and the order of all sums. That kernel is its reference.
+The reference is `ops.cpu.attention.CAttention`. A row has the bits that the reference computes for its token, for any
+other rows: both kernels have the same tiles, exponentials and order of all sums.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from moefold.ops.interface import unit_stride
 from moefold.ops.paged_attention import PAGE_SIZE, new_pages, write_pages
 
 SELF_TEST_LENGTHS = (7, 64, 150)
-"""Tokens of the samples of the self-test: several pages, and no multiple of them."""
+"""Tokens of the samples of the self-test: several pages, and not a multiple of a page."""
 
 
 class _QueriesStruct(ctypes.Structure):
@@ -50,7 +50,7 @@ class CPagedAttention:
     """Attention to pages of float32 or bfloat16, computed in float32.
 
     Args:
-        attention: the kernel of training, with which the self-test compares every bit.
+        attention: the kernel of training; the self-test compares every bit with it.
 
     Raises:
         CompilerError: the library cannot be built, or has other bits than `attention`.

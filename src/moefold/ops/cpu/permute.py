@@ -16,7 +16,7 @@ class CPermuteOps(TorchPermuteOps):
     """Permutation whose weighted sums are computed in float32 in one order, for rows of float32 or bfloat16.
 
     Decoding of whole layers (`ops.cpu.decode`) calls the same function, so that it has the same bits. Other dtypes,
-    devices and float64 probabilities are left to torch.
+    devices and float64 probabilities use torch's operations.
 
     Raises:
         CompilerError: the library cannot be built.

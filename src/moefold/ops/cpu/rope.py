@@ -19,7 +19,7 @@ MAX_PAIRS = 256
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Tolerances of the self-test, by supported dtype; a miscompiled kernel differs by more."""
 SELF_TEST_SHAPE = (5, 3, 2, 45, 42)
-"""Tokens, samples, heads, head dim and rotated dims of the self-test: no multiples of vector widths."""
+"""Tokens, samples, heads, head dim and rotated dims of the self-test: not multiples of vector widths."""
 
 
 class CRope:

@@ -20,7 +20,7 @@ static inline int has_no_softmax(float value) { return is_nan(value) || float_to
 
 static inline int is_minus_infinity(float value) { return float_to_bits(value) == 0xff800000u; }
 
-/* y = softmax(x) of n elements; y may be x. NaN as in torch: for a row with NaN or +inf, or of -inf alone. */
+/* y = softmax(x) of n elements; y may be x. NaN as in torch: for a row with NaN or +inf, or with only -inf. */
 static __attribute__((noinline)) void softmax_row(const float *x, float *y, int64_t n) {
   float largest = -FLT_MAX, sum = 0.0f;
   int is_undefined = 0, is_empty = 1;
@@ -44,7 +44,7 @@ void router_softmax(const float *x, float *y, int64_t rows, int64_t n, int threa
   OMP_PARALLEL_FOR for (int64_t r = 0; r < rows; r++) softmax_row(x + r * n, y + r * n, n);
 }
 
-/* Choose the top_k largest logits of each row, descending, the lower expert of equal ones; their weights are `scale`
+/* Choose the top_k largest logits of each row, descending, of equal logits the lower expert; their weights are `scale`
    times the softmax of the chosen logits (is_post), or of all logits. `scores` and `taken` are scratch, [experts]
    each. */
 void router_choose(const float *logits, int64_t rows, int64_t experts, int64_t top_k, int64_t is_post, float scale,

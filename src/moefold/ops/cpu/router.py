@@ -1,4 +1,4 @@
-"""Softmax of routers on a CPU in C, whose bits the choice of experts in `decode.c` repeats; a `SoftmaxKernel`."""
+"""Softmax of routers on a CPU in C, with the same bits as in `decode.c`; a `SoftmaxKernel`."""
 
 import ctypes
 from typing import Any
@@ -10,12 +10,12 @@ from torch.autograd.function import once_differentiable
 from moefold.ops.cpu.build import CompilerError, load_library
 
 SELF_TEST_WIDTHS = (3, 37)
-"""Widths of the rows of the self-test: below a vector, and no multiple of one."""
+"""Widths of the rows of the self-test: less than a vector, and not a multiple of a vector."""
 TOLERANCE = 1e-6
 
 
 class CSoftmax:
-    """Softmax over the last dim of float32 tensors, with its gradient; torch's for others.
+    """Softmax over the last dim of float32 tensors, with its gradient; torch's softmax for other tensors.
 
     Raises:
         CompilerError: the library cannot be built, or its results are wrong.

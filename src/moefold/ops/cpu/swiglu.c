@@ -1,7 +1,7 @@
 /* SwiGLU, silu(g) * u, and its gradient, each in one pass over memory.
 
    Values are float32 or bfloat16 in memory and float32 in computation; a result is rounded once. Every element is
-   computed alike, so results are bitwise independent of position and number of threads. */
+   computed in the same way, so results are bitwise independent of position and number of threads. */
 
 #include <stdint.h>
 

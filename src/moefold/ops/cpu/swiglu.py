@@ -11,7 +11,7 @@ from moefold.ops.swiglu import SWIGLU
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SELF_TEST_SIZE = 1027
-"""Values of the self-test: no multiple of vector widths."""
+"""Values of the self-test: not a multiple of vector widths."""
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Tolerances of the self-test; a miscompiled kernel differs by more."""
 

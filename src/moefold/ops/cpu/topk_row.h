@@ -63,7 +63,7 @@ static KEY NAME(kth_largest)(const KEY *keys, int64_t count, int64_t k, KEY *scr
   }
 }
 
-/* Keep the k largest survivors, of equal ones the first; returns the key of the last. Needs count >= k. */
+/* Keep the k largest survivors, of equal survivors the first; returns the key of the last. Needs count >= k. */
 static KEY NAME(shrink)(NAME(Survivors) *s, int64_t k) {
   int64_t ties;
   const KEY kth = NAME(kth_largest)(s->keys, s->count, k, s->scratch, &ties);

@@ -1,7 +1,7 @@
 """Emulated low-precision GEMMs of a linear layer, on every device.
 
-Operands are rounded to the format and multiplied in float32 (float64 in float64), which is what the hardware computes
-but for the order of its sums. Rounding is to nearest; there is no stochastic rounding and no Hadamard transform.
+Operands are rounded to the format and multiplied in float32 (float64 in float64). The hardware computes the same except
+for the order of its sums. Rounding is to nearest; there is no stochastic rounding and no Hadamard transform.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ class QuantFormat:
     """Number format, and the blocks that share a scale.
 
     Every operand has its blocks along the dim that the GEMM sums over: a scale multiplies a whole partial sum, and a
-    token's blocks never hold another token's values, except where the sum is over tokens.
+    block has values of only one token, except where the sum is over tokens.
     """
 
     name: str
@@ -37,13 +37,13 @@ class QuantFormat:
     weight_block_rows: int
     """Rows of a weight that share a scale; its blocks are as long as the blocks of activations."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
-    """(amax / max_value of each block, its maximum over the tensor) -> the scales as they are stored."""
+    """(amax / max_value of each block, its maximum over the tensor) -> the stored scales."""
 
 
 def fake_quantize(x_MK: Tensor, quant_format: QuantFormat, block_rows: int = 1) -> Tensor:
     """Quantise in blocks [block_rows, block_size] and dequantise: the values that the hardware would multiply.
 
-    Blocks begin at the first row and column; the last ones may be incomplete.
+    Blocks begin at the first row and column; the last blocks may be incomplete.
 
     Args:
         x_MK: [M, K].
@@ -107,8 +107,8 @@ def two_level_scale(amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """Round scales to e4m3 multiples of one scale for the whole tensor, here a power of two.
 
     With another outer scale the block scales would be rounded differently, so that the shards of a tensor, which have
-    outer scales of their own, would be quantised differently from the whole. A power of two only determines which
-    blocks are too small for an e4m3 scale: those below 2**-15 of the largest.
+    their own outer scales, would be quantised differently from the whole tensor. A power of two only determines the
+    blocks that are too small for an e4m3 scale: blocks below 2**-15 of the largest.
     """
     outer = torch.exp2(torch.ceil(torch.log2(tensor_amax / E4M3_MAX)))
     # Where the scale was rounded down, the largest value of the block saturates, by at most 1/16.
@@ -145,9 +145,9 @@ def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Dequantise packed rows.
 
     Args:
-        packed: of `pack`, or rows of zero bytes, which become zeros.
+        packed: result of `pack`, or rows of zero bytes, which become zeros.
         width: H.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         [R, H].
@@ -184,7 +184,7 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows_per_chunk(x_RH: Tensor) -> int:
-    """Return the rows of a chunk: on a CPU as many as its caches hold, elsewhere all."""
+    """Return the rows of a chunk: on a CPU as many as its caches hold, on other devices all."""
     return max(1, CPU_CHUNK_VALUES // max(1, x_RH.shape[1]) if x_RH.device.type == "cpu" else len(x_RH))
 
 

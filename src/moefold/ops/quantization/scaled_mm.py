@@ -1,7 +1,7 @@
 """MXFP8 and NVFP4 GEMMs on tensor cores that support the formats, through torch.
 
-**It has not been run on hardware.** It is written against `torch.nn.functional.scaled_mm` and tested against a stand-in
-for it, so it is not used before `scaled_mm_unsupported_reason` has compared a GEMM with the emulation on the device.
+**It has not been run on hardware.** It is written for `torch.nn.functional.scaled_mm` and tested with an emulation of
+it, so it is not used before `scaled_mm_unsupported_reason` has compared a GEMM with the emulation on the device.
 
 Blackwell's tensor cores read block scales in tiles of 128 rows and 4 columns. As cuBLAS documents it for blocks of 16
 and 32 values ("1D block scaling factors layout"): tiles are contiguous, along the columns first; within a tile the
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moefold.ops.triton.fp8_gemm import Fp8Linear
 
 DEPTH_MULTIPLE = 128
-"""Multiple to which the reduction dim is padded: 4 blocks of 32, or 8 of 16."""
+"""The reduction dim is padded to a multiple of this: 4 blocks of 32, or 8 of 16."""
 UNEVEN_SIZES = (300, 200, 170)
 """Sizes of the self-test whose blocks and tiles of scales are incomplete."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -110,14 +110,14 @@ def scaled_mm_unsupported_reason(
     dtype: torch.dtype,
     sizes: tuple[int, int, int] = UNEVEN_SIZES,
 ) -> str:
-    """Compare the three GEMMs of a small layer with the emulation; returns why they disagree, empty if they agree.
+    """Compare the three GEMMs of a small layer with the emulation; return the disagreement, empty if they agree.
 
     Block magnitudes differ widely, so that a misplaced scale is detected.
 
     Args:
         linear: the GEMMs.
         quant_format: format that they quantise to.
-        device: where they run.
+        device: device of the GEMMs.
         dtype: the dtype of the run, as a device may support one result dtype and not another.
         sizes: rows M, depth K and width N; N is at most M and K.
     """
@@ -153,7 +153,7 @@ def swizzle_scales(scales_MC: Tensor) -> Tensor:
     """Swizzle block scales into the layout of the tensor cores, [M * C].
 
     Args:
-        scales_MC: of M rows and C blocks in each, multiples of 128 and 4.
+        scales_MC: scales of M rows with C blocks each, multiples of 128 and 4.
     """
     groups = SCALE_TILE_ROWS // SCALE_TILE_LANES
     tiles = scales_MC.unflatten(1, (-1, SCALE_TILE_COLUMNS)).unflatten(0, (-1, groups, SCALE_TILE_LANES))

@@ -1,9 +1,9 @@
 """Quantised weights that the micro-batches and recomputations of a step share.
 
-A copy is valid as long as the weight does not change, and nothing on a tensor says so: FSDP refills the storage of a
-gathered weight and preserves its version counter. Hence the caller opens a scope around the forward and backward passes
-of one step, and copies are freed at its end. No optimizer, checkpoint or initialisation writes a weight there, and a
-weight that FSDP frees and gathers again has the values that it had. Outside of a scope nothing is cached.
+A copy is valid as long as the weight does not change, but a tensor does not record its changes: FSDP refills the
+storage of a gathered weight and preserves its version counter. So the caller opens a scope around the forward and
+backward passes of one step, and copies are freed at its end. No optimizer, checkpoint or initialisation writes a weight
+in a scope, and a weight that FSDP frees and gathers again has the same values. Outside of a scope nothing is cached.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -14,18 +14,18 @@ from torch import Tensor
 
 T = TypeVar("T")
 _IDENTITY = "_moefold_weight_identity"
-"""Attribute of a storage, which torch preserves as long as the storage exists, whichever tensor accesses it."""
+"""Attribute of a storage; torch preserves it as long as the storage exists, for all tensors that access it."""
 
 
 def mark_weight(weight: Tensor, parameter: Tensor) -> None:
-    """Give a parameter an identity, and the same to its cast `weight`, which may be the parameter itself."""
+    """Give a parameter and its cast `weight`, which may be the parameter itself, the same identity."""
     if weight_identity(parameter) is None:
         setattr(parameter.untyped_storage(), _IDENTITY, object())
     setattr(weight.untyped_storage(), _IDENTITY, weight_identity(parameter))
 
 
 def weight_identity(tensor: Tensor) -> object | None:
-    """Return the identity of the parameter of which a tensor is a view or a cast; None for other tensors."""
+    """Return the identity of a parameter, given a view or a cast of it; None for other tensors."""
     return getattr(tensor.untyped_storage(), _IDENTITY, None)
 
 
@@ -48,7 +48,7 @@ class WeightCache:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Cache inside this context, in which no weight may change; free everything at its end."""
+        """Cache inside this context, where no weight may change; free everything at its end."""
         assert self._scope is None, "the scopes of two steps overlap"
         self._scope = object()
         self._results = {} if self._is_enabled else None
@@ -61,7 +61,7 @@ class WeightCache:
     def get(self, weight: Tensor, function: Callable[[Tensor], T]) -> T:
         """Return function(weight), from the cache if this view of the same weight was given before in this step.
 
-        Tensors that are no weights, such as those received from another rank, are never cached.
+        Tensors that are not weights, such as tensors received from another rank, are never cached.
         """
         identity = weight_identity(weight)
         if self._results is None or identity is None:

@@ -13,7 +13,7 @@ INTERPRETER_BLOCK_V = 16
 """For the interpreter: small, so that small rows have several blocks."""
 NUM_WARPS = 8
 LOWEST_FLOAT32 = tl.constexpr(-3.4028234e38)
-"""Start of a running maximum, instead of -inf, whose distance to a logit of -inf is NaN."""
+"""Start of a running maximum; -inf would have a distance of NaN to a logit of -inf."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Exact top-k of scores in Triton by guess, verify and refine, one program for each row.
 
 Its definition is `moefold.ops.exact_topk.sorted_topk`. A threshold from the guess is verified by the number of scores
-that reach it; these survivors are collected in global memory and the k-th of them is found by a radix search.
+that reach it; these survivors are collected in global memory, and a radix search finds the k-th of them.
 """
 
 import torch
@@ -15,7 +15,7 @@ INTERPRETER_BLOCK = 128
 """For the interpreter: small, so that small rows have several blocks."""
 NUM_WARPS = 16
 ROOM_FACTOR = 4
-"""Survivors of a row in multiples of k before they are reduced to k."""
+"""Survivors of a row, divided by k, before they are reduced to k."""
 INFINITY_KEY = tl.constexpr(0x7F800000)
 """Key of +infinity; keys beyond it and its negative are NaN."""
 LOWEST_INT32 = tl.constexpr(-(2**31))
@@ -25,7 +25,7 @@ NUM_BINS = tl.constexpr(256)
 
 @triton.jit
 def _keys(scores):
-    """Return int32 keys in the order of the scores; -0.0 and 0.0 have the same one."""
+    """Return int32 keys in the order of the scores; -0.0 and 0.0 have the same key."""
     bits = scores.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, LOWEST_INT32 - bits, bits)
 
@@ -82,7 +82,7 @@ def _select(keys, positions, count, kth, ties, out, STORES_KEYS: tl.constexpr, B
 
 @triton.jit
 def _guess_threshold(scores, guess, num_guesses, start, stop, k, BLOCK: tl.constexpr):
-    """Return the lowest key of the guessed positions; the lowest key of all with less than k / 2 legal ones."""
+    """Return the lowest key of the guessed positions, or the lowest possible key if less than k / 2 are legal."""
     lowest = INFINITY_KEY
     count = 0
     for first in range(0, num_guesses, BLOCK):
@@ -126,7 +126,7 @@ def _topk_kernel(
         count = 0
         for first in range(start, stop, BLOCK):
             position = first + tl.arange(0, BLOCK)
-            # Without a position: lower than every threshold, as NaN is not.
+            # For no position: lower than every threshold, which NaN is not.
             key = _keys(tl.load(scores + position, mask=position < stop, other=float("-inf")))
             key = tl.where(position < stop, key, LOWEST_INT32)
             is_nan = (key > INFINITY_KEY) | ((key < -INFINITY_KEY) & (position < stop))
@@ -143,7 +143,7 @@ def _topk_kernel(
                 tl.store(survivor_positions + target, position, mask=passes > 0)
                 count += tl.sum(passes, 0)
                 tl.debug_barrier()
-        # Verified, or once more without a guess.
+        # The threshold is verified, or computed once more without a guess.
         attempt = tl.where(count >= chosen, 2, attempt + 1)
         threshold = -INFINITY_KEY
     for first in range(0, k, BLOCK):
@@ -157,10 +157,10 @@ def _topk_kernel(
 def triton_exact_topk(
     scores: Tensor, k: int, starts: Tensor | None, stops: Tensor | None, guess: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions, int32 [R, k], and which rows have a NaN, bool [R]: their positions are undefined.
+    """Return the positions, int32 [R, k], and the rows with a NaN, bool [R], whose positions are undefined.
 
-    Arguments as of `moefold.ops.exact_topk.exact_topk`, in float32 or bfloat16. The memory of the survivors is 8 bytes
-    for each of R rows times the smaller of N and 4 k.
+    For the arguments see `moefold.ops.exact_topk.exact_topk`; scores in float32 or bfloat16. The memory of the
+    survivors is 8 bytes for each of R rows times the smaller of N and 4 k.
     """
     rows, width = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()

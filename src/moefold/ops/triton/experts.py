@@ -75,7 +75,7 @@ class TritonExpertOps(GroupedExpertOps):
         return self._run_autotuned("fc1", (rows,), _fc1_key(weights), self._fc1_candidates(rows, weights, fused, apart))
 
     def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
-        """Return the tile configs of the kernel of both projections; empty: they are computed apart."""
+        """Return the tile configs of the kernel of both projections; empty: they are computed separately."""
         return fc1_tile_configs(x)
 
     def _fc1_candidates(
@@ -121,8 +121,8 @@ class TritonExpertOps(GroupedExpertOps):
     ) -> Tensor:
         """See base class.
 
-        Two products are summed in one accumulator or by the combine, and rows that are only reordered are written to
-        their places by the GEMM: what is faster.
+        The faster way is used: two products are summed in one accumulator or by the combine; rows that are only
+        reordered are written by the GEMM or reordered after it.
         """
         if permute_map is None:
             return self.grouped_gemm(rows, w_EKN, offsets_E, second)
@@ -146,7 +146,7 @@ class TritonExpertOps(GroupedExpertOps):
                     _grouped_gemm_of_rows, w_EKN=w_EKN, offsets_E=offsets_E, target_R=permute_map.source_R,
                     second=second, tile_config=tile_config,
                 )  # fmt: skip
-        # torch's GEMMs have no sum: the combine adds them. Ours writes a row anywhere.
+        # torch's GEMMs cannot sum: the combine adds the products. Our kernel can write a row anywhere.
         uses_torch = supports_grouped_mm(rows.values, rows.num_rows, *w_EKN.shape[1:])
         best_guess = "summed by combine" if uses_torch else "scattered"
         candidates = dict(sorted(candidates.items(), key=lambda item: not item[0].startswith(best_guess)))
@@ -155,7 +155,7 @@ class TritonExpertOps(GroupedExpertOps):
         return self._run_autotuned("product and combine", (rows,), key, candidates)
 
     def scatter_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
-        """Return the tile configs of the GEMM that writes rows to their places; empty: they are reordered after it."""
+        """Return the tile configs of the GEMM that writes rows to their places; empty: rows are reordered after it."""
         return tile_configs(x)
 
     def weight_gradient(self, rows: GatheredRows, grad: GatheredRows, offsets_E: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def _grouped_gemm_of_rows(rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, 
 
 
 def _fc1_key(weights: ExpertWeights) -> tuple[Hashable, ...]:
-    """Return the properties of the weights that decide which candidates there are, and which is the fastest."""
+    """Return the properties of the weights that determine the candidates and the fastest of them."""
     w_EHF = weights.gate_EHF
     return w_EHF.shape, w_EHF.stride(2) == 1, _have_same_strides(weights), weights.gate_bias_EF is None
 
@@ -235,7 +235,7 @@ def _have_same_strides(weights: ExpertWeights) -> bool:
 
 
 def _fc1_output(rows: GatheredRows, weights: ExpertWeights, *, writes_fc1: bool, writes_hidden: bool) -> Fc1Output:
-    """Allocate what the kernel of both projections writes."""
+    """Allocate the outputs of the kernel of both projections."""
     hidden, g, u = (
         rows.values.new_empty(rows.num_rows, weights.gate_EHF.shape[2]) if is_written else None
         for is_written in (writes_hidden, writes_fc1, writes_fc1)
@@ -269,14 +269,14 @@ def _weight_gradient_of_rows(
 
 
 def _kernel_operand(rows: GatheredRows) -> tuple[Tensor, Tensor | None]:
-    """Return (values, source_R) for a kernel; materialized rows are read as they are."""
+    """Return (values, source_R) for a kernel; materialized rows are read directly."""
     if rows.is_materialized:
         return unit_stride(rows.materialized), None
     return unit_stride(rows.values), rows.source_R
 
 
 def has_kernel(activation: ExpertActivation) -> bool:
-    """Return whether the kernels compute an activation; a part from outside has torch operations."""
+    """Return whether the kernels compute an activation; a part of another package has torch operations."""
     return isinstance(activation, SwiGLUActivation | ClampedSwiGLUActivation)
 
 

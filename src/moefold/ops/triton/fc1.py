@@ -42,7 +42,7 @@ class Fc1Output:
 
     @property
     def projections(self) -> tuple[Tensor, ...]:
-        """Both projections, or none."""
+        """Both projections, or None."""
         return () if self.g_RF is None or self.u_RF is None else (self.g_RF, self.u_RF)
 
 
@@ -55,7 +55,7 @@ def _fc1_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr,
     PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute g[r] = x[source[r]] @ w_gate[expert of r], u likewise, and activation(g, u) * probs."""
+    """Compute g[r] = x[source[r]] @ w_gate[expert of r], u[r] in the same way, and activation(g, u) * probs."""
     tile = tl.program_id(0)
     num_programs = tl.num_programs(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -101,7 +101,7 @@ def _fc1_kernel(
                 tl.store(g_out + cell, g, mask=is_cell)
                 tl.store(u_out + cell, u, mask=is_cell)
             if WRITES_HIDDEN:
-                # Of the rounded projections, as the backward pass computes them from saved ones.
+                # Computed from the rounded projections, as in the backward pass with saved projections.
                 hidden, _, _ = activation_and_slopes(g.to(tl.float32), u.to(tl.float32), alpha, limit, IS_CLAMPED)
                 if HAS_PROBS:
                     hidden *= tl.load(probs + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
@@ -133,10 +133,10 @@ def fc1(
 
     Args:
         x: rows of unit stride, [R, H], or [any, H] with `source_R`.
-        weights: of the experts; gate and up matrices of the same strides.
+        weights: weights of the experts; gate and up matrices have the same strides.
         offsets_E: end offset of each expert's rows, int32 [E] on the device; the last is at most R.
-        out: contiguous tensors to write; rows after the last offset are not written. At least one is there, and
-            either both projections are or none.
+        out: contiguous tensors to write, at least one; both projections or none of them. Rows after the last offset are
+            not written.
         source_R: index into `x` of each row, int [R]; -1 for a row of zeros.
         probs_R: factor of each row of the hidden values; None: 1.
         clamp: (alpha, limit) of the clamped activation; None: SwiGLU.
@@ -168,5 +168,5 @@ def fc1(
 
 
 def _pointer(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
-    """Return a contiguous tensor for the kernel, or a placeholder for one that it does not access."""
+    """Return a contiguous tensor for the kernel, or a placeholder for a tensor that it does not access."""
     return placeholder if tensor is None else tensor.contiguous()

@@ -106,8 +106,8 @@ def scaled_grouped_gemm(x: QuantizedTensor, w: QuantizedTensor, offsets_E: Tenso
     """Multiply each row by the matrix of its expert, [R, N], without a device sync.
 
     Args:
-        x: of `quantize_rows`, [R, K].
-        w: of `quantize_weights`, [E, N, K].
+        x: result of `quantize_rows`, [R, K].
+        w: result of `quantize_weights`, [E, N, K].
         offsets_E: end offset of each expert's rows, int32 [E]; the last is at most R.
         out: output tensor, contiguous.
     """
@@ -132,8 +132,8 @@ def scaled_grouped_gemm_weight_grad(
     """Compute the gradient of the matrices, [E, K, N]; 0 for an expert without rows.
 
     Args:
-        x: of `quantize_columns`, [K, R].
-        grad: of `quantize_columns`, [N, R].
+        x: result of `quantize_columns`, [K, R].
+        grad: result of `quantize_columns`, [N, R].
         offsets_E: end offset of each expert's rows, int32 [E].
         out: output tensor, contiguous.
     """
@@ -153,12 +153,12 @@ def scaled_grouped_gemm_weight_grad(
 
 
 class Fp8ExpertOps(TritonExpertOps):
-    """Expert operations whose GEMMs quantise both operands to e4m3; all else is as in `TritonExpertOps`.
+    """`TritonExpertOps` whose GEMMs quantise both operands to e4m3.
 
     Args:
         block_size: values that share a scale.
         weight_cache: keeps quantised weights for a step.
-        autotuner: chooses the fastest candidate for a shape; None: the first one.
+        autotuner: chooses the fastest candidate for a shape; None: the first candidate.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Fp8ExpertOps(TritonExpertOps):
         return ()
 
     def quantized_weights(self, w_EKN: Tensor) -> QuantizedTensor:
-        """Quantise matrices, or return what was cached in this step."""
+        """Quantise matrices, or return the matrices cached in this step."""
         return self._weight_cache.get(w_EKN, partial(quantize_weights, block_size=self.block_size))
 
     def grouped_gemm(

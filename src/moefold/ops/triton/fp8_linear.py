@@ -21,16 +21,16 @@ from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear, single_expert_o
 from moefold.ops.triton.quantize import QuantizedTensor, quantize_columns, quantize_rows
 
 SCALE_ROW_MULTIPLE = 4
-"""Multiple to which the scales of a row of blocks [128, 128] are padded."""
+"""The scales of a row of blocks [128, 128] are padded to a multiple of this."""
 SCALED_MM_BLOCK = 128
 
 
 class ScaledMMFp8Linear(Fp8Linear):
-    """FP8 linear backend of cuBLAS for bfloat16 and whole blocks, where it is the faster; else our kernels.
+    """FP8 linear backend of cuBLAS for bfloat16 and whole blocks, where it is faster; otherwise our kernels.
 
     Args:
         expert_ops: quantises weights, and computes the other GEMMs.
-        scaled_mm: `torch.nn.functional.scaled_mm`, or its stand-in; None: the former.
+        scaled_mm: `torch.nn.functional.scaled_mm` (also for None), or an emulation of it.
     """
 
     def __init__(self, expert_ops: Fp8ExpertOps, scaled_mm: Callable[..., Tensor] | None = None) -> None:
@@ -65,7 +65,7 @@ class ScaledMMFp8Linear(Fp8Linear):
             quantize_columns(unit_stride(operand), num_rows, None, offsets, self.expert_ops.block_size)
             for operand in (grad_MN, x_MK)
         )
-        # Without the room for an incomplete block.
+        # Without the space for an incomplete block.
         num_blocks = num_rows // SCALED_MM_BLOCK
         grad, x = (QuantizedTensor(o.values[:, :num_rows], o.scales[:num_blocks]) for o in (grad, x))
         return self._multiply(grad, x.values, x.scales, F.ScalingType.BlockWise1x128)

@@ -27,7 +27,7 @@ class TileConfig:
 
 
 INTERPRETER_TILE_CONFIG = TileConfig(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
-"""For the interpreter, which runs programs sequentially: small tiles, so that little work has many edges."""
+"""Small tiles for the interpreter, which runs programs sequentially, so that small tests have many edges."""
 TILE_CONFIGS_16_BIT = (
     TileConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
     TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
@@ -49,7 +49,7 @@ def swizzled_tile(index, tiles_m, tiles_n, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def gather_row(source, row, is_row, GATHERS: tl.constexpr):
-    """Return (row to read, mask): with GATHERS source[row], masked where that is -1."""
+    """Return (row to read, mask): with GATHERS source[row], masked where source[row] is -1."""
     from_row = row.to(tl.int64)
     is_read = is_row
     if GATHERS:
@@ -91,7 +91,7 @@ def _grouped_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE: tl.constexpr,
     PRECISION: tl.constexpr, UPCASTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[r], or y[target[r]], = x[source[r]] @ w[expert of r] (+ the same of the second pair)."""
+    """Compute y[r], or y[target[r]], = x[source[r]] @ w[expert of r] (+ the product of the second pair)."""
     tile = tl.program_id(0)
     num_programs = tl.num_programs(0)
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -303,9 +303,9 @@ def combine_rows(
     """Sum each token's rows, [T, H], in float32 and in the order of K: deterministic.
 
     Args:
-        rows_RH: with unit stride.
+        rows_RH: rows with unit stride.
         row_TK: row of each routed token, int [T, K].
-        kept_TK: routed tokens to sum, bool [T, K]; None: all. The rows of others are not read.
+        kept_TK: routed tokens to sum, bool [T, K]; None: all. The rows of other tokens are not read.
         probs_TK: weight of each routed token; None: 1.
         second_RH: added to the rows, of the same strides; None: 0.
         out: output tensor.
@@ -333,7 +333,7 @@ def upcasts(x: Tensor) -> bool:
 
 
 def max_programs(x: Tensor, num_warps: int) -> int:
-    """Return the number of persistent programs: as many as run at a time, 3 in the interpreter.
+    """Return the number of persistent programs: all that run at the same time, 3 in the interpreter.
 
     A multiprocessor has the registers of two programs of 4 warps, or of one of 8.
     """

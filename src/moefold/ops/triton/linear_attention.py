@@ -1,9 +1,10 @@
 """States and outputs of gated linear attention over its chunks in Triton; a `ChunkKernel` (ops/linear_attention.py).
 
 Its reference is `ops.linear_attention.Chunks`, whose torch operations compute the products within the chunks here too.
-What follows is one chunk after another there, with a few launches each. Here one launch in each direction computes all
-chunks: a program keeps some columns of the state of a head in registers. No program adds to what another one writes, so
-results are deterministic. The gradients of the products within chunks are matrix products over all chunks at once.
+The reference then computes one chunk after another, with a few launches each. Here one launch in each direction
+computes all chunks: a program keeps some columns of the state of a head in registers. No program adds to the output of
+another program, so results are deterministic. Gradients of the products within chunks are matrix products over all
+chunks at once.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def _load_state(state, first, column, key_size, value_size, BLOCK_D: tl.constexp
 
 @triton.jit
 def _store_state(state, value, first, column, key_size, value_size, BLOCK_D: tl.constexpr):
-    """Store what `_load_state` loads."""
+    """Store the rows that `_load_state` loads."""
     key = first + tl.arange(0, BLOCK_D)[:, None]
     tl.store(state + key * value_size + column, value, mask=(key < key_size) & (column < value_size))
 
@@ -186,7 +187,7 @@ class TritonLinearAttention:
 
 @dataclass(frozen=True)
 class TritonChunks:
-    """Products within the chunks, from which the kernels compute the rest; a `PreparedChunks`."""
+    """Products within the chunks, the input of the kernels; a `PreparedChunks`."""
 
     chunks: Chunks
 
@@ -265,7 +266,7 @@ def scan_forward(
     *,
     saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return outputs, last states, and if `saves` the states before the chunks and what the tokens write.
+    """Return outputs, last states, and if `saves` the states before the chunks and the written values.
 
     The tensors are contiguous, with the shapes of `Chunks`; without read_keys and scores the outputs are empty.
     """
@@ -293,7 +294,7 @@ def scan_backward(
     erase_keys: Tensor | None,
     decay: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the states after the chunks, of what the tokens write, and of the first states."""
+    """Return the gradients of the states after the chunks, of the written values, and of the first states."""
     heads = write_keys.shape[:3]
     of_values = grad_last.new_empty(*write_keys.shape[:-1], grad_last.shape[-1])
     after = grad_last.new_empty(heads[0], *grad_last.shape)
@@ -329,5 +330,5 @@ def _launch(
 
 
 def _dot_precision() -> str:
-    """Return tl.dot's precision for float32: by three products in TF32, or one if torch is allowed to."""
+    """Return tl.dot's precision for float32: three products in TF32, or one if torch may use TF32."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"

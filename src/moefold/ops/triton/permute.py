@@ -72,7 +72,7 @@ class TritonPermuteOps:
             probs_TK.contiguous(), grad_RH, grad_TK, num_rows, width, grad.stride(0), y.stride(0),
             HAS_PADDING=non_padding_R is not None, BLOCK_R=block_r, BLOCK_N=block_n,
         )  # fmt: skip
-        # A dropped token has no row that would write its gradient, or one after the last expert's, which is undefined.
+        # A dropped token has no row that writes its gradient, or an undefined row after the last expert.
         return grad_RH, grad_TK if permutation.kept_TK is None else grad_TK.masked_fill_(~permutation.kept_TK, 0.0)
 
     def pack(self, x_RH: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Quantisation to e4m3 in Triton, with one float32 scale for each block of neighbouring values.
 
 Hopper's FP8 tensor cores read both operands along the dim that the GEMM sums over. So every operand is written
-contiguous along that dim, transposed if need be, and padded with zeros to whole blocks: GEMMs load it as it is.
+contiguous along that dim, transposed if necessary, and padded with zeros to whole blocks: GEMMs load it directly.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from moefold.ops.triton.grouped_gemm import gather_row
 class QuantizedTensor:
     """Operand of a scaled GEMM: quantised values and the scales of their blocks.
 
-    M is the outer dim and K the one that the GEMM sums over, padded to whole blocks.
+    M is the outer dim and K the dim that the GEMM sums over, padded to whole blocks.
     """
 
     values: Tensor
-    """e4m3 [M, K], contiguous; of weights [E, M, K]."""
+    """e4m3 [M, K], contiguous; weights are [E, M, K]."""
     scales: Tensor
-    """float32 [K/block, M]; of weights [E, M/block, K/block]."""
+    """float32 [K/block, M]; for weights [E, M/block, K/block]."""
 
 
 @triton.jit
@@ -168,10 +168,10 @@ def quantize_columns(
         block_size: a power of two.
 
     Returns:
-        Rows of expert e begin at block `first_block` and are padded with zeros to whole blocks; what lies between the
+        Rows of expert e begin at block `first_block` and are padded with zeros to whole blocks; the space between the
         blocks of two experts is not written.
     """
-    # Room for one incomplete block of each expert.
+    # Space for one incomplete block of each expert.
     padded_rows = (num_rows // block_size + len(offsets_E)) * block_size if num_rows else 0
     width = x.shape[1]
     columns = _empty_operand(width, padded_rows, block_size, x.device)

@@ -33,7 +33,7 @@ class RouterOptions:
 
 @triton.jit
 def _first_argmax(values, index, not_found: tl.constexpr):
-    """Return the index of the largest value of each row; the first of equal ones."""
+    """Return the index of the largest value of each row; of equal values the first."""
     best = tl.max(values, 1)
     return tl.min(tl.where(values == best[:, None], index[None, :], not_found), 1)
 
@@ -97,7 +97,7 @@ def _forward_kernel(
         values = _mask_to_top_groups(
             values, expert, num_experts, NUM_GROUPS, TOP_GROUPS, not IS_SOFTMAX, BLOCK_G, BLOCK_E
         )  # fmt: skip
-    # An expert of value -inf may still be chosen; chosen ones and padding may not.
+    # An expert of value -inf may still be chosen; chosen experts and padding may not.
     values = tl.where(is_expert[None, :], tl.maximum(values, -3.4028234e38), float("-inf"))
     place = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((ROWS, BLOCK_K), tl.int32)
@@ -242,8 +242,8 @@ def route_backward(logits_TE: Tensor, ids_TK: Tensor, grads: Sequence[Tensor | N
     Args:
         logits_TE: as in the forward pass.
         ids_TK: the choices.
-        grads: of the probabilities [T, K], the scores [T, E], their sums [E], and the sum of squared log-sum-exps; None
-            for zero.
+        grads: gradients of the probabilities [T, K], the scores [T, E], their sums [E], and the sum of squared
+            log-sum-exps; None for zero.
         options: as in the forward pass.
     """
     num_tokens, num_experts = logits_TE.shape

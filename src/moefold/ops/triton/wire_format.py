@@ -1,6 +1,6 @@
 """FP8 wire format of tokens in Triton: rows are packed and unpacked in one pass over memory.
 
-The reference is `pack` and `unpack` in `ops/quantization/formats.py`, whose bits these have but for the sign of zeros.
+The reference is `pack` and `unpack` in `ops/quantization/formats.py`: the bits are equal except for the sign of zeros.
 """
 
 import torch

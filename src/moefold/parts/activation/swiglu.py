@@ -19,7 +19,7 @@ class SwiGluActivationPart(ActivationPart):
     is_swiglu: ClassVar[bool] = True
 
     def build(self) -> "SwiGLUActivation":
-        """Return the one for all layers."""
+        """Return the same object for all layers."""
         from moefold.ops.swiglu import SWIGLU
 
         return SWIGLU

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStdAdvantage(AdvantagePart):
-    """`group`, divided by the standard deviation of the group, of G - 1 degrees of freedom."""
+    """`group`, divided by the standard deviation of the group, with G - 1 degrees of freedom."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
         """Return the advantage of each rollout; see the base class."""

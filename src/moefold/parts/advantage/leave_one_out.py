@@ -1,4 +1,4 @@
-"""Advantage over the mean of the others of the group (RLOO, arXiv:2402.14740)."""
+"""Advantage over the mean of the other rollouts of the group (RLOO, arXiv:2402.14740)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

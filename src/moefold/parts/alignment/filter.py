@@ -15,8 +15,8 @@ class RewardFilter(RewardSelectionPart):
         float | str,
         Bound('must be a number, a quantile from "q0" to "q1" such as "q0.8", or "best"', is_threshold),
     ] = "best"
-    """Rows that are kept. A number: rewards of at least it. "q0.8": rewards of at least that quantile of the data set.
-    "best": the row with the highest reward of each prompt."""
+    """Rows that are kept. A number: rows with at least this reward. "q0.8": rows with at least that quantile of the
+    data set's rewards. "best": the row with the highest reward of each prompt."""
 
     def select(self, rewards: Any, members: Any) -> Any:
         """Return the conversations above the threshold."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class KahnemanTversky(PreferencePart):
     """The sigmoid of the score over the mean score of completions of other prompts, at least 0, z.
 
-    1 - sigmoid(beta * (score - z)) for a desirable completion, and 1 - sigmoid(beta * (z - score)) for another.
+    1 - sigmoid(beta * (score - z)) for a desirable completion, 1 - sigmoid(beta * (z - score)) for an undesirable one.
     """
 
     labelled: ClassVar[bool] = True
@@ -40,7 +40,7 @@ class KahnemanTversky(PreferencePart):
         scores.record_mean("undesirable_reward", self.beta * score, is_pair & ~is_desirable)
         scores.record_mean("kl", kl, is_pair.any(1, keepdim=True))
         sign = is_desirable.to(score.dtype) * 2 - 1
-        # Of the scores' dtype: numbers alone would make the factor float32.
+        # In the scores' dtype: Python numbers would make the factor float32.
         weight = torch.full_like(score, self.undesirable_weight).masked_fill(is_desirable, self.desirable_weight)
         return weight * (1 - torch.sigmoid(self.beta * sign * (score - kl)))
 

@@ -13,9 +13,9 @@ class GlobalBatchBalance(BalanceScopePart):
     accumulates: ClassVar[bool] = True
 
     def formula(self) -> BalanceFormula:
-        """Return a pair for each micro-batch, whose counts are of all ranks' micro-batches up to this one.
+        """Return a pair for each micro-batch, with the counts of all ranks' micro-batches up to it.
 
-        dp rank d runs micro-batches d * size and on, in lockstep with the other ranks.
+        dp rank d runs the micro-batches from d * size on, in lockstep with the other ranks.
         """
         return lambda batches, last, size: [
             (

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LastGlobalBatchBalance(BalanceScopePart):
-    """The tokens of the whole global batch of the last step; before the first one, an even load."""
+    """The tokens of the whole global batch of the last step; before the first step, an even load."""
 
     keeps_counts: ClassVar[bool] = True
 

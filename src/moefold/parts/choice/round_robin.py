@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRobin(ChoicePart):
-    """The experts in turn: a perfectly even load, for benchmarks."""
+    """The experts one after another: a perfectly even load, for benchmarks."""
 
     is_forced: ClassVar[bool] = True
 
@@ -25,7 +25,7 @@ class RoundRobin(ChoicePart):
         return assign_in_turn(inputs.tokens.global_index(), inputs.top_k, inputs.logits_TE.shape[1])
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield settings of scores, which it does not read."""
+        """Yield errors for settings of scores, which this choice does not read."""
         return no_bias_problems(model, self.kind, "reads no score")
 
     def formula(self) -> ChoiceFormula:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Skewed(ChoicePart):
-    """Expert 0 for an evenly spread share of the tokens, and the other experts in turn, for benchmarks."""
+    """Expert 0 for an evenly spread share of the tokens, and the other experts one after another, for benchmarks."""
 
     is_forced: ClassVar[bool] = True
     share: Annotated[float, SHARE] = 0.8
     """Fraction of the tokens that have expert 0 among their experts."""
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
-        """Return expert 0 or the next one first, and then the next ones."""
+        """Return expert 0 or the next expert first, and then the following experts."""
         return self.assign(inputs.tokens.global_index(), inputs.top_k, inputs.logits_TE.shape[1])
 
     def assign(self, index_T: "Tensor", top_k: int, num_experts: int) -> "Tensor":
@@ -36,7 +36,7 @@ class Skewed(ChoicePart):
         return ids_TK
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield settings of scores, which it does not read, and too few experts."""
+        """Yield errors for settings of scores, which this choice does not read, and for too few experts."""
         yield from no_bias_problems(model, self.kind, "reads no score")
         part = model.routed
         if part is None or part.top_k < part.num_experts:

@@ -1,1 +1,1 @@
-"""Context parallelism: how attention sees the whole sequence."""
+"""Context parallelism: attention over a sequence that several ranks share."""

@@ -1,4 +1,4 @@
-"""Planned attention: of packed documents, only visible pairs are computed and only the rows that they need are sent."""
+"""Planned attention: for packed documents, only visible pairs are computed, and only the rows they need are sent."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from moefold.config.train import TrainConfig
 
 MAX_SMALL_BLOCK = 2
-"""Most tokens of a block in a small recipe, whose documents have few tokens."""
+"""Maximum tokens of a block in a small recipe, whose documents have few tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedContext(RoundPlan, ContextPart):
-    """A plan for each round of micro-batches says which rank holds a token and which computes its attention."""
+    """A plan for each round of micro-batches assigns tokens, and the computation of their attention, to ranks."""
 
     @property
     def plan(self) -> RoundPlan:
@@ -36,12 +36,12 @@ class PlannedContext(RoundPlan, ContextPart):
             yield replace(self, placement=placement, hosts=hosts)
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with documents of few tokens divisible, and a legal pool, so that work still moves."""
+        """Return the part with divisible documents of few tokens and a legal pool, so that work still moves."""
         is_legal = self.pool and self.pool % to.cp == 0 and to.dp * to.cp % self.pool == 0
         return replace(self, block=min(self.block, MAX_SMALL_BLOCK), pool=self.pool if is_legal else 0)
 
     def unused_keys(self, data: "DataConfig", parallel: "ParallelConfig") -> Iterator[UnusedKeys]:
-        """Yield settings of balanced hosts, of documents that are split, and all where there is nothing to plan."""
+        """Yield settings without effect: of balanced hosts, of split documents, or all without anything to plan."""
         keys = " ".join(f"{self.key}.{setting.name}" for setting in fields(self))
         if not data.may_have_documents:
             reason = "every sample is one document, so the ranks have equal attention work"
@@ -64,7 +64,7 @@ class PlannedContext(RoundPlan, ContextPart):
             yield UnusedKeys(f"{self.key}.block", reason, f"{remedy} or {self.key}.placement='documents'")
 
     def check(self, model: "ModelConfig", train: "TrainConfig", rl: "RLConfig") -> Iterator[Problem]:
-        """Yield models without documents to plan for, a block that no document exceeds, and samples without hosts."""
+        """Yield errors: attention that cannot be planned, a block that no document exceeds, samples without hosts."""
         if model.selected_keys:
             rule = (
                 f"does not go with model.attention.indexer.top_k={model.selected_keys}, which selects among the keys "
@@ -80,9 +80,9 @@ class PlannedContext(RoundPlan, ContextPart):
             )
             yield Problem(self.key, self.kind, rule, "choose parallel.context='ring'")
         if self.balances_hosts and rl.is_on:
-            rule = "needs the documents of all ranks, and rollouts are packed on each rank alone"
+            rule = "needs the documents of all ranks, and each rank packs only its own rollouts"
             yield Problem(f"{self.key}.hosts", self.hosts, rule, "choose hosts='home'")
-        # The default goes with shorter samples too.
+        # The default is compatible with shorter samples too.
         longest = max(train.seq_len, type(self)().block)
         if (self.balances_hosts or self.placement == "documents") and self.block > longest:
             seq_len = train.seq_len

@@ -8,7 +8,7 @@ from moefold.config.groups.policy import CorrectionFormula, CorrectionPart
 
 @dataclass(frozen=True, kw_only=True)
 class NoCorrection(CorrectionPart):
-    """The loss as it is."""
+    """The unchanged loss."""
 
     corrects: ClassVar[bool] = False
 

@@ -1,1 +1,1 @@
-"""Orders in which an expert keeps tokens."""
+"""Orders of the tokens that an expert keeps."""

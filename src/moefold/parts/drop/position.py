@@ -1,4 +1,4 @@
-"""The first tokens by position are kept: no later token changes what is dropped."""
+"""The first tokens by position are kept: later tokens do not change which tokens are dropped."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

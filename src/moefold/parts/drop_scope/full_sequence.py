@@ -1,4 +1,4 @@
-"""A capacity is of a micro-batch, so that every mapping drops the same tokens."""
+"""The capacity counts for a micro-batch, so that every mapping drops the same tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class DropOverMicroBatch(DropScopePart):
     """All tokens of a micro-batch together."""
 
     def check(self, model: "ModelConfig", parallel: "ParallelConfig", moe: "MoEConfig") -> Iterator[Problem]:
-        """Yield padding to a capacity that ranks share."""
+        """Yield an error for padding to a capacity that ranks share."""
         p = parallel
         if moe.pad_to_capacity and p.cp * p.tp > 1 and model.moe_layer_numbers:
             rule = (

@@ -11,7 +11,7 @@ from moefold.config.param_spec import ParamSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LightningIndexerPart(IndexerPart):
-    """Select keys by an indexer of the layer's own."""
+    """Select keys by the layer's own indexer."""
 
     def params(self, source: int, hidden: int) -> Iterator[ParamSpec]:
         """Yield the parameters of `LightningIndexer`; see base class."""

@@ -20,7 +20,7 @@ class NextTokenLoss(LossPart):
     z_loss: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the squared log-sum-exp of the logits of each target token (z-loss of the output head, PaLM,
     arXiv:2204.02311 sec. 5: 1e-4), a term `z` of the loss with the weights of the cross-entropy. It keeps the logits
-    near normalised; an evaluation has no such term, and neither has multi-token prediction."""
+    near normalised. Evaluation and multi-token prediction do not have this term."""
 
     @property
     def terms(self) -> tuple[str, ...]:

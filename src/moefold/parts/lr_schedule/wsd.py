@@ -22,7 +22,7 @@ class WarmupStableDecay(DecayPart):
     """
 
     decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one."""
+    """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one step."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:
         """Return the learning rate of a step after the warm-up; see the base class."""
@@ -35,7 +35,7 @@ class WarmupStableDecay(DecayPart):
         return f"the decay of wsd begins after step {begin:,} and ends at {end:.3g} in step {steps:,}"
 
     def check(self, run: "RunConfig", train: "TrainConfig") -> Iterator[Problem]:
-        """Yield that warm-up and decay are longer than the run."""
+        """Yield an error if warm-up and decay are longer than the run."""
         warmup = train.warmup_steps
         steps = run.steps
         if warmup <= steps < warmup + self.decay_steps:

@@ -19,7 +19,7 @@ class LayerNormPart(NormPart):
     saved_numbers: ClassVar[int] = 2
 
     def check(self) -> Iterator[Problem]:
-        """Yield weights around zero."""
+        """Yield an error for weights around zero."""
         if self.zero_centered:
             yield Problem(
                 "model.norm.zero_centered",

@@ -21,7 +21,7 @@ class RmsNormPart(NormPart):
         return RMSNorm(width, self.eps, zero_centered=self.zero_centered)
 
     def formula(self) -> Callable[..., Any]:
-        """Return x * weight over the root of the mean square."""
+        """Return x * weight divided by the root of the mean square."""
 
         def normalize(x: Any, weight: Any, bias: None) -> Any:
             scale = 1 + weight if self.zero_centered else weight

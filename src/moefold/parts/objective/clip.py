@@ -20,7 +20,7 @@ class Clip(ClippedPart):
         return clipped_loss(tokens, self.clip_low, self.clip_high)
 
     def formula(self) -> Callable[[OracleToken], "Tensor"]:
-        """Return the loss by cases: a positive advantage is clipped from above, a negative one from below."""
+        """Return the loss by cases: a positive advantage is clipped from above, a negative advantage from below."""
 
         def loss(token: OracleToken) -> "Tensor":
             log_ratio = token.log_probs[token.position] - token.old[token.position]

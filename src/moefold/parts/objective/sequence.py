@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutClip(ClippedPart):
-    """Clip the geometric mean of the ratios of a rollout; advantage and weight are of the token."""
+    """Clip the geometric mean of the ratios of a rollout; each token has its own advantage and weight."""
 
     reads_rollouts: ClassVar[bool] = True
 

@@ -8,7 +8,7 @@ from moefold.config.groups.block import ResidualFormula, ResidualPart
 
 @dataclass(frozen=True, kw_only=True)
 class SandwichNorm(ResidualPart):
-    """Normalise what attention and the feed-forward network read, and what they add."""
+    """Normalise the inputs and the outputs of attention and of the feed-forward network."""
 
     norms_output: ClassVar[bool] = True
 

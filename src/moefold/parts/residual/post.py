@@ -8,7 +8,7 @@ from moefold.config.groups.block import ResidualFormula, ResidualPart
 
 @dataclass(frozen=True, kw_only=True)
 class PostNorm(ResidualPart):
-    """Normalise what attention and the feed-forward network add."""
+    """Normalise the outputs of attention and of the feed-forward network."""
 
     norms_input: ClassVar[bool] = False
     norms_output: ClassVar[bool] = True

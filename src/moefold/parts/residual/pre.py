@@ -7,7 +7,7 @@ from moefold.config.groups.block import ResidualFormula, ResidualPart
 
 @dataclass(frozen=True, kw_only=True)
 class PreNorm(ResidualPart):
-    """Normalise what attention and the feed-forward network read."""
+    """Normalise the inputs of attention and of the feed-forward network."""
 
     def formula(self) -> ResidualFormula:
         """Return x + multiplier * f(norm(x))."""

@@ -1,4 +1,4 @@
-"""RoPE scaling of Llama 3.1 (arXiv:2407.21783): low frequencies are divided, high ones kept, others blended."""
+"""RoPE scaling of Llama 3.1 (arXiv:2407.21783): divide low frequencies, keep high ones, blend between."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Llama3Scaling(ContextScaling):
     """Wavelengths below original/high are not scaled."""
 
     def check(self) -> Iterator[Problem]:
-        """Yield a factor of 1, and a band with exchanged ends."""
+        """Yield errors for a factor of 1, and for a band with exchanged ends."""
         yield from super().check()
         if self.low_freq_factor > self.high_freq_factor:
             rule = f"must be at most model.rope.scaling.high_freq_factor={self.high_freq_factor}"

@@ -1,4 +1,4 @@
-"""LongRoPE (arXiv:2402.13753): a divisor of the frequency of each pair, and another one in long sequences."""
+"""LongRoPE (arXiv:2402.13753): a divisor of the frequency of each pair, and another divisor in long sequences."""
 
 import math
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(ContextScaling):
-    """Divide each frequency by a factor of its own, which sequences beyond the original context have another one of."""
+    """Divide each frequency by its own factor; sequences beyond the original context have other factors."""
 
     hf_type: ClassVar[str] = "longrope"
     short_factors: tuple[float, ...] = ()
     """Divisors of the frequencies, one for each pair of rotated dims, where train.seq_len is at most original_seq_len.
     Commands that only use a model compare the longest sequence instead."""
     long_factors: tuple[float, ...] = ()
-    """The same where it is longer."""
+    """Divisors of the frequencies where train.seq_len is above original_seq_len."""
     short_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
     """Factor on the rotated parts of queries and keys together with short_factors; 0: sqrt(1 + ln(factor) /
     ln(original_seq_len))."""
     long_mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """The same together with long_factors."""
+    """Factor on the rotated parts of queries and keys together with long_factors; see short_mscale."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield factors that are not one positive number for each pair, and an attention factor without a value."""
+        """Yield errors for factors that are not a positive number for each pair, or an undefined attention factor."""
         pairs = model.rope_settings.rotary_dim // 2
         for key, factors in (("short", self.short_factors), ("long", self.long_factors)):
             key = f"{self.key}.{key}_factors"
@@ -66,12 +66,12 @@ class LongRope(ContextScaling):
         return unscaled_frequencies(theta, rotary_dim) / torch.tensor(factors, dtype=torch.float64)
 
     def rotated_factor(self, seq_len: int) -> float:
-        """Return the given factor, or else the one of sec. 3.3."""
+        """Return the given factor, or the factor of sec. 3.3."""
         given = self.long_mscale if self.is_long(seq_len) else self.short_mscale
         return given or math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq_len))
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with fewer factors, and with an original context that selects the same of both."""
+        """Return the part with fewer factors, and an original context that selects the same of both lists."""
         long_context = min(self.original_seq_len, to.seq_len - 1)
         return replace(
             self,
@@ -95,5 +95,5 @@ class LongRope(ContextScaling):
 
 
 def _spread(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """Return `count` of the values at even distances; none of none."""
+    """Return `count` of the values at even distances; none if there are no values."""
     return tuple(values[i * len(values) // count] for i in range(count)) if values else ()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Unscaled(RopeScalingPart):
-    """Leave the frequencies as they are."""
+    """Leave the frequencies unchanged."""
 
     hf_type: ClassVar[str] = "default"
 

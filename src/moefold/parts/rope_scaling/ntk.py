@@ -21,7 +21,7 @@ class NtkScaling(FactorScaling):
     hf_names: ClassVar[Mapping[str, str]] = {"factor": "alpha"}
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a factor of 1, and heads of which one pair of dims is rotated."""
+        """Yield errors for a factor of 1, and for heads with only one rotated pair of dims."""
         yield from super().check()
         rotary_dim = model.rope_settings.rotary_dim
         if rotary_dim <= 2:

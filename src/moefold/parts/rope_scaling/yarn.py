@@ -1,4 +1,4 @@
-"""YaRN (arXiv:2309.00071): low frequencies are divided, high ones kept, others blended; scores have a temperature."""
+"""YaRN (arXiv:2309.00071): divide low frequencies, keep high ones, blend between; scores have a temperature."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Yarn(ContextScaling):
     truncate: bool = True
     """Round the bounds of the blended range outwards to whole pairs (gpt-oss does not)."""
     attention_factor: Annotated[float, at_least(0, "0: not given")] = 0.0
-    """Factor on the rotated parts of queries and keys; 0: m(mscale) / m(mscale_all_dim) where both are given, else
+    """Factor on the rotated parts of queries and keys; 0: m(mscale) / m(mscale_all_dim) if both are given, otherwise
     m(1), with m(x) = 0.1 * x * ln(factor) + 1."""
     mscale: Annotated[float, at_least(0, "0: not given")] = 0.0
     """See attention_factor; 0: not given."""
@@ -38,7 +38,7 @@ class Yarn(ContextScaling):
     """See attention_factor; 0: not given. With mla, m(mscale_all_dim) squared scales the scores."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a factor of 1, a blend outside of the head, and factors that contradict each other."""
+        """Yield errors for a factor of 1, a blend outside of the head, and factors that contradict each other."""
         yield from super().check()
         if self.beta_slow > self.beta_fast:
             rule = f"must be at most model.rope.scaling.beta_fast={self.beta_fast}"
@@ -98,7 +98,7 @@ class Yarn(ContextScaling):
 
     @property
     def score_factor(self) -> float:
-        """The temperature squared, where one is given for all dims (DeepSeek-V2)."""
+        """The squared temperature, if a temperature is given for all dims (DeepSeek-V2)."""
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _temperature(self, weight: float) -> float:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidScore(SeparateScorePart):
-    """Sigmoid of each logit by itself."""
+    """Sigmoid of each logit separately."""
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
         """Return the sigmoids."""

@@ -1,4 +1,4 @@
-"""Softmax over the experts; its `softmax` says how the chosen ones are weighted."""
+"""Softmax over the experts; its setting `softmax` determines the weights of the chosen experts."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -16,8 +16,8 @@ class SoftmaxScore(RouterScorePart):
 
     softmax: Annotated[RouterSoftmaxPart, KindOf("router_softmax")] = by_default("router_softmax", "post")
     """pre: softmax over all experts, then top-k. post: top-k of the logits, then softmax over the chosen (sum 1).
-    sparsemixer: each choice has a softmax of its own, over the experts that are not chosen yet and close to the best
-    one; training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
+    sparsemixer: each choice has its own softmax, over the experts that are not chosen yet and close to the best expert;
+    training samples from it (SparseMixer-v2, arXiv:2409.12136; Phi-3.5-MoE; see docs/routing.md)."""
     sums_top2: ClassVar[bool] = False
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
@@ -35,30 +35,30 @@ class SoftmaxScore(RouterScorePart):
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
     ) -> "Tensor":
-        """Return the weights by `softmax`."""
+        """Return the weights that `softmax` computes."""
         return self.softmax.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices by `softmax`, if it chooses."""
+        """Return the choices of `softmax`, if it chooses."""
         return self.softmax.choose(logits_TE, top_k, noise_TN)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers by `softmax`."""
+        """Return the number of uniform numbers that `softmax` needs for a token."""
         return self.softmax.noise_width(top_k, num_choices)
 
     @property
     def chooses(self) -> bool:
-        """Return whether `softmax` chooses."""
+        """True if `softmax` chooses."""
         return self.softmax.chooses
 
     @property
     def weights_sum_to_one(self) -> bool:
-        """Return whether the weights of `softmax` do."""
+        """True if the weights of `softmax` sum to 1."""
         return self.softmax.sum_to_one
 
     @property
     def sums_to_one_by(self) -> tuple[str, str]:
-        """Return the kinds of `softmax`."""
+        """Settings with which the weights sum to 1, and do not."""
         return 'model.ffn.moe.router.softmax="post"', 'model.ffn.moe.router.softmax="pre"'
 
     def uniform_weight(self, num_experts: int) -> float | None:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SqrtSoftplusScore(SeparateScorePart):
-    """Square root of the softplus of each logit by itself."""
+    """Square root of the softplus of each logit separately."""
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
-        """Return the roots; they have no gradient at 0, to which softplus of a very negative logit underflows."""
+        """Return the roots; they have no gradient at 0, where softplus of a very negative logit underflows."""
         import torch
 
         from moefold.ops.elementwise import softplus

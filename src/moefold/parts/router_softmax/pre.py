@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxBeforeChoice(RouterSoftmaxPart):
-    """The softmax over all experts, at the chosen ones."""
+    """The softmax over all experts; each chosen expert has its value."""
 
     is_post: ClassVar[bool | None] = False
 
@@ -23,5 +23,5 @@ class SoftmaxBeforeChoice(RouterSoftmaxPart):
         return scores_TE.gather(1, ids_TK)
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
-        """Return the chosen scores as they are."""
+        """Return the chosen scores unchanged."""
         return lambda softmax: ScoreFormula(softmax, lambda chosen: chosen, num_summed=1)

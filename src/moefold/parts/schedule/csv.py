@@ -34,7 +34,7 @@ Row = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class CsvSchedule(SchedulePart):
-    """Rows from a file. Where no file is named, as in a mapping of the planner, the rows of interleaved 1F1B."""
+    """Rows from a file; without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
 
     path: str = ""
     """File with the actions of each pipeline rank, in order."""
@@ -44,7 +44,7 @@ class CsvSchedule(SchedulePart):
     splits_backward: ClassVar[bool] = True
 
     def check(self, parallel: "ParallelConfig") -> Iterator[Problem]:
-        """Yield that no file is named, or that there are no ranks for its rows."""
+        """Yield errors for a missing file name, and for missing ranks of the rows."""
         if not self.path:
             rule = f"needs {self.key}.path, its file"
             yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")
@@ -111,7 +111,7 @@ def _read(name: str, path: str) -> tuple[Row, ...]:
         text = read_bytes(Path(path), MAX_SCHEDULE_BYTES).decode("utf-8")
         cells = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no CSV file"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a CSV file"
         raise ConfigError(f"{name} cannot be read: {reason}; docs/pipeline.md describes such a file") from None
     return tuple(
         tuple(action for column, cell in enumerate(row) for action in _parse_cell(name, cell.strip(), rank, column))
@@ -126,7 +126,9 @@ def _parse_cell(name: str, cell: str, rank: int, column: int) -> Row:
     for part in parts:
         match = CELL.fullmatch(part.strip())
         if match is None:
-            raise ConfigError(f"{name}, row {rank + 1}, cell {column + 1}: {cell!r} is no action; write one {EXAMPLE}")
+            raise ConfigError(
+                f"{name}, row {rank + 1}, cell {column + 1}: {cell!r} is not an action; write one {EXAMPLE}"
+            )
         actions.append(Action(int(match.group(1)), match.group(2), int(match.group(3))))
     return tuple(actions)
 

@@ -35,7 +35,7 @@ class DualPipeV(SchedulePart):
             builder.add(second, "F")
         for i in range(count - 2 * pp + rank + 1):
             if i == 0 and num_later == 0:
-                # This rank has both stages at the bottom of the V: one after the other they make a smaller bubble.
+                # This rank has both stages at the bottom of the V: without an overlap they make a smaller bubble.
                 builder.add(first, "F")
                 builder.add(second, "B")
             else:

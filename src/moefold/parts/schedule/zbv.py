@@ -18,7 +18,7 @@ class ZeroBubbleV(SchedulePart):
     repeats_steady_phase: ClassVar[bool] = True
 
     def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-        """Return the row that is drawn for 2*pp-1 micro-batches or more and cut to `count`."""
+        """Return the row for at least 2*pp-1 micro-batches, cut to `count`."""
         first = rank
         second = 2 * pp - 1 - rank
         drawn = max(2 * pp - 1, count)
@@ -46,7 +46,7 @@ class ZeroBubbleV(SchedulePart):
         return tuple(slot for slot in builder.row if slot[0].micro_batch < count)
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-        """Return half of zero-bubble's at both ends, with 2*pp-1 micro-batches or more."""
+        """Return half of the bubble of zero-bubble at both ends, for at least 2*pp-1 micro-batches."""
         from moefold.cost.elementwise import elementwise_max
 
         both = forward_s + backward_s

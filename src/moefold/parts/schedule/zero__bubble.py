@@ -34,7 +34,7 @@ class ZeroBubble(SchedulePart):
         return builder.row
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-        """Return (pp-1)(f+b-2w)/vpp (ZB-H1, arXiv:2401.10241), at least a third of interleaved's.
+        """Return (pp-1)(f+b-2w)/vpp (ZB-H1, arXiv:2401.10241), at least a third of the bubble of interleaved 1F1B.
 
         A rank's wait is filled with weight gradients of earlier micro-batches. With fewer than pp micro-batches it is
         either (pp-n)w longer, or the sequential time through all chunks.

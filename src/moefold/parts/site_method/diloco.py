@@ -9,7 +9,7 @@ from moefold.config.groups.site_method import SiteMethodPart
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(SiteMethodPart):
-    """Take a step with Nesterov momentum along the mean difference, which pays after hundreds of rounds."""
+    """Take a step with Nesterov momentum along the mean difference; it pays off after hundreds of rounds."""
 
     def values(self, every: Any) -> Mapping[str, Any]:
         """Return the values by key."""

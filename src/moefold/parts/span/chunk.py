@@ -19,11 +19,11 @@ class ChunkSpan(SpanPart):
     tokens: int = 0
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few tokens."""
+        """Return the part with few tokens."""
         return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a chunk of no token, and an indexer."""
+        """Yield errors for a chunk without tokens, and for an indexer."""
         key, pattern, topk = "model.layers", model.layers, model.selected_keys
         if not self.tokens:
             yield Problem(
@@ -38,7 +38,7 @@ class ChunkSpan(SpanPart):
 
     @property
     def chunk(self) -> int:
-        """The tokens."""
+        """Tokens of a chunk."""
         return self.tokens
 
     def formula(self) -> Callable[[Any], Any]:

@@ -19,11 +19,11 @@ class WindowSpan(SpanPart):
     tokens: int = 0
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few tokens."""
+        """Return the part with few tokens."""
         return replace(self, tokens=min(self.tokens, to.span))
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield a window of no token."""
+        """Yield an error for a window without tokens."""
         if not self.tokens:
             yield Problem(
                 "model.layers",
@@ -34,7 +34,7 @@ class WindowSpan(SpanPart):
 
     @property
     def window(self) -> int:
-        """The tokens."""
+        """Tokens of a window."""
         return self.tokens
 
     def formula(self) -> Callable[[Any], Any]:

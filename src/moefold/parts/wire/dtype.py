@@ -1,4 +1,4 @@
-"""Tokens are sent in the type in which the model computes."""
+"""Tokens are sent in the compute type of the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeDtype(WirePart):
-    """The type in which the model computes."""
+    """The compute type of the model."""
 
     def formula(self) -> Callable[["Tensor"], "Tensor"]:
         """Return the identity."""

@@ -46,7 +46,7 @@ class DispatchMetadata(Protocol):
 
     @property
     def tokens_per_expert(self) -> Sequence[int]:
-        """Tokens of each expert after dispatch: of this rank's experts, then of received ones."""
+        """Tokens of each expert after dispatch: of this rank's experts, then of received experts."""
         ...
 
 
@@ -60,7 +60,7 @@ class ExpertMigration(Protocol):
         and must use the first list differentiably.
 
         Args:
-            weights: of the experts of this rank, each [experts, ...].
+            weights: weights of this rank's experts, each [experts, ...].
 
         Returns:
             The same weights, which replace the arguments, and the received experts' weights, each [received, ...].
@@ -79,9 +79,9 @@ class ExpertInput:
     x: Tensor
     """Tokens sorted by expert, [R, H]; with a `permute_map` unsorted, [T, H]."""
     tokens_per_expert: Sequence[int]
-    """Tokens of each expert of this rank, then of each received one."""
+    """Tokens of each expert of this rank, then of each received expert."""
     probs_R: Tensor | None = None
-    """Factor of each row, [R], of its output or of its input; None: rows are not scaled."""
+    """Factor of the output or the input of each row, [R]; None: rows are not scaled."""
     permute_map: PermuteMap | None = None
     """Permutation that the experts fuse: the outputs of each token are summed."""
     migration: ExpertMigration | None = None
@@ -92,7 +92,7 @@ class ExpertInput:
         assert not has_known_rows or sum(self.tokens_per_expert) == len(self.x), (self.tokens_per_expert, self.x.shape)
 
     def split(self, num_experts: int) -> tuple["ExpertInput", "ExpertInput"]:
-        """Return the input of the first experts and the input of the others, neither with a migration."""
+        """Return the input of the first experts and the input of the other experts, both without a migration."""
         counts = self.tokens_per_expert[:num_experts], self.tokens_per_expert[num_experts:]
         sizes = [sum(part) for part in counts]
         xs = self.x.split(sizes)
@@ -164,7 +164,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         """Dispatch the routing probabilities to experts that apply them: (probs [R] of dispatched tokens, metadata).
 
         With the new metadata `combine` sums the expert outputs unweighted. Communicates as `dispatch` does, one number
-        a token. To be called between `dispatch` and `combine`.
+        for each token. Call it between `dispatch` and `combine`.
         """
 
     def dispatch_probs_async(self, metadata: MetadataT) -> Resumable[tuple[Tensor, MetadataT]]:
@@ -188,9 +188,9 @@ class Dispatcher(ABC, Generic[MetadataT]):
         return None
 
     def take_receive_load(self) -> Tensor | None:
-        """Return the most rows that a rank was to receive since the last call, over its room for rows; on the device.
+        """Return the maximum rows sent to a rank since the last call, divided by its buffer size; on the device.
 
-        Above 1, rows were not sent, and the results are not the model's. None: there is always room.
+        Above 1, some rows were not sent, and the results are wrong. None: no buffer is too small.
         """
         return None
 
@@ -215,7 +215,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
         Args:
             rows: tokens to send; they must not change before the last step.
-            metadata: of the micro-batch.
+            metadata: metadata of the micro-batch.
             compute: work that does not need the received tokens, done before the first yield.
         """
         computed = None if compute is None else compute()

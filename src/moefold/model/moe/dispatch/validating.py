@@ -32,9 +32,9 @@ class ValidatingDispatcher(Dispatcher[Any]):
 
     Args:
         inner: the wrapped dispatcher.
-        groups: of the MoE view; records are gathered over ep x etp.
-        layer: its number in the whole model.
-        device: of the rows.
+        groups: groups of the MoE view; records are gathered over ep x etp.
+        layer: number of the layer in the whole model.
+        device: device of the rows.
     """
 
     def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class ValidatingDispatcher(Dispatcher[Any]):
             ]
             for group_name in GROUP_NAMES
         }
-        """For each member of `experts`, the members of its group of each name, in the order of the group."""
+        """For each member of `experts`: the members of its groups by name, in the order of the group."""
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, Any]:
         """See base class."""

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv:2412.06464 eq. 10) token by token in float64, and what other recurrences share with it."""
+"""Gated DeltaNet (arXiv:2412.06464 eq. 10) token by token in float64, with functions that other recurrences share."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,9 @@ def output(part: DeltaRulePart, weights: Mapping[str, Tensor], x: Tensor, eps: f
 
     Args:
         part: sizes.
-        weights: of the attention, by name.
+        weights: weights of the attention by name.
         x: normalised hidden states, [S, H].
-        eps: of the norm of heads.
+        eps: epsilon of the norm of heads.
     """
     logits = (x @ weights["wa"].T + weights["dt_bias"])[..., None]
     decays = torch.exp(-torch.exp(weights["a_log"])[:, None] * torch.log1p(torch.exp(logits)))
@@ -30,10 +30,10 @@ def delta_rule(
 
     Args:
         part: sizes.
-        weights: of the attention, by name.
+        weights: weights of the attention by name.
         x: normalised hidden states.
         gates: decays [S, A, 1 or D], and factors of the output [S, A * Dv].
-        eps: of the norm of heads.
+        eps: epsilon of the norm of heads.
     """
     decays, factors = gates
     repeats = part.num_value_heads // part.num_key_heads

@@ -25,7 +25,7 @@ class GatedLinearAttention(LinearAttention):
 
     Args:
         part: sizes.
-        frame: of the model.
+        frame: settings of the model.
     """
 
     def __init__(self, part: GlaPart, frame: AttentionFrame) -> None:

@@ -14,9 +14,9 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
 
     Args:
         part: `GlaPart`.
-        weights: of the attention, by name.
+        weights: weights of the attention by name.
         x: normalised hidden states, [S, H].
-        eps: of the norm of heads.
+        eps: epsilon of the norm of heads.
     """
     heads = part.num_value_heads
     repeats = heads // part.num_key_heads

@@ -23,10 +23,10 @@ class GlaPart(LinearAttentionPart):
     torch_recurrence: ClassVar[Factors] = ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0))
     gate_rank: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 16
-    """Width between the two projections that lead to the decays."""
+    """Width between the two projections of the decays."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with a low rank of decays; see base class."""
+        """Return the part with a low rank of decays; see base class."""
         return replace(super().shrink(to), gate_rank=min(self.gate_rank, to.head_dim))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:

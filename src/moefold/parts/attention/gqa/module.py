@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FUSED_PARAMETERS = frozenset(
     ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo", "sinks", "query_norm.weight", "key_norm.weight")
 )
-"""Parameters that `fused_weights` hands on."""
+"""Parameters that `fused_weights` returns."""
 
 
 class GroupedQueryAttention(SelfAttention):
@@ -32,7 +32,7 @@ class GroupedQueryAttention(SelfAttention):
 
     Args:
         part: heads, norms, biases and sinks.
-        frame: of the model.
+        frame: settings of the model.
     """
 
     fused_refusal: ClassVar[str] = ""
@@ -79,7 +79,7 @@ class GroupedQueryAttention(SelfAttention):
         documents: PackedDocuments | None = None,
         selection: "Selection | None" = None,
     ) -> Tensor:
-        """Compute grouped-query attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
+        """Compute grouped-query attention, see `SelfAttention.forward`; for `selection` see `_attend`."""
         columns = [
             self._shard_of(self.wq, self.bq, slice(None), x.dtype),
             self._shard_of(self.wk, self.bk, self.kv_rows, x.dtype),
@@ -119,9 +119,9 @@ class GroupedQueryAttention(SelfAttention):
         Args:
             x: input of the layer, [S/(cp*tp), B, H].
             heads: queries, keys and values.
-            rope: of the positions of this rank's context shard.
+            rope: RoPE of the positions of this rank's context shard.
             documents: see `CoreAttention`.
-            selection: of sparse attention, if several layers share it.
+            selection: selection of sparse attention, if several layers share it.
         """
         return self.core_attention(*heads, documents, self._local_sinks(x), self.scale)
 
@@ -130,7 +130,7 @@ class GroupedQueryAttention(SelfAttention):
         return None if self.sinks is None else local_param(self.sinks, x.dtype)
 
     def _normalize_and_rotate(self, query: Tensor, key: Tensor, rope: Rope | NoRope) -> tuple[Tensor, Tensor]:
-        """Apply QK norm, if there is one, and RoPE to [S, B, heads, D] each."""
+        """Apply QK norm, if the layer has it, and RoPE to queries and keys, [S, B, heads, D] each."""
         if isinstance(rope, NoRope):
             if self.normalizes_nope:
                 query, key = self._normalize(query, key)
@@ -152,7 +152,7 @@ class GroupedQueryAttention(SelfAttention):
         return rope(query), rope(key)
 
     def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply QK norm, if there is one, to [S, B, heads, D] each."""
+        """Apply QK norm, if the layer has it, to queries and keys, [S, B, heads, D] each."""
         if isinstance(self.query_norm, FullWidthQKNorm) and isinstance(self.key_norm, FullWidthQKNorm):
             return self.query_norm(query, slice(None)), self.key_norm(key, self.kv_rows)
         if isinstance(self.query_norm, RMSNorm) and isinstance(self.key_norm, RMSNorm):
@@ -169,12 +169,12 @@ class GroupedQueryAttention(SelfAttention):
         weight = local_param(weight, dtype)
         bias = None if bias is None else local_param(bias, dtype)
         if weight_rows == slice(None):
-            # A slice of everything would cost its backward pass a tensor of zeros and a copy.
+            # The backward pass of a slice of all rows would cost a tensor of zeros and a copy.
             return weight, bias
         return weight[weight_rows], None if bias is None else bias[weight_rows]
 
     def fused_obstacles(self) -> Iterator[tuple[str, bool]]:
-        """Yield what the kernel does not know; see base class."""
+        """Yield the features that the kernel does not support; see base class."""
         yield "a layer of another class", type(self) is not GroupedQueryAttention
         kernel = self.kernels.decode
         assert kernel is not None

@@ -53,7 +53,7 @@ def heads(part: Any, given: SoftmaxInput) -> SoftmaxHeads:
 
 
 def gates(part: Any, given: SoftmaxInput) -> Tensor | None:
-    """Return the gates of the heads, [B, S, A, 1 or dims of a value head]; None: there are none.
+    """Return the gates of the heads, [B, S, A, 1 or dims of a value head]; None without gates.
 
     Args:
         part: softmax attention.

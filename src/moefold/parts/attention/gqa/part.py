@@ -76,7 +76,7 @@ class GqaPart(SoftmaxAttentionPart):
         return replace(self, head_dim=self.head_dim or hidden // self.num_heads)
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few narrow heads, grouped as before."""
+        """Return the part with few narrow heads, grouped as before."""
         return replace(
             self,
             num_heads=to.query_heads(self.num_heads, self.num_kv_heads),
@@ -87,7 +87,7 @@ class GqaPart(SoftmaxAttentionPart):
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield heads that do not divide what they must, and norms of queries and keys without a meaning."""
+        """Yield errors for numbers of heads that do not divide, and for norms of queries and keys without a meaning."""
         heads, groups, hidden = self.num_heads, self.num_kv_heads, model.hidden_size
         is_given = getattr(model.attention, "head_dim", 0) > 0
         if not is_given and hidden % heads:
@@ -109,7 +109,7 @@ class GqaPart(SoftmaxAttentionPart):
             yield from self._check_norm(self.qk_norm, model)
 
     def _check_rope(self, is_given: bool) -> Iterator[Problem]:
-        """Yield an odd number of rotated dims: RoPE rotates pairs."""
+        """Yield an error for an odd number of rotated dims: RoPE rotates pairs."""
         size = self.head_dim
         rotated = size * self.rope_fraction
         if size % 2 and is_given:
@@ -195,7 +195,7 @@ class GqaPart(SoftmaxAttentionPart):
             yield from prefixed("indexer", self.indexer.params(hidden, hidden))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the heads, and the indexer's key if there is one."""
+        """Return the heads, and the key of the indexer if the layer has an indexer."""
         return AttentionCore(
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,

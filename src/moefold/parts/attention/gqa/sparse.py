@@ -22,8 +22,8 @@ class SparseAttention(GroupedQueryAttention):
     A decoder sets `selected_keys`.
 
     Args:
-        part: with an indexer.
-        frame: of the model.
+        part: part with an indexer.
+        frame: settings of the model.
     """
 
     selects_keys: ClassVar[bool] = True

@@ -14,9 +14,9 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
 
     Args:
         part: `KdaPart`.
-        weights: of the attention, by name.
+        weights: weights of the attention by name.
         x: normalised hidden states, [S, H].
-        eps: of the norm of heads.
+        eps: epsilon of the norm of heads.
     """
     logits, gates = (
         x @ weights[f"w{letter}"].T

@@ -30,13 +30,13 @@ class LatentAttention(SelfAttention):
     and the latents, not the hidden states, are all-gathered over tp. Heads are then computed from the local rows of
     `wq_up` (or `wq`) and `wkv_up`.
 
-    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A
-    decoder sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are
-    computed from them (weight absorption, arXiv:2405.04434 sec. 2.1.2).
+    `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A decoder
+    sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are computed from them
+    (weight absorption, arXiv:2405.04434 sec. 2.1.2).
 
     Args:
         part: sizes.
-        frame: of the model.
+        frame: settings of the model.
     """
 
     fused_refusal: ClassVar[str] = "latent attention"
@@ -63,7 +63,7 @@ class LatentAttention(SelfAttention):
         self.gates_whole_heads = part.gate_size == 1
         self.mla_up_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: PagedLatents | None = None
-        # Not applied to a hidden state, which queries without a latent are projected from.
+        # Not applied to a hidden state, the input of queries without a latent.
         has_query_latent = part.scale_latents and query_rank > 0
         self._query_latent_scale = (hidden / query_rank) ** 0.5 if has_query_latent else 1.0
         self._latent_scale = (hidden / rank) ** 0.5 if part.scale_latents else 1.0
@@ -90,7 +90,7 @@ class LatentAttention(SelfAttention):
         documents: PackedDocuments | None = None,
         selection: Selection | None = None,
     ) -> Tensor:
-        """Compute latent attention, as `SelfAttention.forward`; `selection` as of `_attend`."""
+        """Compute latent attention, see `SelfAttention.forward`; for `selection` see `_attend`."""
         own = self._latents(x)
         gathered = self._all_gather_latents(own)
         attended = self._attend(x, own, gathered, rope, documents, selection)
@@ -115,10 +115,10 @@ class LatentAttention(SelfAttention):
         Args:
             x: input of the layer, [S/(cp*tp), B, H].
             own: input of the query heads, KV latent and shared key of the same tokens.
-            gathered: the same of all tokens of the context shard, [S/cp, B, ...].
-            rope: of the positions of this rank's context shard.
+            gathered: the same values for all tokens of the context shard, [S/cp, B, ...].
+            rope: RoPE of the positions of this rank's context shard.
             documents: see `CoreAttention`.
-            selection: of sparse attention, if several layers share it.
+            selection: selection of sparse attention, if several layers share it.
 
         Returns:
             [S/cp, B, A, v].
@@ -191,8 +191,8 @@ class LatentAttention(SelfAttention):
     def _pads_heads(self, device: torch.device, documents: PackedDocuments | None) -> bool:
         """Return whether core attention needs one head dim for q, k and v, and scales scores by its inverse root.
 
-        SDPA takes narrower values and a scale where nothing but causality limits attention. Windows, several documents
-        and the blocks of context parallelism have kernels of one head dim.
+        SDPA takes narrower values and a scale if only causality limits attention. Windows, several documents and the
+        blocks of context parallelism have kernels of one head dim.
         """
         has_limits = self.window > 0 or (documents is not None and documents.divide(0, len(documents.starts_SB)))
         return not takes_narrow_values(device) or self.attends_in_blocks or has_limits or self._has_wide_values
@@ -226,7 +226,7 @@ class LatentAttention(SelfAttention):
 
         Args:
             source: input of the query heads, [S, B, ...].
-            rope: of their positions.
+            rope: RoPE of their positions.
 
         Returns:
             [S, B, A, latent + rope].

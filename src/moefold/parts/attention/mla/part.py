@@ -45,7 +45,7 @@ class MlaPart(SoftmaxAttentionPart):
     qk_nope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of the part of a query and key head without RoPE."""
     qk_rope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 16
-    """Width of the part of a query and key head with RoPE, whose key all heads share."""
+    """Width of the part of a query and key head with RoPE; all heads share its key."""
     v_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a value head."""
     scale_latents: bool = False
@@ -53,7 +53,7 @@ class MlaPart(SoftmaxAttentionPart):
     kv_lora_rank for the key-value latent (LongCat-Flash)."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few heads, and widths that differ from each other."""
+        """Return the part with few heads, and widths that differ from each other."""
         return replace(
             self,
             num_heads=to.query_heads(self.num_heads, self.num_heads),
@@ -66,7 +66,7 @@ class MlaPart(SoftmaxAttentionPart):
         )
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield norms and chunks that MLA does not have, and an odd number of rotated dims."""
+        """Yield errors for norms and chunks that MLA does not have, and for an odd number of rotated dims."""
         if model.norm.zero_centered:
             rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
             yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")
@@ -104,7 +104,7 @@ class MlaPart(SoftmaxAttentionPart):
         query = heads * self.head_dim
         query_rank = self.q_lora_rank
         rank = self.kv_lora_rank
-        # The shared key is a logical matrix of its own, and so are the keys and the values of each head.
+        # The shared key is a separate logical matrix, like the keys and the values of each head.
         down_rows = (rank, self.qk_rope_head_dim)
         up_rows = (self.qk_nope_head_dim, self.v_head_dim)
         if query_rank:
@@ -124,9 +124,9 @@ class MlaPart(SoftmaxAttentionPart):
             yield from prefixed("indexer", self.indexer.params(query_rank or hidden, hidden))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the heads; with an indexer those in the space of the latents, where all share one key.
+        """Return the heads; with an indexer the heads in the space of the latents, which share one key.
 
-        The up projection of the keys and values is then multiplied with each query instead of each key: as many FLOPs.
+        The up projection of the keys and values is then multiplied with each query instead of each key: equal FLOPs.
         """
         if self.indexer:
             return AttentionCore(
@@ -173,7 +173,7 @@ class MlaPart(SoftmaxAttentionPart):
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
         """Return the bytes of the latents, and of the heads projected from them; see base class.
 
-        With an indexer, of the queries and outputs in the space of the latents.
+        With an indexer, return the bytes of the queries and outputs in the space of the latents.
         """
         heads = self.num_heads // sizes.parallel.tp
         hidden = sizes.model.hidden_size
@@ -183,7 +183,7 @@ class MlaPart(SoftmaxAttentionPart):
         saved["norms"] += sizes.norm(sizes.tokens, self.q_lora_rank + self.kv_lora_rank)
         saved["attention"] += gate_bytes(self, sizes)
         if self.gate and self.q_lora_rank and sizes.parallel.tp > 1:
-            # The norm's output, of which the gate's projection has its own all-gather.
+            # The norm's output; the gate's projection has its own all-gather of it.
             saved["attention"] += sizes.hidden_bytes
         if self.indexer:
             # Queries of the heads without RoPE, queries in the space of the latents, and values of the heads.
@@ -205,7 +205,7 @@ class MlaPart(SoftmaxAttentionPart):
         if takes_narrow and self.v_head_dim <= self.head_dim:
             return 2 * self.head_dim + self.v_head_dim
         width = max(self.head_dim, self.v_head_dim)
-        # Values without padding are saved with the non-rotated keys, of which they are a view.
+        # Values without padding are saved with the non-rotated keys, because they are views of the same tensor.
         values = width if width > self.v_head_dim else self.qk_nope_head_dim + self.v_head_dim
         return 2 * width + values
 

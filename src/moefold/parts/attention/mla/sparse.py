@@ -18,12 +18,12 @@ from moefold.parts.attention.mla.part import MlaPart
 class SparseLatentAttention(LatentAttention):
     """Multi-head latent attention over selected keys, computed in the space of the latents, which all heads share.
 
-    The queries of the indexer come from the query latent, or without one from the input of the layer. A decoder sets
-    `selected_keys`.
+    The queries of the indexer come from the query latent, or from the input of the layer if there is no latent. A
+    decoder sets `selected_keys`.
 
     Args:
-        part: with an indexer.
-        frame: of the model.
+        part: part with an indexer.
+        frame: settings of the model.
     """
 
     selects_keys: ClassVar[bool] = True

@@ -18,12 +18,12 @@ from moefold.parts.attention.short_convolution.part import ShortConvolutionPart
 class ShortConvolution(LinearAttention):
     """Gated short convolution: wo ((wc x) * convolution((wb x) * (wv x))), as wide as the hidden state.
 
-    With biases each projection and the convolution has a bias. The convolution is causal, of each
-    channel, and starts from zeros at each document. There is no activation, no norm and no recurrence.
+    With biases, each projection and the convolution has a bias. The convolution is causal, for each channel separately,
+    and starts from zeros at each document. There is no activation, no norm and no recurrence.
 
     Args:
         part: kernel and biases.
-        frame: of the model.
+        frame: settings of the model.
     """
 
     def __init__(self, part: ShortConvolutionPart, frame: AttentionFrame) -> None:
@@ -42,7 +42,7 @@ class ShortConvolution(LinearAttention):
         self.bo = nn.Parameter(torch.empty(hidden)) if has_bias else None
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the gate before the convolution, the one after it, and the values; see base class."""
+        """Return the gate before the convolution, the gate after it, and the values; see base class."""
         columns = [
             (local_param(weight, x.dtype), None if bias is None else local_param(bias, x.dtype))
             for weight, bias in ((self.wb, self.bb), (self.wc, self.bc), (self.wv, self.bv))
@@ -51,7 +51,7 @@ class ShortConvolution(LinearAttention):
         return tuple(self.sequence_parallel.all_gather_linear(x, columns, self.wgrad_store, backend))
 
     def core_weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the convolution, [C, K], and its bias, [C], if it has one."""
+        """Return the convolution, [C, K], and its bias, [C], if it has a bias."""
         bias = () if self.conv_bias is None else (local_param(self.conv_bias, dtype),)
         return (local_param(self.conv, dtype), *bias)
 

@@ -13,9 +13,9 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
 
     Args:
         part: `ShortConvolutionPart`.
-        weights: of the attention, by name.
+        weights: weights of the attention by name.
         x: normalised hidden states, [S, H].
-        eps: read by no norm of this layer.
+        eps: not used; this layer has no norm.
     """
     before, after, values = (x @ weights[f"w{letter}"].T for letter in "bcv")
     if not part.bias:

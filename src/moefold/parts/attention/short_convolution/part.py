@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolutionPart(AttentionPart):
-    """Mix the last tokens of each channel."""
+    """Mix the last tokens in each channel."""
 
     is_recurrent: ClassVar[bool] = True
     conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4
@@ -28,7 +28,7 @@ class ShortConvolutionPart(AttentionPart):
     """Biases on the convolution and on the projections (LFM2)."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with a short kernel."""
+        """Return the part with a short kernel."""
         return replace(self, conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -48,7 +48,7 @@ class ShortConvolutionPart(AttentionPart):
         return AttentionCore(conv_width=hidden, conv_kernel=self.conv_kernel)
 
     def saved(self, sizes: "BlockSizes") -> BytesByPart:
-        """Return the bytes of the gates and values, from which the convolution is recomputed, and of its output."""
+        """Return the bytes of the gates and values, the inputs of the recomputed convolution, and of its output."""
         tp = sizes.parallel.tp
         width = sizes.model.hidden_size // tp
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")

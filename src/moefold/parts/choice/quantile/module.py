@@ -14,13 +14,13 @@ def quantile_thresholds(scores_TE: Tensor, top_k: int, group: TokenGroup, is_tok
     Interpolates linearly between neighbouring scores. All-gathers the scores of the micro-batch.
 
     Args:
-        scores_TE: of this rank's tokens.
+        scores_TE: scores of this rank's tokens.
         top_k: K.
         group: the ranks that share the micro-batch.
-        is_token_T: rows that are no padding, bool [T]; None: all.
+        is_token_T: rows that are not padding, bool [T]; None: all.
 
     Returns:
-        [E]; 0 if the micro-batch is padding alone.
+        [E]; 0 if the micro-batch has only padding.
     """
     if is_token_T is not None:
         return _masked_quantiles(group.gather(scores_TE.masked_fill(~is_token_T.unsqueeze(1), math.inf)), top_k)

@@ -19,7 +19,7 @@ def bias(batches: list[OracleScores]) -> Tensor:
 
 
 def _thresholds(given: OracleScores) -> Tensor:
-    """Return the (1 - K/E) quantile of each expert's scores, [E]; 0 if the micro-batch is padding alone."""
+    """Return the (1 - K/E) quantile of each expert's scores, [E]; 0 if the micro-batch has only padding."""
     num_experts = given.scores.shape[-1]
     if not given.is_token.any():
         return torch.zeros(num_experts, dtype=torch.float64)

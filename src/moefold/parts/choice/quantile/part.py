@@ -27,13 +27,13 @@ class Quantile(ChoicePart):
         return quantile_thresholds(scores_TE, top_k, tokens.group, tokens.is_token())
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
-        """Return the best experts above the thresholds in training, by the biased scores in evaluation."""
+        """Return the best experts: above the thresholds in training, by the biased scores in evaluation."""
         if inputs.thresholds_E is None:
             return inputs.best(inputs.ranking_TE)
         return inputs.best(inputs.scores_TE - inputs.thresholds_E)
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield that there is no bias for the thresholds, or nothing to balance."""
+        """Yield an error if there is no bias for the thresholds, or nothing to balance."""
         part = model.routed
         if part is None:
             return

@@ -16,13 +16,13 @@ def sinkhorn_offsets(logits_TE: Tensor, iterations: int, group: TokenGroup, is_t
     All-gathers the logits of the micro-batch.
 
     Args:
-        logits_TE: of this rank's tokens.
+        logits_TE: logits of this rank's tokens.
         iterations: number of iterations.
         group: the ranks that share the micro-batch.
-        is_token_T: rows that are no padding, which has no row in the matrix, bool [T]; None: all.
+        is_token_T: rows that are not padding, bool [T]; None: all. Padding has no row in the matrix.
 
     Returns:
-        [E]; 0 if the micro-batch is padding alone.
+        [E]; 0 if the micro-batch has only padding.
     """
     whole_TE = group.gather(
         logits_TE if is_token_T is None else logits_TE.masked_fill(~is_token_T.unsqueeze(1), -math.inf)

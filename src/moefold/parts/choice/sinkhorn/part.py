@@ -35,7 +35,7 @@ class Sinkhorn(ChoicePart):
         return inputs.largest(inputs.logits_TE + offsets_E)
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield what would balance the experts too."""
+        """Yield errors for settings that would also balance the experts."""
         return no_bias_problems(model, self.kind, "balances the experts by itself")
 
     def formula(self) -> ChoiceFormula:

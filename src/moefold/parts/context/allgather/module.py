@@ -100,6 +100,6 @@ def _gather_chunks(kv: Tensor, cp: Group) -> dict[int, Tensor]:
 
 
 def _past_chunks(cp: Group) -> list[range]:
-    """Return the earlier chunks of other ranks: those visible to both local chunks, then to the second only."""
+    """Return the earlier chunks of other ranks: chunks visible to both local chunks, then to the second only."""
     first, second = zigzag(cp.size, cp.rank)
     return [past for past in (range(first), range(first + 1, second)) if past]

@@ -18,9 +18,9 @@ from moefold.ops.documents import AttentionChunks, PackedDocuments
 class RingAttention:
     """Ring attention: pass keys and values round the ring while attending to the current block (arXiv:2310.01889).
 
-    The next block arrives while the current one is computed. Blocks, or halves of blocks, after the rank's queries are
-    not computed: each rank does the same work in every step. In the backward pass, the gradients of the keys and values
-    follow them one step later and reach their owner with the last step.
+    The next block arrives while the current block is computed. Blocks, or halves of blocks, after the rank's queries
+    are not computed: each rank does the same work in every step. In the backward pass, the gradients of the keys and
+    values follow them one step later and reach their owner with the last step.
     """
 
     def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:

@@ -30,7 +30,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
     """Dispatcher with an all-gather of tokens and a reduce-scatter of expert outputs over ep x etp.
 
     Args:
-        experts: the ep x etp ranks that hold all experts together, with equally many tokens each.
+        experts: the ep x etp ranks that together hold all experts; each has the same number of tokens.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
         fp8_dispatch: send tokens in FP8.

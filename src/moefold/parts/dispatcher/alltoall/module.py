@@ -61,7 +61,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
     """Dispatcher with an all-to-all over ep, and all-gather and reduce-scatter over etp (arXiv:2504.14960).
 
     Split sizes are uneven and may be 0. The ep and etp groups are independent of the attention's groups: each rank has
-    tokens of its own.
+    its own tokens.
 
     Args:
         ep: ranks that hold different experts, with the same shard of F.
@@ -74,7 +74,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
 
     takes_any_tokens = True
     _permutes_before_wait = True
-    """Whether the rows to send are known before the split sizes are."""
+    """Whether the rows to send are known before the split sizes."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return run_to_end(self.dispatch_async(rows, metadata))[0]
 
     def split_sizes(self, metadata: AllToAllMetadata) -> Sequence[SplitSizes]:
-        """Return the split sizes over ep, then those over etp."""
+        """Return the split sizes over ep, then the split sizes over etp."""
         etp_input_splits = [metadata.etp_splits[self._etp.rank]] * self._etp.size
         return SplitSizes("ep", metadata.input_splits, metadata.output_splits), SplitSizes(
             "etp", etp_input_splits, metadata.etp_splits
@@ -164,7 +164,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return None if metadata.expert_order is None else PermuteMap.from_order(*metadata.expert_order)
 
     def combine_preprocess(self, y_RH: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        """Back into the order of arrival."""
+        """Return the rows to the order of arrival."""
         return y_RH if metadata.expert_order is None else reorder(y_RH, *reversed(metadata.expert_order))
 
     def combine_communicate(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
@@ -221,7 +221,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
     def _build_metadata(
         self, permutation: Permutation, probs_TK: Tensor, counts: Tensor, host_sizes: Tensor
     ) -> AllToAllMetadata:
-        """Compute the metadata from the counts of all ranks, and what `_host_sizes` returned for them."""
+        """Compute the metadata from the counts of all ranks, and the result of `_host_sizes` for them."""
         return self._metadata_from_sizes(permutation, probs_TK, self._received(counts), host_sizes)
 
     def _metadata_from_sizes(
@@ -235,10 +235,10 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         """Compute the metadata; nothing waits for the device.
 
         Args:
-            permutation: of this rank's routed tokens, by destination ep member, then by expert there.
+            permutation: permutation of this rank's routed tokens, by destination ep member, then by expert there.
             probs_TK: routing probabilities.
             received: as in `_sizes`, on the device.
-            sizes: of `_sizes`, on the host.
+            sizes: result of `_sizes`, on the host.
             migration: migrated experts.
         """
         num_sources = self._etp.size * self._ep.size
@@ -264,7 +264,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return self._by_destination(counts[self._members])
 
     def _padded_counts(self, padded_capacity: int, device: torch.device) -> Tensor:
-        """Return the counts of padded experts, as `_all_gather_counts`."""
+        """Return the counts of padded experts in the form of `_all_gather_counts`."""
         return self._by_destination(torch.full((self._experts.size, self._num_experts), padded_capacity, device=device))
 
     def _by_destination(self, counts_SE: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""All-to-all that sends a token once to each ep rank that holds any of its experts, and one partial sum of it back."""
+"""All-to-all that sends a token once to each ep rank that holds any of its experts, and returns one partial sum."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,11 +46,11 @@ class DedupMetadata:
 
 
 class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
-    """Dispatcher with an all-to-all over ep in which no token is sent twice to a rank; etp is 1.
+    """Dispatcher with an all-to-all over ep that sends no token twice to a rank; etp is 1.
 
     A token that chose k experts of a rank is sent once instead of k times, with its choices and their probabilities,
     and the rank returns the weighted sum of the k outputs, as DeepEP does (github.com/deepseek-ai/DeepEP). Sums over
-    the experts of a token are so grouped by rank.
+    the experts of a token are therefore grouped by rank.
 
     Args:
         ep: ranks that hold different experts; member i holds the i-th part of them.
@@ -168,7 +168,7 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
         return permute_probs(metadata.probs_NK, metadata.permutation), replace(metadata, probs_NK=None)
 
     def _host_sizes(self, counts: Tensor) -> Tensor:
-        """Return what the host must know: tokens sent to and received from each member, and rows of the experts.
+        """Return the counts that the host needs: tokens sent to and received from each member, and rows of the experts.
 
         Args:
             counts: tokens and routed tokens, [source, destination, 2].

@@ -1,4 +1,4 @@
-"""All-to-all that sends a token once to each ep rank that holds any of its experts, and one partial sum of it back."""
+"""All-to-all that sends a token once to each ep rank that holds any of its experts, and returns one partial sum."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DedupAllToAll(DispatcherPart):
-    """Send a token once to each rank, whatever the number of its experts there."""
+    """Send a token once to each rank, for any number of its experts there."""
 
     needs_spread_experts: ClassVar[bool] = True
     sends_once: ClassVar[bool] = True

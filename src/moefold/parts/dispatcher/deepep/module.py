@@ -1,9 +1,8 @@
 """DeepEP dispatcher (github.com/deepseek-ai/DeepEP): a token is sent once to each rank that holds its experts.
 
-The plain all-to-all sends a token once for each chosen expert. DeepEP sends it once to each rank that holds any of
-its experts, copies it there, and returns one partial sum from each of those ranks. This adapter is written against the
-documented interface of `deep_ep.Buffer` and tested against a stand-in for that contract. It has not been run on
-hardware.
+The plain all-to-all sends a token once for each chosen expert. DeepEP sends it once to each rank that holds any of its
+experts, copies it there, and returns one partial sum from each of these ranks. This adapter is written for the
+documented interface of `deep_ep.Buffer` and tested with an emulation of it. It has not been run on hardware.
 """
 
 from collections.abc import Sequence
@@ -52,13 +51,13 @@ class Buffer(Protocol):
 
         Args:
             x: [T, H], or e4m3 [T, H] with float32 scales [T, H/128]; received tokens have the same form.
-            handle: of an earlier dispatch, whose layout is reused; then no layout is given.
+            handle: handle of an earlier dispatch, whose layout is reused; then no layout is given.
             layout: topk_idx, topk_weights float32 [T, K], and the results of `get_dispatch_layout`.
 
         Returns:
-            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for experts of other
-            ranks, recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the
-            first and the last are given.
+            (recv_x [N, H], recv_topk_idx: local indices of this rank's experts [N, K], -1 for experts of other ranks,
+            recv_topk_weights [N, K], tokens of each expert of this rank, handle, event); with a handle only the first
+            and the last are given.
         """
         ...
 
@@ -67,8 +66,8 @@ class Buffer(Protocol):
 
         Args:
             x: a row for each received token, [N, H].
-            handle: of the dispatch that received them.
-            topk_weights: summed in the same way, [N, K].
+            handle: handle of the dispatch that received them.
+            topk_weights: weights that are summed in the same way, [N, K].
 
         Returns:
             (combined_x [T, H], combined_topk_weights [T, K] or None, event).
@@ -93,8 +92,8 @@ class DeepEPMetadata:
 class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
     """Dispatcher over a DeepEP buffer; etp is 1.
 
-    Unlike with the other dispatchers, the counts of received tokens arrive with the tokens, so that
-    `dispatch_communicate` synchronises with the device too.
+    Unlike in other dispatchers, the counts of received tokens arrive with the tokens, so that `dispatch_communicate`
+    synchronises with the device too.
 
     Args:
         buffer: a `deep_ep.Buffer` over the ranks of ep; member i holds the i-th part of the experts.

@@ -42,7 +42,7 @@ class DeepEP(DispatcherPart):
         moe: "MoEConfig",
         faults: "FaultsConfig",
     ) -> Iterator[str]:
-        """Yield what the kernels cannot do."""
+        """Yield settings that the kernels do not support."""
         p = parallel
         part = model.routed
         if part is None:
@@ -58,13 +58,13 @@ class DeepEP(DispatcherPart):
             yield f"deep_ep supports only bfloat16, and run.dtype={run.dtype!r}"
         if size * 2 % ALIGNMENT_BYTES:
             yield (
-                f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is no multiple of "
+                f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is not a multiple of "
                 f"{ALIGNMENT_BYTES // 2}"
             )
         if chosen_in(moe, WirePart).rounds and size % FP8_BLOCK:
             yield (
                 f"deep_ep has a scale for {FP8_BLOCK} values, and with moe.dispatch_precision="
-                f"'{moe.dispatch_precision}' {width} is no multiple of that"
+                f"'{moe.dispatch_precision}' {width} is not a multiple of that"
             )
         if faults.check_dispatch:
             yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"

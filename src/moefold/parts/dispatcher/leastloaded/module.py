@@ -1,8 +1,8 @@
 """Least-loaded expert parallelism (arXiv:2601.17111): an all-to-all that rebalances overloaded ranks.
 
-Overloaded ranks pass tokens and expert weights to underloaded ones; the gradients of these weights are returned and
-added by their owner. The assignment is computed from integers only, so that all ranks get the same from the same
-counts.
+Overloaded ranks pass tokens and expert weights to underloaded ranks; the gradients of these weights are returned and
+added by their owner. The assignment is computed from integers only, so that all ranks compute the same assignment from
+the same counts.
 """
 
 import heapq
@@ -39,17 +39,17 @@ class RebalanceRule:
     """Minimum tokens of one expert to migrate together with its weights; at least 1."""
 
     def max_tokens_per_rank(self, total: int, num_ranks: int) -> int:
-        """Return the tokens that a rank should not exceed if there are `total`."""
+        """Return the maximum number of tokens of a rank if there are `total` tokens."""
         return math.ceil(self.capacity * total / num_ranks)
 
 
 def plan_rebalance(load_E: Sequence[int] | Counts, num_ranks: int, rule: RebalanceRule) -> Counts:
-    """Compute how many tokens of each expert each rank computes.
+    """Compute the number of tokens of each expert that each rank computes.
 
     Rank r owns experts r*E/P .. (r+1)*E/P - 1. Below the threshold it computes all of their tokens. Above it, each rank
     over the limit gives tokens to the least-loaded rank until it is at the limit: its largest expert first, so that few
-    weights are sent. No rank exceeds the limit by what it receives, and no rank receives fewer than `min_tokens` tokens
-    of an expert. A rank stays over the limit only if no such move is left; with min_tokens=1 there always is one.
+    weights are sent. Received tokens bring no rank over the limit, and no rank receives fewer than `min_tokens` tokens
+    of an expert. A rank stays over the limit only if no such move is left; with min_tokens=1 there is always a move.
 
     Args:
         load_E: tokens of each expert, over all ranks.
@@ -112,9 +112,9 @@ class TokenAssignment:
 
 
 def order_by_rank(sent_PE: Counts) -> Counts:
-    """Compute how a source reorders its rows, which are sorted by expert, for the all-to-all.
+    """Compute the order of a source's rows, which are sorted by expert, for the all-to-all.
 
-    Rows are sorted by destination rank; for one rank, its own experts come first, then received ones.
+    Rows are sorted by destination rank; for one rank, its own experts come first, then received experts.
 
     Args:
         sent_PE: tokens of each expert that this source sends to each rank.
@@ -147,9 +147,9 @@ def _move_chunk(
     limit: int,
     min_tokens: int,
 ) -> bool:
-    """Move one chunk from a rank over the limit to the least-loaded one; returns False if no move is possible.
+    """Move one chunk from a rank over the limit to the least-loaded rank; return False if no move is possible.
 
-    A rank that gave more than its excess has headroom for less than a chunk: it never receives one.
+    A rank that gave more than its excess has headroom for less than a chunk: it never receives a chunk.
     """
     experts_per_rank = assignment_PE.shape[1] // len(loads)
     first = overloaded_rank * experts_per_rank
@@ -171,10 +171,10 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
     """All-to-all dispatcher that rebalances load exactly: routing is unchanged, only the computing rank may differ.
 
     The all-gathered counts of the all-to-all give every rank the whole load, and so the same assignment. Below the
-    threshold it is the plain all-to-all.
+    threshold this is the plain all-to-all.
 
     Args:
-        groups: of the MoE view. Under etp, ranks of the same etp coordinate exchange the same shard of F.
+        groups: groups of the MoE view. Under etp, ranks of the same etp coordinate exchange the same shard of F.
         num_experts: E, over all ranks.
         rule: when and how to move tokens.
         fp8_dispatch: send tokens to the experts in FP8.
@@ -226,10 +226,10 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
 
 @dataclass(frozen=True)
 class MigratedExperts:
-    """Experts that each ep rank sends to each other one, from the view of this rank.
+    """Experts that each ep rank sends to each other rank, from the view of this rank.
 
-    One all-to-all in each direction for each micro-batch, of exactly the weights that are needed. Its autograd node
-    lies between the weights and their use on every rank, so that all ranks reach it in their backward passes.
+    It uses one all-to-all in each direction for each micro-batch, which sends exactly the needed weights. Its autograd
+    node lies between the weights and their use on every rank, so that all ranks reach it in their backward passes.
     """
 
     ep: Group
@@ -266,7 +266,7 @@ class MigratedExperts:
 
 
 def received_experts(assignment_PE: Counts, rank: int) -> Counts:
-    """Return the experts of other ranks of which a rank computes tokens, ascending."""
+    """Return the experts of other ranks whose tokens a rank computes, ascending."""
     is_received_E = (assignment_PE[rank] > 0) & (owner_ranks(*assignment_PE.shape) != rank)
     return is_received_E.nonzero()[0]
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LeastLoaded(DispatcherPart):
-    """Send routed tokens of a busy expert, with a copy of its weights, to a rank that has less to do."""
+    """Send routed tokens of a busy expert, with a copy of its weights, to a rank with less load."""
 
     threshold: Annotated[float, at_least(1)] = 1.3
-    """Move routed tokens where the busiest ep rank has more than this times the mean load."""
+    """Move routed tokens if the busiest ep rank has more than this times the mean load."""
     capacity: Annotated[float, at_least(1)] = 1.1
     """Target load of a rank after the move, as a multiple of the mean load."""
     min_tokens: Annotated[int, at_least(1)] = 64
@@ -35,7 +35,7 @@ class LeastLoaded(DispatcherPart):
     def check(
         self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
     ) -> Iterator[Problem]:
-        """Yield one ep rank, equal loads, and thresholds that cannot apply."""
+        """Yield errors for one ep rank, for equal loads, and for thresholds that cannot apply."""
         yield from super().check(model, parallel, moe, train)
         p = parallel
         if not has_moe_layers(model):
@@ -64,7 +64,7 @@ class LeastLoaded(DispatcherPart):
             yield Problem(
                 f"{self.key}.capacity",
                 self.capacity,
-                f"must be at most threshold={self.threshold}: what a rank may keep needs no relief",
+                f"must be at most threshold={self.threshold}: a smaller load needs no relief",
                 f"choose 1.0 to {self.threshold}",
             )
         ranks = p.ep * p.etp

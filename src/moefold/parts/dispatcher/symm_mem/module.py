@@ -1,8 +1,7 @@
 """Symmetric-memory dispatcher: an all-to-all whose split sizes stay on the device, so that the host never waits.
 
-The price is room for the busiest rank: a rank receives into a buffer of fixed size, `receive_factor` times
-the rows of balanced routing. A step in which a rank would receive more is stopped with an error, before its weights
-change.
+The price is memory for the busiest rank: a rank receives into a buffer of fixed size, `receive_factor` times the rows
+of balanced routing. A step where a rank would receive more is stopped with an error, before its weights change.
 """
 
 from collections.abc import Sequence
@@ -37,8 +36,8 @@ class SymmMemMetadata:
 class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
     """Dispatcher over symmetric memory; etp is 1.
 
-    Received rows are sorted by expert. Rows after the last expert's are undefined: experts that read row counts on the
-    device skip them, and for the others they are cut off.
+    Received rows are sorted by expert. Rows after the last expert's rows are undefined: experts that read row counts on
+    the device skip them, and for other experts they are cut off.
 
     Args:
         ep: ranks that hold different experts; member i holds the i-th part of them.
@@ -68,7 +67,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
         counts = counts_SE.view(self._ep.size, self._ep.size, -1)
         received_D = counts.sum((0, 2))
         self._record_receive(received_D.max())
-        # Nothing is sent to a rank without room: its buffer must not overflow, and the step is stopped at its end.
+        # Nothing is sent to a rank whose buffer would overflow; the step is stopped at its end.
         fits_D = received_D <= self._exchange.capacity
         splits_E = (counts[self._ep.rank] * fits_D.unsqueeze(1)).flatten()
         arriving = counts[:, self._ep.rank].sum(0) * fits_D[self._ep.rank]
@@ -81,7 +80,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
         return received
 
     def dispatch_postprocess(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
-        """Cut off the undefined rows, unless the counts are on the device alone."""
+        """Cut off the undefined rows, unless the counts are only on the device."""
         counts = metadata.tokens_per_expert
         return rows if isinstance(counts, LazyCounts) else rows[: sum(counts)]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_BUFFERS = 3
 """Buffers of `comm/row_exchange.py`: two to send from, one to receive into. All layers of a rank share them."""
 NUM_SPLIT_BUFFERS = 4
-"""Its buffers of two numbers for each expert: two of sizes sent, two of sizes and offsets received."""
+"""Its buffers of two numbers for each expert: two of sent sizes, two of received sizes and offsets."""
 ROW_ALIGNMENT = 16
 """Bytes of a row of its buffers are a multiple of this."""
 
@@ -47,7 +47,7 @@ class SymmMem(DispatcherPart):
         moe: "MoEConfig",
         faults: "FaultsConfig",
     ) -> Iterator[str]:
-        """Yield what the exchange cannot do."""
+        """Yield settings that the exchange does not support."""
         p = parallel
         if p.etp > 1:
             yield f"it sends tokens to whole experts, and parallel.etp={p.etp} shards the experts"
@@ -65,7 +65,7 @@ class SymmMem(DispatcherPart):
             yield "it needs CUDA GPUs, and run.device='cpu'"
 
     def unsupported_here(self, device: Any) -> Iterator[str]:
-        """Yield what the machine lacks: a GPU, the package, or NVSHMEM in torch."""
+        """Yield missing requirements of the machine: a GPU, the package, or NVSHMEM in torch."""
         from moefold.comm.torch_compat import is_nvshmem_available
 
         yield from super().unsupported_here(device)
@@ -77,7 +77,7 @@ class SymmMem(DispatcherPart):
         return ceil(routed * self.receive_factor)
 
     def overflow(self, load: float) -> str:
-        """Say how far the routing is from balanced, and the factor that has room for it."""
+        """Describe how far the routing is from balanced, and the factor that it needs."""
         factor = self.receive_factor
         needed = ceil(load * factor * 10) / 10
         return (
@@ -107,5 +107,5 @@ class SymmMem(DispatcherPart):
         return SymmMemDispatcher(groups.ep, exchange, sizes.num_experts)
 
     def _exchange_sizes(self, sizes: DispatchSizes) -> tuple[int, int, int, int]:
-        """Return the sizes of a `RowExchange`: experts, rows that a rank sends and receives at most, bytes of a row."""
+        """Return the sizes of a `RowExchange`: experts, maximum rows that a rank sends and receives, bytes of a row."""
         return sizes.num_experts, sizes.max_rows, self.room(sizes.max_rows), sizes.width * sizes.item_bytes

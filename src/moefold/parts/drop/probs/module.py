@@ -10,7 +10,7 @@ far below the differences between tokens.
 
 
 def order_by_probability(ids: Tensor, probs: Tensor, by_index: Tensor) -> Tensor:
-    """Return the order by expert, then descending probability, ties by index; arguments as of `DropPart.order`.
+    """Return the order by expert, then descending probability, ties by index; for arguments see `DropPart.order`.
 
     Probabilities are tied if neighbours in their order differ by no more than `TIE_TOLERANCE`. Tokens with equal
     context, such as the first tokens of samples, have equal probabilities in exact arithmetic, and each mapping rounds

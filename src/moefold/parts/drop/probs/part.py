@@ -1,4 +1,4 @@
-"""The most probable tokens are kept: a later token may displace an earlier one."""
+"""The most probable tokens are kept: a later token may displace an earlier token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

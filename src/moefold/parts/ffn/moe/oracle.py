@@ -12,14 +12,14 @@ from moefold.parts.ffn.swiglu.oracle import swiglu
 def output(
     part: Any, weights: Mapping[str, Tensor], x: Tensor, route: Route, round_dispatched: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of the shared expert for x [B, S, H], zeros if there is none, and of the routed experts.
+    """Return the output of the shared expert for x [B, S, H] (zeros without it), and of the routed experts.
 
     Args:
         part: `MoePart`.
-        weights: of the layer, by name.
+        weights: weights of the layer by name.
         x: normalised hidden states.
         route: chooses the experts.
-        round_dispatched: rounds the input of the experts to the number format in which it is sent.
+        round_dispatched: rounds the input of the experts to its number format in the dispatch.
     """
     chosen = route(x, weights["router.weight"], weights["router.bias"] if part.router.bias else None)
     return shared_expert(part, weights, x), routed_experts(part, weights, x, chosen, round_dispatched)
@@ -52,7 +52,7 @@ def routed_experts(
         if part.bias:
             result = result + weights["experts.b_down"][expert]
         if part.probs_on_input:
-            # An expert that a token has not chosen computes 0 of 0, unless it has biases.
+            # An expert that a token has not chosen has input 0 and output 0, unless it has biases.
             weight = (weight != 0).to(weight)
         y = y + weight * result
     if part.latent_size:

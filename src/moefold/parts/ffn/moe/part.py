@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MoePart(RoutedPart):
-    """Add the outputs of the chosen experts, and of a shared expert if there is one."""
+    """Add the outputs of the chosen experts, and of a shared expert if the layer has it."""
 
     recompute_parts: ClassVar[frozenset[str]] = frozenset({"moe", "expert_activation", "shared_experts"})
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few narrow experts."""
+        """Return the part with few narrow experts."""
         num_experts = to.experts(self.num_experts, self.top_k)
         return replace(
             self,
@@ -66,7 +66,7 @@ class MoePart(RoutedPart):
         if "moe" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
         has_shared = self.shared_width > 0
-        # The router saves its input in the compute type, whoever else does.
+        # The router saves its input in the compute type, also if another module saves it.
         saved = sizes.norm_with_output(saves_output=True)
         if has_shared and "shared_experts" not in sizes.recompute:
             saved["shared experts"] += sizes.swiglu(self.shared_width)
@@ -145,7 +145,7 @@ class MoePart(RoutedPart):
         )
 
     def formula(self) -> FeedForwardFormula | None:
-        """Return the shared expert, and all routed ones; see base class."""
+        """Return the shared expert, and all routed experts; see base class."""
         from moefold.parts.ffn.moe.oracle import output
 
         return None if self.activation.formula() is None else partial(output, self)

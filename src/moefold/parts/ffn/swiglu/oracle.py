@@ -9,7 +9,7 @@ def swiglu(weights: Mapping[str, Tensor], x: Tensor, module: str = "") -> Tensor
     """Return the output for x [..., H].
 
     Args:
-        weights: of the network, by name.
+        weights: weights of the network by name.
         x: its input.
         module: start of the names of the weights.
     """

@@ -21,7 +21,7 @@ class SwiGluPart(DensePart):
     recompute_parts: ClassVar[frozenset[str]] = frozenset({"dense_mlp"})
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with a narrow inner width on each rank."""
+        """Return the part with a narrow inner width on each rank."""
         return replace(self, intermediate_size=to.shard_width * to.tp)
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:

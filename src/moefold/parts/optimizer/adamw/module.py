@@ -42,7 +42,7 @@ class OffloadableAdamW(torch.optim.Optimizer):
     rejected.
 
     Args:
-        groups: as of torch.optim.AdamW, each with lr, weight_decay, betas and eps.
+        groups: param groups as for torch.optim.AdamW, each with lr, weight_decay, betas and eps.
         moment_dtype: type of the moments; None: the type of each parameter.
         state_store: store of the moments.
     """
@@ -112,8 +112,8 @@ def _split_views(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
         lists: weights, gradients, first and second moments, and step counts.
 
     Returns:
-        The same lists, with rows in the place of such weights. Their first row has the step count itself, the others
-        have copies of it.
+        The same lists, with rows instead of such weights. Their first row has the step count itself, other rows have
+        copies.
     """
     found: tuple[list[Tensor], ...] = ([], [], [], [], [])
     for weight, grad, first, second, count in zip(*lists, strict=True):

@@ -24,13 +24,13 @@ BYTES_PER_PARAM = 34
 """Memory traffic: gradient 4 twice (norm, update), weight and both moments 4 each read and written, and the bfloat16
 copy written."""
 BF16_MOMENTS_BYTES_PER_PARAM = 118
-"""The same with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded (26 and
-6), the denominator is computed (24) and the weight updated (24), pass by pass, in addition to norm and copy."""
+"""Memory traffic with bfloat16 moments, which no fused kernel updates: each is upcast, decayed, added to and rounded
+(26 and 6), the denominator is computed (24) and the weight updated (24), pass by pass, in addition to norm and copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerPart):
-    """Move each number by its mean gradient over the root of its mean squared gradient, and decay matrices."""
+    """Move each number by its mean gradient divided by the root of its mean squared gradient, and decay matrices."""
 
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype",)
 
@@ -41,7 +41,7 @@ class AdamW(OptimizerPart):
     eps: Annotated[float, POSITIVE] = 1e-8
     """Number that is added to the root of the second moment."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """Decoupled weight decay of matrices; norms and biases have no decay."""
     moment_dtype: Annotated[Literal["float32", "bfloat16"], Judged.FORMAT] = "float32"
     """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
     computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
@@ -49,17 +49,17 @@ class AdamW(OptimizerPart):
 
     @property
     def has_bf16_moments(self) -> bool:
-        """Return whether moments are bfloat16 between steps."""
+        """True if moments are bfloat16 between steps."""
         return self.moment_dtype == "bfloat16"
 
     @property
     def state_dtype(self) -> str:
-        """Return the type of the moments; empty: the type of the master weights."""
+        """Type of the moments; empty: the type of the master weights."""
         return "bfloat16" if self.has_bf16_moments else ""
 
     @property
     def smallest_divisor(self) -> float:
-        """Least number that an update divides a gradient by."""
+        """Smallest number that an update divides a gradient by."""
         return self.eps
 
     def with_moment_dtype(self, dtype: Literal["float32", "bfloat16"]) -> Self:
@@ -76,11 +76,11 @@ class AdamW(OptimizerPart):
         return BF16_MOMENTS_BYTES_PER_PARAM if self.has_bf16_moments else BYTES_PER_PARAM
 
     def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
-        """Yield decays that a bfloat16 moment is too coarse for."""
+        """Yield errors for decays for which a bfloat16 moment is too coarse."""
         yield from self._imprecise_decays({"beta1": self.beta1, "beta2": self.beta2})
 
     def _imprecise_decays(self, decays: Mapping[str, float]) -> Iterator[Problem]:
-        """Yield the decays, by setting, with which what a step adds is lost in rounding."""
+        """Yield the decays, by setting, with which rounding loses the change of a step."""
         for name, decay in decays.items() if self.has_bf16_moments else ():
             if decay > MAX_BF16_MOMENT_DECAY:
                 yield Problem(

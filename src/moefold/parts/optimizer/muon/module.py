@@ -1,4 +1,4 @@
-"""Muon (Keller Jordan, 2024; arXiv:2502.16982): orthogonalised momentum of each logical matrix, however sharded.
+"""Muon (Keller Jordan, 2024; arXiv:2502.16982): orthogonalised momentum of each logical matrix, under any sharding.
 
 W <- W * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * orthogonal(g + momentum * M), with the momentum
 M <- momentum * M + g. The factor gives an update the root mean square of AdamW's, about 0.2, so that both share one
@@ -30,7 +30,7 @@ def logical_matrices(weight: ParamSpec, matrix: Tensor) -> Sequence[Tensor]:
     """Return the logical matrices of a parameter for Muon, as views of its rows.
 
     Returns:
-        Tensors of two or three dims; the rows of the matrix are all dims but the last.
+        Tensors of two or three dims; the rows of the matrix are all dims except the last.
     """
     rows = weight.matrix_rows
     return matrix.unflatten(0, (-1, sum(rows))).split(rows, 1) if rows else (matrix,)
@@ -63,8 +63,8 @@ class MuonOptimizer(torch.optim.Optimizer):
         matrices: the parameters of Muon by name; 2D, or 3D with one matrix per index of the first dim.
         fallback: optimizer of all other parameters.
         part: momentum, steps and weight decay.
-        split: returns the logical matrices of a full one, as views.
-        run: the stage, over which constructor and step are collective; learning rate and store of the momenta.
+        split: returns the logical matrices of a full matrix, as views.
+        run: the stage (constructor and step are collective over it), learning rate and store of the momenta.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class MuonOptimizer(torch.optim.Optimizer):
 
 
 def build_muon(part: Muon, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> MuonOptimizer:
-    """Build Muon with AdamW for the parameters that it leaves; collective over the stage.
+    """Build Muon, with AdamW for all other parameters; collective over the stage.
 
     Args:
         part: the settings.
         parameters: parameters of this rank, by name.
-        run: what it is built for.
+        run: learning rate, ranks and store.
     """
     matrices = {name: p for name, p in parameters.items() if part.gathers(run.weights[name])}
     fallback = build_adamw(part, {name: p for name, p in parameters.items() if name not in matrices}, run)

@@ -26,7 +26,7 @@ BYTES_PER_PARAM = 58
 """Memory traffic for the local shard of a matrix: norm 4, decayed weight 8, momentum 20, Nesterov 12, update 12, copy
 2."""
 BF16_MOMENTUM_BYTES_PER_PARAM = 68
-"""The same with a bfloat16 momentum, which is upcast and rounded."""
+"""Memory traffic with a bfloat16 momentum, which is upcast and rounded."""
 OWNER_BYTES_PER_PARAM = 52
 """Memory traffic on the owner of a full matrix: packed, unpacked, normalised, scaled, and packed again."""
 KERNELS_PER_MATRIX = 8
@@ -40,12 +40,12 @@ class Muon(AdamW):
     state_fields: ClassVar[tuple[str, ...]] = ("moment_dtype", "groups")
 
     groups: tuple[str, ...] = MUON_GROUPS
-    """Groups of matrices that Muon updates, of those that the model has; AdamW updates the others, and always
-    embeddings, head, norms, biases and gates. mtp: the input projection of multi-token prediction."""
+    """Groups of matrices of the model that Muon updates; AdamW updates all other groups, and always embeddings, head,
+    norms, biases and gates. mtp: the input projection of multi-token prediction."""
     momentum: Annotated[float, BELOW_ONE] = 0.95
     """Decay of Muon's Nesterov momentum."""
     ns_steps: Annotated[int, at_least(1), Most(100)] = 5
-    """Newton-Schulz iterations with which Muon orthogonalises a matrix."""
+    """Newton-Schulz iterations that Muon uses to orthogonalise a matrix."""
 
     def gathers(self, weight: ParamSpec) -> bool:
         """Return whether Muon updates a weight, instead of AdamW."""
@@ -69,7 +69,7 @@ class Muon(AdamW):
         return MatrixWork(self.ns_steps, gemms, KERNELS_PER_MATRIX, OWNER_BYTES_PER_PARAM)
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
-        """Yield groups that are unknown, named twice or not in the model, and decays as AdamW does."""
+        """Yield errors for groups that are unknown, named twice or not in the model, and the errors of AdamW."""
         yield from super().check()
         yield from self._imprecise_decays({"momentum": self.momentum})
         key = f"{self.key}.groups"
@@ -78,10 +78,10 @@ class Muon(AdamW):
             yield Problem(key, [], "leaves Muon nothing", f"name some of {names}, or choose optimizer='adamw'")
         for group in dict.fromkeys(self.groups):
             if group not in MUON_GROUPS:
-                yield Problem(key, None, f"has {group!r}, which is no group of matrices", f"choose from {names}")
+                yield Problem(key, None, f"has {group!r}, which is not a group of matrices", f"choose from {names}")
             elif (count := self.groups.count(group)) > 1:
                 yield Problem(key, None, f"names {group!r} {count} times", "name it once")
-        # The default, all groups, means those that the model has.
+        # The default, all groups, means all groups that the model has.
         lacking = {} if set(self.groups) == set(MUON_GROUPS) else _lacking_groups(model)
         for group in (group for group in lacking if group in self.groups):
             yield Problem(

@@ -1,6 +1,6 @@
 """Redistribution of sharded matrices for Muon: gather each on one rank, compute there, scatter the result.
 
-The ranks of a pipeline stage together hold all its parameters, whatever tp, ep, etp and FSDP shard. So one group is
+The ranks of a pipeline stage together hold all its parameters, under any tp, ep, etp and FSDP sharding. So one group is
 enough for both views, independent of the axes: each rank reports the slice of each tensor that it holds.
 """
 
@@ -51,7 +51,7 @@ class _Matrix:
     key: MatrixKey
     shape: tuple[int, int]
     shards: dict[int, MatrixShard]
-    """The shard of each member that has one."""
+    """The shard of each member that has a shard."""
     source_members: frozenset[int]
     """Members whose shards together cover the matrix, each element once."""
     owner: int
@@ -67,8 +67,8 @@ _Transfer = list[tuple[_Matrix, MatrixShard]]
 class MatrixRedistributor:
     """Gathers each matrix of a group of ranks on one owner, with the work balanced over the owners.
 
-    A matrix that some member holds in full is owned by such a member. Of the others, the largest first, each goes to
-    the member with the least work. So only sharded matrices are sent.
+    A matrix that some member holds in full is owned by such a member. Every other matrix, the largest first, is
+    assigned to the member with the least work. So only sharded matrices are sent.
 
     The constructor and `run` are collective over the group.
 
@@ -138,7 +138,7 @@ class MatrixRedistributor:
     def _all_to_all_parts(
         self, parts: Sequence[Tensor], sends: Sequence[_Transfer], receives: Sequence[_Transfer]
     ) -> Iterator[tuple[_Matrix, MatrixShard, Tensor]]:
-        """Send the parts by all-to-all, those for the first member first, and yield the received parts."""
+        """Send the parts by all-to-all, in the order of the members, and yield the received parts."""
         flat = torch.cat([self._empty, *(part.flatten() for part in parts)])
         counts = [
             [sum(shard.numel for _, shard in transfer) for transfer in transfers] for transfers in (sends, receives)
@@ -182,7 +182,7 @@ def _balance_owners(matrices: Sequence[_UnassignedMatrix], num_members: int) -> 
 
     work = [0] * num_members
     assigned = []
-    # Matrices held in full by a member come first, as their owners are fixed; the others then even out the load.
+    # Matrices held in full by a member come first, as their owners are fixed; all others then even out the load.
     for entry in sorted(matrices, key=lambda entry: (not holders(entry), -cost(entry), entry[0])):
         key, shape, shards = entry
         owner = min(holders(entry) or range(num_members), key=lambda member: (work[member], member))

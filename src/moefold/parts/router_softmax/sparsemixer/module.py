@@ -1,7 +1,7 @@
-"""SparseMixer-v2: a router whose choices are sampled in training (arXiv:2409.12136), as Phi-3.5-MoE has it.
+"""SparseMixer-v2: a router whose choices are sampled in training (arXiv:2409.12136), as in Phi-3.5-MoE.
 
-A token chooses its experts one after another. Each choice has a softmax of its own, over the experts that are not
-chosen yet and whose logits are close to the best of them. In evaluation the best one is chosen; in training one is
+A token chooses its experts one after another. Each choice has its own softmax, over the experts that are not chosen yet
+and whose logits are close to the best of them. In evaluation the best expert is chosen; in training an expert is
 sampled. The routing weight is the probability of the chosen expert in that softmax.
 """
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FULL_STEP_SHARE = 0.25
-"""Share of the sampled choices, other than the best one, whose weight is not reduced (Heun's third-order method)."""
+"""Share of the sampled choices, without choices of the best expert, with full weight (Heun's third-order method)."""
 MIDPOINT_WEIGHT = 1 / 3
 """Factor of the reduced weights."""
 
@@ -21,8 +21,8 @@ def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tenso
         logits_TE: float32 or float64.
         top_k: K.
         jitter: half the relative distance to the best logit up to which an expert takes part.
-        noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: choose the best expert, of equal ones the
-            lowest.
+        noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: choose the best expert, or the lowest of
+            several best experts.
     """
     logits_TE = logits_TE.detach()
     gumbel_KTE = None
@@ -44,14 +44,14 @@ def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tenso
 def mixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float, noise_TN: Tensor | None) -> Tensor:
     """Compute the routing weights of chosen experts, [T, K].
 
-    In training the weight of a choice that is not the best one is reduced to a third with probability 3/4, without an
-    effect on its gradient: that is the estimate of the gradient through the sampling by Heun's third-order method.
+    In training the weight of a choice that is not the best is reduced to a third with probability 3/4, without an
+    effect on its gradient: Heun's third-order method estimates the gradient through the sampling in this way.
 
     Args:
         logits_TE: float32 or float64.
         ids_TK: chosen experts, int64, in order.
-        jitter: as of `sample_experts`.
-        noise_TN: the numbers with which the choices were sampled; None in evaluation.
+        jitter: see `sample_experts`.
+        noise_TN: the numbers that sampled the choices; None in evaluation.
     """
     is_chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
     step_TK = None
@@ -72,10 +72,10 @@ def mixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float, noise_TN: Te
 
 
 def _close_to_best(logits_TE: Tensor, is_chosen_TE: Tensor, jitter: float) -> Tensor:
-    """Mask the experts that are chosen already, and those too far below the best of the others.
+    """Mask the experts that are already chosen, and experts too far below the best of the others.
 
-    The distance is relative to the larger of the best logit and the magnitude of the expert's own. All logits 0: none
-    is too far.
+    The distance is relative to the larger of the best logit and the magnitude of the expert's logit. If all logits are
+    0, no expert is too far.
     """
     free_TE = logits_TE.masked_fill(is_chosen_TE, float("-inf"))
     best_T1 = free_TE.detach().amax(1, keepdim=True)

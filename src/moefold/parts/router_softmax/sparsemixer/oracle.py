@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def noise_width(top_k: int, num_experts: int) -> int:
-    """Return the uniform numbers of a token: for each choice one of each expert, and one for its weight."""
+    """Return the uniform numbers of a token: for each choice, one for each expert and one for its weight."""
     return sum(num_experts + 1 for _ in range(top_k))
 
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseMixer(RouterSoftmaxPart):
-    """Each choice has a softmax of its own, over the experts that are not chosen yet and close to the best one."""
+    """Each choice has its own softmax, over the experts that are not chosen yet and close to the best expert."""
 
     jitter: Annotated[float, POSITIVE] = 0.01
     """Half the relative distance to the best logit up to which an expert takes part in a choice."""
     samples: Annotated[bool, SAME_TENSORS] = True
-    """Sample the choices in training; false: take the best ones."""
+    """Sample the choices in training; false: take the best experts."""
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor":
-        """Return the choices: sampled where there is noise, else the best ones."""
+        """Return the choices: sampled if there is noise, otherwise the best experts."""
         from moefold.parts.router_softmax.sparsemixer.module import sample_experts
 
         return sample_experts(logits_TE, top_k, self.jitter, noise_TN)
@@ -42,23 +42,23 @@ class SparseMixer(RouterSoftmaxPart):
         return mixer_weights(logits_TE, ids_TK, self.jitter, noise_TN)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
-        """Return the uniform numbers of a token: one of each expert and one more, for each choice."""
+        """Return the number of uniform numbers of a token: one for each expert and one more, for each choice."""
         return top_k * (num_choices + 1) if self.samples else 0
 
     @property
     def chooses(self) -> bool:
-        """Return True."""
+        """True: SparseMixer chooses the experts."""
         return True
 
     def uniform_weight(self, num_experts: int) -> None:
-        """Return None: each choice is among fewer experts than the one before."""
+        """Return None: each choice is among fewer experts than the choice before."""
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
         """Return the bytes of a softmax and two masks for each choice."""
         return top_k * num_choices * (value_bytes + 2)
 
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
-        """Yield what else would decide over the choices than the logits."""
+        """Yield errors for settings, other than the logits, that would decide over the choices."""
         part = model.routed
         if part is None or not part.router.chooses:
             return
@@ -72,13 +72,13 @@ class SparseMixer(RouterSoftmaxPart):
                 yield Problem(
                     self.key,
                     self.kind,
-                    f"does not go with {name}: it chooses by the logits alone, and the weights of a token have no "
+                    f"does not go with {name}: it chooses only by the logits, and the weights of a token have no "
                     "fixed sum",
                     f"choose {way_out}, or softmax='pre'",
                 )
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with more experts that count as close: random logits differ by more than a trained router's."""
+        """Return the part with more close experts: random logits differ by more than the logits of a trained router."""
         return replace(self, jitter=max(self.jitter, 0.6))
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
@@ -86,7 +86,7 @@ class SparseMixer(RouterSoftmaxPart):
         from moefold.parts.router_softmax.sparsemixer.oracle import noise_width, sparse_mixer
 
         def weights(chosen: "Tensor") -> "Tensor":
-            raise AssertionError("its weights are no scores")
+            raise AssertionError("its weights are not scores")
 
         def formula(softmax: Callable[["Tensor"], "Tensor"]) -> ScoreFormula:
             choose: Callable[..., Any] = partial(sparse_mixer, jitter=self.jitter)
