@@ -228,7 +228,7 @@ class _Once:
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         poisoned = poison_gradient(module, inputs, output)
         self.calls += poisoned is not output
-        return poisoned if self.calls == 3 else output
+        return poisoned if self.calls == 2 else output
 
 
 def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(fresh_pool, tmp_path):
