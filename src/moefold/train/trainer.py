@@ -347,7 +347,7 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     """Disable the automatic garbage collection inside this context, and restore it at the end.
 
     Python's collector starts at some allocation, on each rank in another step, and the ranks of a collective wait for
-    one after another. What exists at the start is frozen, unless the caller froze objects: Python can only unfreeze all.
+    one after another. What exists at the start is frozen, unless the caller froze objects: Python unfreezes all.
 
     Yields:
         A function to call after each step with its number, which collects where it is due.
