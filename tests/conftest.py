@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import signal
 from collections import Counter
@@ -40,6 +41,10 @@ def pytest_collection_finish() -> None:
     # Frozen objects are not destroyed at exit, about which triton's library complains.
     atexit.register(gc.unfreeze)
     gc.enable()
+    # pytest adds its handlers to each logger that keeps what it gets to itself, 44 of torch, three times a test.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,10 +1,11 @@
 """Ranks that serve all tests of a file: the start of ranks and the first step cost more than further calls.
 
 A folder whose conftest.py imports `pool` from here has such ranks. Tests of what a rank finds at its start, or leaves
-behind, ask for `fresh_pool`.
+behind, ask for `fresh_pool`. A call that leaves a function of moefold replaced, or a hook of all modules, fails.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -28,6 +29,13 @@ MOST_RANKS = 4
 """Tasks of more ranks take long: each has its own."""
 MOST_CALLS = 16
 """Of the same ranks: each call leaves its process groups."""
+HOOKS = {
+    name: value
+    for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+    for name, value in vars(sys.modules[module]).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+}
+"""Hooks of all modules and of all optimizers."""
 TIMEOUT_S = 280.0
 """Of the process groups; less than pytest's limit for a test."""
 
@@ -130,6 +138,8 @@ def _serve(calls: Connection) -> None:
     """Make calls until one fails or the caller is gone."""
     environment = dict(os.environ)
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    # One rank looks: to look at a function copies the page of memory that it lies in.
+    code = _code() if dist.get_rank() == 0 else []
     while True:
         function, args, timeout_s = calls.recv()
         faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
@@ -139,8 +149,37 @@ def _serve(calls: Connection) -> None:
         random.setstate(numbers[1])
         np.random.set_state(numbers[2])
         result = function(*args)
+        if left := _left_behind(code):
+            raise AssertionError(f"{function} left {left} behind: its test has to ask for fresh_pool")
         dist.barrier()
         calls.send_bytes(pickle.dumps((True, result)))
+
+
+def _code() -> list[tuple[dict[str, Any], str, object]]:
+    """Return the functions and classes of all modules of moefold, and what is in those classes, with their places."""
+    found = []
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("moefold."):
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, type) and value.__module__ == module_name:
+                found += [(value, key, each) for key, each in vars(value).items() if callable(each)]
+            if callable(value):
+                found.append((module, name, value))
+    return [(vars(owner), name, value) for owner, name, value in found]
+
+
+def _left_behind(code: list[tuple[Any, str, object]]) -> str:
+    """Return what a call has replaced and what hooks it has left, in words."""
+    replaced = [
+        getattr(value, "__qualname__", name)
+        for names, name, value in code
+        # The first optimizer of a class has torch wrap its step, for good.
+        if names.get(name) is not value and not hasattr(names.get(name), "hooked")
+    ]
+    hooks = [name for name, hooks in HOOKS.items() if hooks]
+    collector = [] if gc.isenabled() and not gc.get_debug() else ["another garbage collection"]
+    return ", ".join([*replaced, *hooks, *collector])
 
 
 @pytest.fixture(scope="module")

@@ -40,3 +40,22 @@ def test_a_call_that_fails_is_told_and_ends_its_ranks(pool):
     after = pool.run(2, _draw, "a")
     assert {process for process, _, _ in before}.isdisjoint(process for process, _, _ in after)
     assert [drawn for _, drawn, _ in before] == [drawn for _, drawn, _ in after]
+
+
+def _replace_a_function() -> None:
+    from moefold.parallel import parallelize
+
+    parallelize.shard_data_parallel = lambda *_: None
+
+
+def _leave_a_hook() -> None:
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("leave", "named"),
+    [(_replace_a_function, "left shard_data_parallel behind"), (_leave_a_hook, "left _global_forward_hooks behind")],
+)
+def test_what_a_call_leaves_is_an_error(pool, leave, named):
+    with pytest.raises(WorkerError, match=named):
+        pool.run(1, leave)

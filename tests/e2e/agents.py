@@ -2,18 +2,17 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.command import ROOT, environment
-from tests.e2e.forked import run_forked, start_program
+from tests.e2e.forked import kill_all, run_forked, start_program
 
 QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun detects a lost node, and stops waiting for more nodes, within seconds instead of half a minute."""
@@ -36,10 +35,7 @@ class Job:
 
     def kill(self) -> None:
         """Kill all processes at once, as a power failure would."""
-        # torchrun gives each rank a session of its own.
-        for process in [self.process.pid, *_children(self.process.pid)]:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_all(self.process.pid)
         self.process.wait()
 
     def text(self) -> str:
@@ -114,12 +110,6 @@ def run_on_ranks(words: Sequence[str], count: int, timeout_s: float = 240.0) -> 
     status = max(done.returncode for done in ranks)
     output, errors = ("".join(getattr(done, stream) for done in ranks) for stream in ("stdout", "stderr"))
     return subprocess.CompletedProcess(list(words), status, output, errors)
-
-
-def _children(process: int) -> list[int]:
-    listed = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
-    found = [int(word) for word in listed.stdout.split()]
-    return [*found, *(below for child in found for below in _children(child))]
 
 
 @contextmanager

@@ -126,12 +126,26 @@ def interrupt_forked(
             process.join(100)
             assert process.exitcode is not None
         finally:
+            # Where the test was interrupted, all go on; where the launcher has ended, its ranks may.
+            kill_all(process.pid)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
             process.join()
         output, errors = (path.read_text() if path.exists() else "" for path in printed)
     return subprocess.CompletedProcess(list(words), process.exitcode, output, errors), process.pid
+
+
+def kill_all(process: int) -> None:
+    """Kill a process and its descendants at once: torchrun gives each rank a session of its own."""
+    for number in [process, *_descendants(process)]:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def _descendants(process: int) -> list[int]:
+    listed = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False)
+    found = [int(word) for word in listed.stdout.split()]
+    return [*found, *(below for child in found for below in _descendants(child))]
 
 
 def _command(words: Sequence[str], printed: Sequence[Path], cwd: Path, environment: Mapping[str, str]) -> None:

@@ -184,12 +184,12 @@ def test_sigterm_to_torchrun_saves_and_exits_in_time(tmp_path):
         os.kill(agent, signal.SIGTERM)
 
     # That several ranks agree on the step at which they stop: test_interrupt.py.
-    endless = ("parallel.elastic=true", "checkpoint.every=100000", "run.steps=100000")
-    words = _after_torchrun(run_dir, *endless, num_ranks=1)
+    long = ("parallel.elastic=true", "checkpoint.every=5000", "run.steps=5000")
+    words = _after_torchrun(run_dir, *long, num_ranks=1)
     done, _ = interrupt_forked(words, lambda _: _trains_on(1, run_dir, 3), stop, ROOT, environment(), TORCHRUN)
     took_s = time.monotonic() - sent_s[0]
     print(f"saved and gone after {took_s:.1f} s")
-    assert f"stopped by SIGTERM after step {len(losses(run_dir))} of 100000" in done.stdout
+    assert f"stopped by SIGTERM after step {len(losses(run_dir))} of 5000" in done.stdout
     assert checkpoints(run_dir) == [f"step-{len(losses(run_dir)):06d}"]
     assert took_s < 15
 

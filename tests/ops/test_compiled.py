@@ -1,5 +1,7 @@
 """Compiled parts of a block equal norms, RoPE and SwiGLU one after another, and compile once for all layers."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,17 @@ def test_inductor_normalises_and_rotates(dtype):
     _assert_rotates_like_the_modules(CompiledQKNormRope(), _rope(4, True, False, dtype), dtype)
 
 
+@pytest.fixture
+def _short_compilation() -> Iterator[None]:
+    """Inductor compiles in this process, no header ahead of its kernels, and takes the vector instructions as found."""
+    import torch._inductor.config as settings
+
+    # With an empty cache 12 s of CPU time in place of 23.
+    with settings.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}):
+        yield
+
+
+@pytest.mark.usefixtures("_short_compilation")
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_inductor_computes_the_same(dtype):
     inputs = tuple(_leaf(3, 6, dtype=dtype) for _ in range(2))

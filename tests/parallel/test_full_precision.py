@@ -49,13 +49,13 @@ def _in_bfloat16(cfg: Config) -> Config:
     ],
     ids=str,
 )
-def test_several_ranks_read_the_weights_in_exponents_as_one_does(pool, mapping):
+def test_several_ranks_read_the_weights_in_exponents_as_one_does(fresh_pool, mapping):
     one, several = (
         _in_bfloat16(tiny(model=HYBRID, train={"global_batch_size": 4}, **settings))
         for settings in ({}, {"world_size": 2} | mapping)
     )
-    (expected,) = pool.run(1, _weights_read, one)
-    for read, gradients in pool.run(2, _weights_read, several):
+    (expected,) = fresh_pool.run(1, _weights_read, one)
+    for read, gradients in fresh_pool.run(2, _weights_read, several):
         assert [weight.dtype for weight in read] == [torch.float32] * 2
         for weight, theirs in zip(read, expected[0], strict=True):
             assert torch.equal(weight, theirs)

@@ -58,12 +58,12 @@ def _choices(case: Case) -> tuple[list[str], list[str], int, list[str]]:
     return before, after, len(measured), messages
 
 
-def _run(pool, tmp_path, *times, devices=("H100", "H100")):
-    return pool.run(2, _choices, Case(list(times), list(devices), tmp_path))
+def _run(fresh_pool, tmp_path, *times, devices=("H100", "H100")):
+    return fresh_pool.run(2, _choices, Case(list(times), list(devices), tmp_path))
 
 
-def test_the_slowest_rank_decides_and_the_next_run_measures_nothing(pool, tmp_path):
-    first, second = _run(pool, tmp_path, (2.0, 1.0), (2.0, 3.0))
+def test_the_slowest_rank_decides_and_the_next_run_measures_nothing(fresh_pool, tmp_path):
+    first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, 3.0))
     # Alone, rank 0 would choose the second candidate.
     assert (first[0], second[0]) == (["one"], ["one", "one"])
     assert first[1] == second[1] == ["one", "one"]
@@ -77,23 +77,23 @@ def test_the_slowest_rank_decides_and_the_next_run_measures_nothing(pool, tmp_pa
     # Rank 1 has no record of its own: it uses what rank 0 has.
     changed = {"10": {"one": 2.0, "two": 1.0}, "7": recorded["7"]}
     path.write_text(json.dumps({"environment": {"device": "H100"}, "ms": {"product: 64, True": changed}}))
-    first, second = _run(pool, tmp_path, (9.0, 9.0), (9.0, 9.0))
+    first, second = _run(fresh_pool, tmp_path, (9.0, 9.0), (9.0, 9.0))
     assert (first[0], second[0]) == (["two"], ["two", "one"])
     assert first[1] == second[1] == ["two", "one"]
     assert (first[2], second[2]) == (0, 0)
     assert first[3][0] == second[3][0] == "kernels by 2 recorded times of H100"
 
 
-def test_what_raises_on_one_rank_is_chosen_on_none(pool, tmp_path):
-    first, second = _run(pool, tmp_path, (2.0, 1.0), (2.0, None))
+def test_what_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
+    first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, None))
     assert first[1] == second[1] == ["one", "one"]
     assert "not used, as they raise: product by two" in first[3][1]
     (path,) = (tmp_path / "0" / "moefold").glob("*.kernels.json")
     assert json.loads(path.read_text())["ms"] == {}
 
 
-def test_ranks_of_two_kinds_of_device_choose_alike_and_record_nothing(pool, tmp_path):
-    first, second = _run(pool, tmp_path, (2.0, 1.0), (2.0, 1.0), devices=("H100", "H200"))
+def test_ranks_of_two_kinds_of_device_choose_alike_and_record_nothing(fresh_pool, tmp_path):
+    first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, 1.0), devices=("H100", "H200"))
     assert first[1] == second[1] == ["two", "two"]
     assert first[3][0] == "recorded kernel times are not used, as ranks differ in device"
     assert first[3][1].endswith("; not recorded, as ranks differ in device")

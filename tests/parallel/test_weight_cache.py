@@ -110,26 +110,26 @@ def _records(runs: list[tuple[DistributedRecord, int]], others: list[tuple[Distr
 
 
 @pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in CASES if name not in FAST)])
-def test_a_step_gives_the_bits_of_weights_that_are_quantised_in_every_gemm(pool, name):
+def test_a_step_gives_the_bits_of_weights_that_are_quantised_in_every_gemm(fresh_pool, name):
     """Compare gradients, two updates and an evaluation with the run without a cache."""
     cfg = CASES[name].config()
-    cached, uncached = run_each(pool, cfg.parallel.world_size, _run, (cfg, 2), (cfg, 2, NO_CACHE))
+    cached, uncached = run_each(fresh_pool, cfg.parallel.world_size, _run, (cfg, 2), (cfg, 2, NO_CACHE))
     assert_equal_bits(_records(uncached, cached))
     for (_, count), (_, all_of_them) in zip(cached, uncached, strict=True):
         assert count == pytest.approx(CASES[name].remaining * all_of_them)
 
 
-def test_migrated_experts_are_not_cached(pool):
+def test_migrated_experts_are_not_cached(fresh_pool):
     """`leastloaded` receives the weights of other experts in each micro-batch, in tensors that are no parameters."""
     cfg = CacheCase({"ep": 2, "dispatcher": "leastloaded"}, 0.0, moe=LOAN).config()
-    cached, uncached = run_each(pool, 2, _run, (cfg, 2), (cfg, 2, NO_CACHE))
+    cached, uncached = run_each(fresh_pool, 2, _run, (cfg, 2), (cfg, 2, NO_CACHE))
     assert_equal_bits(_records(uncached, cached))
     assert all(count < all_of_them for (_, count), (_, all_of_them) in zip(cached, uncached, strict=True))
 
 
-def test_a_stale_weight_would_be_noticed(pool):
+def test_a_stale_weight_would_be_noticed(fresh_pool):
     cfg = CASES["zero 1"].config()
-    uncached, stale = run_each(pool, 2, _run, (cfg, 2, NO_CACHE), (cfg, 2, EndlessCache()))
+    uncached, stale = run_each(fresh_pool, 2, _run, (cfg, 2, NO_CACHE), (cfg, 2, EndlessCache()))
     with pytest.raises(AssertionError, match="weights"):
         assert_equal_bits(_records(uncached, stale))
 
@@ -142,9 +142,9 @@ def _cached_bytes(cfg: Config) -> int:
 
 
 @pytest.mark.parametrize("attention", [{}, LATENT])
-def test_the_memory_formula_counts_every_quantised_weight(pool, attention):
+def test_the_memory_formula_counts_every_quantised_weight(fresh_pool, attention):
     model = {"mtp_layers": 1, "ffn.moe.bias": True}
     cfg = CacheCase({"ep": 2}, 0.0, model=model | attention).config()
     units = (*cfg.model.decoder_layers, "mtp")
     weights = [weight.shard(1, 2, 1) for unit in units for weight in unit_weights(cfg.model, cfg.lora, unit)]
-    assert pool.run(2, _cached_bytes, cfg) == [quantized_copy_bytes(weights)] * 2
+    assert fresh_pool.run(2, _cached_bytes, cfg) == [quantized_copy_bytes(weights)] * 2

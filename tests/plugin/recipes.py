@@ -34,7 +34,7 @@ SIZES = (
     "data.kind=synthetic",
     "train.seq_len=16",
     "train.micro_batch_size=1",
-    "train.global_batch_size=8",
+    "train.global_batch_size=4",
     "train.lr=1e-2",
     "train.warmup_steps=0",
 )

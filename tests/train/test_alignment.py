@@ -33,6 +33,7 @@ COMMON = [
     "model.vocab_size=256",
     "model.layers=2",
     "train.seq_len=64",
+    "train.micro_batch_size=2",
     "train.global_batch_size=4",
     "train.lr_schedule=constant",
     "train.lr=1e-3",

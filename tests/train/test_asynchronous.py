@@ -216,25 +216,25 @@ ROUNDS = {"updates": 2, "mixed_only": True}
     ],
 )
 def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(
-    pool, tmp_path, steps, staleness, sampling, parallel, rl
+    fresh_pool, tmp_path, steps, staleness, sampling, parallel, rl
 ):
     cfg = asynchronous(tmp_path, steps, staleness, sampling, **parallel)
     cfg = replace(cfg, rl=replace(cfg.rl, **rl))
     other = in_turn(cfg, tmp_path)
     ranks = cfg.parallel.world_size
-    split = pool.run(cfg.num_job_ranks, run_split, cfg, 7)
-    assert split[:ranks] == pool.run(ranks, run_in_turn, other)
+    split = fresh_pool.run(cfg.num_job_ranks, run_split, cfg, 7)
+    assert split[:ranks] == fresh_pool.run(ranks, run_in_turn, other)
     assert same_run(cfg, other)
     updates = cfg.rl.updates
     lags = [min(i - i % updates, staleness) + i % updates for i in range(steps)]
     assert [record["rl"]["staleness"] for record in records(cfg)] == lags
 
 
-def test_sampling_by_weights_of_another_step_is_noticed(pool, tmp_path):
+def test_sampling_by_weights_of_another_step_is_noticed(fresh_pool, tmp_path):
     cfg = asynchronous(tmp_path, 5, 1, {"ranks": 1}, world_size=1)
     other = in_turn(cfg, tmp_path)
-    split = pool.run(2, run_split_with_a_wrong_version, cfg)
-    assert split[:1] != pool.run(1, run_in_turn, other)
+    split = fresh_pool.run(2, run_split_with_a_wrong_version, cfg)
+    assert split[:1] != fresh_pool.run(1, run_in_turn, other)
     assert not same_run(cfg, other)
     # Versions 0, 1 and 2 sample the steps up to 4, and the wrong one the last of them.
     first, second = ([record["rl"]["reward"] for record in records(one)] for one in (cfg, other))
@@ -255,17 +255,17 @@ def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp
     ("stop", "staleness", "further"),
     [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool, tmp_path, stop, staleness, further):
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(fresh_pool, tmp_path, stop, staleness, further):
     """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
     cfg = asynchronous(tmp_path, 6, staleness, {"ranks": 1}, world_size=1)
     cfg = replace(cfg, rl=replace(cfg.rl, **further))
     never = in_turn(cfg, tmp_path)
-    expected = pool.run(1, run_in_turn, never)
-    assert pool.run(2, run_split, cfg, -1, stop)[:1] != expected
+    expected = fresh_pool.run(1, run_in_turn, never)
+    assert fresh_pool.run(2, run_split, cfg, -1, stop)[:1] != expected
     table = read_meta(step_path(checkpoint_folder(cfg.run, cfg.checkpoint), stop)).state_of("data")["rl"]["rollouts"]
     rounds = range(0, staleness, cfg.rl.updates)
     assert [header["version"] for header in table] == [max(0, stop + i - staleness) for i in rounds]
-    assert pool.run(2, run_split, cfg)[:1] == expected
+    assert fresh_pool.run(2, run_split, cfg)[:1] == expected
     assert same_run(cfg, never)
 
 
@@ -285,12 +285,12 @@ def test_after_a_rollback_rounds_with_the_prompts_of_the_faulty_step_are_left_ou
 
 
 @pytest.mark.slow
-def test_rollouts_in_a_checkpoint_go_on_where_the_training_ranks_sample(pool, tmp_path):
+def test_rollouts_in_a_checkpoint_go_on_where_the_training_ranks_sample(fresh_pool, tmp_path):
     cfg = asynchronous(tmp_path, 6, 2, {"ranks": 1}, world_size=1)
     never = in_turn(cfg, tmp_path)
-    expected = pool.run(1, run_in_turn, never)
-    pool.run(2, run_split, cfg, -1, 3)
-    assert pool.run(1, run_in_turn, replace(cfg, rollout=never.rollout)) == expected
+    expected = fresh_pool.run(1, run_in_turn, never)
+    fresh_pool.run(2, run_split, cfg, -1, 3)
+    assert fresh_pool.run(1, run_in_turn, replace(cfg, rollout=never.rollout)) == expected
 
 
 def test_rollouts_in_a_checkpoint_of_other_groups_are_refused(pool, tmp_path):

@@ -106,10 +106,10 @@ def _run(cfg: Config):
     return status, watch.seen, gc.isenabled()
 
 
-def test_a_run_collects_only_where_it_is_due(pool, tmp_path):
+def test_a_run_collects_only_where_it_is_due(fresh_pool, tmp_path):
     cfg = tiny(world_size=2)
     cfg = replace(cfg, run=RunConfig(dir=str(tmp_path / "run"), steps=2, device="cpu", dtype="float64"))
-    assert pool.run(2, _run, cfg) == [(0, [False, False], True)] * 2
+    assert fresh_pool.run(2, _run, cfg) == [(0, [False, False], True)] * 2
 
 
 def _tensors_in_cycles(cfg: Config) -> list[str]:
@@ -144,5 +144,5 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
     ],
     ids=str,
 )
-def test_no_tensor_of_a_step_is_in_a_reference_cycle(pool, parallel, train):
-    assert pool.run(2, _tensors_in_cycles, tiny(train=train, world_size=2, **parallel)) == [[], []]
+def test_no_tensor_of_a_step_is_in_a_reference_cycle(fresh_pool, parallel, train):
+    assert fresh_pool.run(2, _tensors_in_cycles, tiny(train=train, world_size=2, **parallel)) == [[], []]

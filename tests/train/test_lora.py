@@ -86,9 +86,9 @@ def _run_without_sum(cfg: Config, *axes: int) -> Any:
     return run_distributed(cfg, 1)
 
 
-def test_a_missing_sum_over_etp_is_noticed(pool):
+def test_a_missing_sum_over_etp_is_noticed(fresh_pool):
     cfg = tiny(model={"num_layers": 2}, lora=LORA, world_size=2, etp=2)
-    names = {found.name for found in errors_of_broken_run(pool, _run_without_sum, cfg)}
+    names = {found.name for found in errors_of_broken_run(fresh_pool, _run_without_sum, cfg)}
     assert "gradients layers.0.ffn.experts.lora.w_gate_a" in names
     assert "gradients layers.0.ffn.experts.lora.w_down_b" in names
     assert "gradients layers.0.ffn.experts.lora.w_down_a" not in names

@@ -88,7 +88,7 @@ def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
         moe=MoEConfig(aux_loss=0.0),
         train=TrainConfig(
             seq_len=32,
-            micro_batch_size=2,
+            micro_batch_size=4,
             global_batch_size=16,
             lr=3e-2,
             lr_schedule="constant",

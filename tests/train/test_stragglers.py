@@ -38,17 +38,17 @@ def _train(cfg: Config) -> None:
 
 
 MAPPINGS = [
-    pytest.param({"world_size": 4, "tp": 2, "ep": 2}, id="tensor and experts"),
+    pytest.param({"world_size": 4, "tp": 2, "ep": 2, "train": {"global_batch_size": 2}}, id="tensor and experts"),
     pytest.param({"world_size": 4, "pp": 2, "zero": 0}, id="pipeline"),
     pytest.param({"world_size": 4, "cp": 2, "ep": 4, "zero": 3}, id="context, zero 3", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("parallel", MAPPINGS)
-def test_the_slow_rank_alone_is_named(pool, tmp_path: Path, parallel):
+def test_the_slow_rank_alone_is_named(fresh_pool, tmp_path: Path, parallel):
     cfg = tiny(faults={"straggler_factor": 1.5}, **parallel)
     cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=20, device="cpu", dtype="float64"))
-    pool.run(4, _train, cfg)
+    fresh_pool.run(4, _train, cfg)
     (named,) = read_faults(tmp_path)
     assert (named["kind"], named["rank"], named["step"]) == ("straggler", SLOW_RANK, named["step"])
     assert named["own_s"] - named["median_s"] > PAUSE_S

@@ -47,7 +47,7 @@ def recipe(
     train: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Config:
-    cfg = tiny(train={"lr_schedule": "constant"} | (train or {}), **parallel)
+    cfg = tiny(train={"lr_schedule": "constant", "micro_batch_size": 2} | (train or {}), **parallel)
     return replace(
         cfg,
         run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype=dtype),
@@ -156,7 +156,7 @@ def test_evaluation_does_not_depend_on_batch_or_mapping(pool, tmp_path):
     found = []
     for (name, parallel), size in zip(MAPPINGS.items(), (4, 8, 2), strict=True):
         # A rate so small that the step leaves the weights as they were.
-        train = {"eval_every": 1, "eval_samples": 6, "global_batch_size": size, "lr": 1e-30}
+        train = {"eval_every": 1, "eval_samples": 6, "micro_batch_size": 1, "global_batch_size": size, "lr": 1e-30}
         cfg = recipe(tmp_path / name, 1, every=0, train=train, **parallel)
         pool.run(cfg.parallel.world_size, _train, cfg)
         found.append(records(tmp_path / name)[0]["eval_loss"])

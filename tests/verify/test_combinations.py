@@ -260,10 +260,10 @@ def _run_adding_up_in_bfloat16(cfg: Config) -> list[DistributedRecord]:
     return _run_all([cfg])
 
 
-def test_sums_in_bfloat16_are_noticed(pool, plain_run, tmp_path):
+def test_sums_in_bfloat16_are_noticed(fresh_pool, plain_run, tmp_path):
     row = {"schedule": "gpipe", "zero": "1", "axes": "dp", "optimizer": "adamw", "extra": "none"}
     row |= {"precision": "dtype", "dtype": "bfloat16"}
-    records = pool.run(4, _run_adding_up_in_bfloat16, _recipe(row, tmp_path))
+    records = fresh_pool.run(4, _run_adding_up_in_bfloat16, _recipe(row, tmp_path))
     mine = _together(tuple(record for (record,) in records))
     assert max(_distances(mine.gradients, plain_run(_kind(row)).gradients).values()) > 1e-4
     with pytest.raises(AssertionError, match="gradients"):
@@ -285,7 +285,7 @@ def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_two_first_parts_before_a_second_one_add_up_in_float32(pool, zero):
+def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero):
     """In pairs of micro-batches, where FSDP has no hooks; with three pipeline ranks two first parts are pending."""
     plain = _plain(("ep", "dtype", "bfloat16", "adamw"))
     train = replace(plain.train, global_batch_size=12)
@@ -293,9 +293,9 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(pool, zero):
     changes = {"world_size": 6, "pp": 3, "schedule": "dualpipev", "virtual_stages": 2, "overlap_experts": True}
     cfg = replace(plain, parallel=replace(plain.parallel, zero=zero, **changes))
     check_config(cfg)
-    (theirs,) = _run(pool, [plain])
-    _assert_equal(_run(pool, [cfg])[0], theirs, "bfloat16")
-    records = pool.run(6, _run_without_an_end_of_first_parts, cfg)
+    (theirs,) = _run(fresh_pool, [plain])
+    _assert_equal(_run(fresh_pool, [cfg])[0], theirs, "bfloat16")
+    records = fresh_pool.run(6, _run_without_an_end_of_first_parts, cfg)
     with pytest.raises(AssertionError, match="gradients"):
         _assert_equal(_together(tuple(record for (record,) in records)), theirs, "bfloat16")
 

@@ -23,8 +23,9 @@ def _run_and_count_loans(cfg: Config, num_steps: int) -> tuple[DistributedRecord
         loans.append(loan_of(self, plan) is not None)
         return loan_of(self, plan)
 
-    LeastLoadedDispatcher.migration = counting
-    return run_distributed(cfg, num_steps), sum(loans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LeastLoadedDispatcher, "migration", counting)
+        return run_distributed(cfg, num_steps), sum(loans)
 
 
 def _skewed(moe: dict[str, object] | None = None, train: dict[str, object] | None = None, **parallel: object) -> Config:

@@ -76,12 +76,14 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_state_or_token_that_is_lost_or_kept_is_noticed(
-    pool,
+    fresh_pool,
     broken: Callable[[Config], DistributedRecord],
     mapping: dict[str, object],
     kind: dict[str, object],
     parameter: str,
 ):
     cfg = tiny(model=HYBRID | kind | {"vocab_size": 8}, **mapping)
-    names = [error.name for error in errors_of_broken_run(pool, broken, cfg) if error.name.startswith("gradients")]
+    names = [
+        error.name for error in errors_of_broken_run(fresh_pool, broken, cfg) if error.name.startswith("gradients")
+    ]
     assert any(name.endswith(f".attention.{parameter}") for name in names)

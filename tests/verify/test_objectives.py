@@ -267,15 +267,15 @@ def _run_without_adjoint(cfg, steps: int, loss: Loss) -> DistributedRecord:
 
 
 @pytest.mark.parity
-def test_a_sequence_ratio_without_its_context_sum_is_noticed(pool):
-    names = {e.name for e in _compare(pool, "cp2-ulysses", OBJECTIVES["sequence"], _run_without_context_sum, 1)
+def test_a_sequence_ratio_without_its_context_sum_is_noticed(fresh_pool):
+    names = {e.name for e in _compare(fresh_pool, "cp2-ulysses", OBJECTIVES["sequence"], _run_without_context_sum, 1)
              if e.error > TOLERANCE}  # fmt: skip
     assert "step 1 loss (rank 0)" in names
 
 
 @pytest.mark.parity
-def test_a_sequence_ratio_without_the_adjoint_of_its_sum_is_noticed(pool):
-    errors = _compare(pool, "cp2-ulysses", OBJECTIVES["sequence"], _run_without_adjoint, 1)
+def test_a_sequence_ratio_without_the_adjoint_of_its_sum_is_noticed(fresh_pool):
+    errors = _compare(fresh_pool, "cp2-ulysses", OBJECTIVES["sequence"], _run_without_adjoint, 1)
     names = {error.name for error in errors if error.error > TOLERANCE}
     assert "gradients head.weight" in names
     assert "step 1 loss (rank 0)" not in names

@@ -160,8 +160,8 @@ def _run_broken(part: str, cfg: Config) -> DistributedRecord:
 
 
 @pytest.mark.parametrize(("part", "named"), [("rows", "load"), *slow([("ranks", "aux_loss"), ("counts", "z_loss")])])
-def test_padding_that_counts_is_noticed(pool, part, named):
+def test_padding_that_counts_is_noticed(fresh_pool, part, named):
     cfg = _recipe({"world_size": 2, "cp": 2, "ep": 2})
     cfg = replace(cfg, train=replace(cfg.train, global_batch_size=4))
-    found = compare_records(_oracle(cfg), pool.run(2, partial(_run_broken, part), cfg))
+    found = compare_records(_oracle(cfg), fresh_pool.run(2, partial(_run_broken, part), cfg))
     assert any(named in error.name and error.error > 1e-6 for error in found)

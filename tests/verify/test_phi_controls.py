@@ -85,8 +85,10 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_broken_rule_is_noticed(
-    pool, broken: Callable[[Config], DistributedRecord], mapping: dict[str, object], wrong: str
+    fresh_pool, broken: Callable[[Config], DistributedRecord], mapping: dict[str, object], wrong: str
 ):
     cfg = tiny(**phi(mapping, train={"loss_chunk": 5}))
-    names = [error.name for error in errors_of_broken_run(pool, broken, cfg) if error.name.startswith("gradients")]
+    names = [
+        error.name for error in errors_of_broken_run(fresh_pool, broken, cfg) if error.name.startswith("gradients")
+    ]
     assert any(wrong in name for name in names), names

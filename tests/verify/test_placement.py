@@ -46,7 +46,7 @@ def _run_with_labels_of_another_slot(cfg: Config) -> DistributedRecord:
         *slow([(_run_with_positions_of_rows, "router"), (_run_with_labels_of_another_slot, "step 1 loss")]),
     ],
 )
-def test_a_broken_slot_is_noticed_and_named(pool, broken, named):
+def test_a_broken_slot_is_noticed_and_named(fresh_pool, broken, named):
     cfg = tiny(
         model={"vocab_size": 8},
         moe={"aux_kind": "sequence", "aux_loss": 0.5, "input_jitter": 0.3},
@@ -57,5 +57,5 @@ def test_a_broken_slot_is_noticed_and_named(pool, broken, named):
         context="planned",
         placement="balanced",
     )
-    found = errors_of_broken_run(pool, broken, cfg)
+    found = errors_of_broken_run(fresh_pool, broken, cfg)
     assert any(named in error.name and error.error > 1e-6 for error in found)

@@ -145,9 +145,9 @@ def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[DistributedRecord]:
     [{"world_size": 2, "cp": 2, "etp": 2}, *slow([({"world_size": 4, "pp": 2, "cp": 2, "etp": 2},)])],
     ids=str,
 )
-def test_recompute_changes_nothing(pool, kind, mapping):
+def test_recompute_changes_nothing(fresh_pool, kind, mapping):
     cfg = _recipe(kind, mapping)
-    ranks = pool.run(cfg.parallel.world_size, _run_recomputing, cfg, STEPS)
+    ranks = fresh_pool.run(cfg.parallel.world_size, _run_recomputing, cfg, STEPS)
     worst = compare_records(oracle_of(cfg), ranks)[0]
     assert worst.error <= TOLERANCE, worst
 
@@ -165,7 +165,7 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
 
 
 @pytest.mark.parametrize("mapping", [{"ep": 2}, *slow([({"pp": 2, "ep": 2, "zero": 3},)])], ids=str)
-def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
+def test_ten_bias_updates_equal_hand_written_ones(fresh_pool, mapping):
     """Two data-parallel ranks, two micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
     model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "num_layers": 2}
@@ -177,7 +177,7 @@ def test_ten_bias_updates_equal_hand_written_ones(pool, mapping):
         **mapping,
     )
     assert (cfg.parallel.dp, cfg.num_micro_batches) == (2, 2)
-    ranks = pool.run(cfg.parallel.world_size, _run_recomputing, cfg, 10)
+    ranks = fresh_pool.run(cfg.parallel.world_size, _run_recomputing, cfg, 10)
     steps = ranks[0].steps
     copies = 4 * cfg.train.seq_len * cfg.model.ffn.moe.top_k
     final = {name: w for rank in ranks for name, w in rank.weights.items() if name.endswith("expert_bias")}
@@ -285,7 +285,7 @@ def _run_with_shifted_noise(cfg: Config) -> DistributedRecord:
         ("jitter", {"tp": 2}, _run_with_shifted_noise, "router"),
     ],
 )
-def test_a_broken_rule_is_noticed_and_named(pool, kind, mapping, broken, named):
+def test_a_broken_rule_is_noticed_and_named(fresh_pool, kind, mapping, broken, named):
     cfg = _recipe(kind, {"world_size": 2, **mapping})
-    found = [d for d in compare_records(oracle_of(cfg), pool.run(2, broken, cfg)) if d.error > 1e-6]
+    found = [d for d in compare_records(oracle_of(cfg), fresh_pool.run(2, broken, cfg)) if d.error > 1e-6]
     assert any(named in d.name for d in found), found[:5]

@@ -60,14 +60,16 @@ def _run_without_checksums(cfg: Config) -> DistributedRecord:
     return _run_with_a_changed_byte(cfg)
 
 
-def test_a_changed_byte_is_noticed(pool, tmp_path):
+def test_a_changed_byte_is_noticed(fresh_pool, tmp_path):
     """By the checksum of each extent; and, without it, by the comparison, so the tensors did come from the disk."""
     train = TWO_SAMPLES | {"offload": LAYER, "offload_to": "ssd", "offload_min_kib": 0, "offload_waits": True}
     cfg = Case("offload", {"model": OFFLOAD_MODEL, "train": train, **ONE_RANK}).config(tmp_path)
     with pytest.raises(RuntimeError, match="the offloaded bytes differ from the written bytes"):
-        pool.run(1, _run_with_a_changed_byte, cfg)
+        fresh_pool.run(1, _run_with_a_changed_byte, cfg)
     plain = tiny(model=OFFLOAD_MODEL, train=TWO_SAMPLES)
-    ranks = zip(pool.run(1, run_distributed, plain, 1), pool.run(1, _run_without_checksums, cfg), strict=True)
+    ranks = zip(
+        fresh_pool.run(1, run_distributed, plain, 1), fresh_pool.run(1, _run_without_checksums, cfg), strict=True
+    )
     with pytest.raises(AssertionError, match="gradients"):
         assert_equal_bits(ranks)
 

@@ -20,9 +20,9 @@ def _calls(*words: str) -> dict[str, Call]:
     return {f"test of {word}": Call(1, _process_and, (word,)) for word in words}
 
 
-def test_tests_share_ranks_and_get_their_own_results(pool):
+def test_tests_share_ranks_and_get_their_own_results(fresh_pool):
     words = [f"word {i}" for i in range(MOST_CALLS + 1)]
-    shared = SharedRanks(pool, _calls(*words))
+    shared = SharedRanks(fresh_pool, _calls(*words))
     found = [shared.results(f"test of {word}")[0] for word in words]
     assert [word for _, word in found] == words
     processes = [process for process, _ in found]
@@ -30,8 +30,8 @@ def test_tests_share_ranks_and_get_their_own_results(pool):
     assert processes[MOST_CALLS] != processes[0]
 
 
-def test_ranks_that_fail_fail_the_test_that_asked_and_no_other(pool):
-    shared = SharedRanks(pool, _calls("good", "bad", "fine"))
+def test_ranks_that_fail_fail_the_test_that_asked_and_no_other(fresh_pool):
+    shared = SharedRanks(fresh_pool, _calls("good", "bad", "fine"))
     with pytest.warns(UserWarning, match=r"(?s)had their own ranks, .* failed: .*this word is bad"):
         assert shared.results("test of good")[0][1] == "good"
     with pytest.raises(WorkerError, match="this word is bad"):
@@ -39,7 +39,7 @@ def test_ranks_that_fail_fail_the_test_that_asked_and_no_other(pool):
     assert shared.results("test of fine")[0][1] == "fine"
 
 
-def test_each_of_some_arguments_has_the_results_of_all_ranks(pool):
-    one, two = run_each(pool, 2, _process_and, ("one",), ("two",))
+def test_each_of_some_arguments_has_the_results_of_all_ranks(fresh_pool):
+    one, two = run_each(fresh_pool, 2, _process_and, ("one",), ("two",))
     assert [[word for _, word in found] for found in (one, two)] == [["one"] * 2, ["two"] * 2]
     assert [process for process, _ in one] == [process for process, _ in two]

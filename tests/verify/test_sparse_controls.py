@@ -120,10 +120,12 @@ def _run_with_the_selection_of_another_layer(cfg: Config) -> DistributedRecord:
     ],
 )
 def test_a_broken_rule_is_noticed(
-    pool, broken: Callable[[Config], DistributedRecord], settings: dict[str, Any], wrong: str
+    fresh_pool, broken: Callable[[Config], DistributedRecord], settings: dict[str, Any], wrong: str
 ):
     # With one head and few tokens, many scores are exactly 0: the tie is broken by the position.
     model = SPARSE | {"attention.indexer.num_heads": 1, "vocab_size": 8}
     cfg = tiny(**settings | {"model": model | settings.get("model", {})})
-    names = [error.name for error in errors_of_broken_run(pool, broken, cfg) if error.name.startswith("gradients")]
+    names = [
+        error.name for error in errors_of_broken_run(fresh_pool, broken, cfg) if error.name.startswith("gradients")
+    ]
     assert any(wrong in name for name in names), names

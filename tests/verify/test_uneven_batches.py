@@ -136,7 +136,7 @@ def _without_mask(read):
 
 
 @pytest.mark.parametrize("run", [_run_with_routed_padding, *slow([(_run_with_weight,)])])
-def test_padding_that_counts_is_noticed(pool, run):
+def test_padding_that_counts_is_noticed(fresh_pool, run):
     cfg = _recipe(MAPPINGS["dp 3"])
-    worst = compare_records(_oracle(cfg), pool.run(3, run, cfg))[0]
+    worst = compare_records(_oracle(cfg), fresh_pool.run(3, run, cfg))[0]
     assert worst.error > 1e-4

@@ -113,12 +113,12 @@ def check_folds(search: Search, fixed: dict | None = None) -> None:
         assert len(search.plans_below(limit)) == sum(seconds < limit for seconds in ranking)
 
 
-@pytest.mark.parametrize("room_mib", [0.3, 0.5, 100.0])
+@pytest.mark.parametrize("room_mib", [0.3, 100.0, *slow([(0.5,)])])
 def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
     check_folds(searched("plain", 2, room_mib / 1024))
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("share", [0.02, 0.3, *slow([(0.1,)])])
 def test_a_slower_dispatcher_that_keeps_less_is_found(share):
     """With a capacity below 1 an all-gather keeps fewer results than tokens have copies, which an exchange returns."""
     plain, fixed = RECIPES["plain"], {"overlap": False, "zero": 1}
