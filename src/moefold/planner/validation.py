@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import re
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -63,46 +64,7 @@ _RECOMPUTE_PATTERNS = {
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Offloaded activations are the experts' activations, where a source specifies them."""
 _GRACE = ("gb200", "gb300")
-_BLACKWELL = ("b200", "b300", "gb200", "gb300")
-_GRAPHS = "hybridep; partial cuda graphs; no recompute"
-_FULL = "hybridep; full cuda graphs; no recompute"
-_RECIPES: dict[tuple[str, str], dict[tuple[int, ...], str]] = {
-    ("deepseek-v3", "h100"): {(26,): "hybridep; recompute mla_up, mlp"},
-    ("deepseek-v3", "b200"): {
-        (26,): "hybridep; recompute mla_up",
-        (26, 4, 1): "hybridep; partial cuda graphs; overlap; recompute mla_up",
-    },
-    ("deepseek-v3", "b300"): {
-        (26,): "hybridep; partial cuda graphs; recompute mla_up",
-        (26, 6): "hybridep; full cuda graphs; recompute mla_up",
-    },
-    ("deepseek-v3", "gb200"): {
-        (26,): "hybridep; partial cuda graphs; recompute mla_up",
-        (26, 6): "hybridep; full cuda graphs; recompute mla_up",
-    },
-    ("deepseek-v3", "gb300"): {(26,): "hybridep; recompute mla_up", (26, 6): _FULL},
-    ("gpt-oss-120b", "b200"): {(26,): "recompute norms, act"},
-    ("gpt-oss-120b", "b300"): {(26,): _GRAPHS},
-    ("gpt-oss-120b", "gb200"): {(26,): "overlap; recompute norms, act"},
-    ("gpt-oss-120b", "gb300"): {(26,): "partial cuda graphs; no recompute"},
-    ("kimi-k2", "gb300"): {(26,): "hybridep; recompute mla_up"},
-    ("nemotron-3-super", "b300"): {(26,): "hybridep; partial cuda graphs; recompute norms, act"},
-    ("qwen3-30b-a3b", "h100"): {(26,): "hybridep; no recompute"},
-    ("qwen3-30b-a3b", "b300"): {(26,): _GRAPHS, (26, 6): _FULL},
-    ("qwen3-30b-a3b", "gb300"): {(26,): _GRAPHS, (26, 6): _FULL},
-    ("qwen3-235b-a22b", "h100"): {(26,): "overlap; no recompute"},
-    ("qwen3-235b-a22b", "b200"): {(26,): "no recompute", (26, 6): _FULL},
-    ("qwen3-235b-a22b", "gb200"): {(26,): _GRAPHS, (26, 6): _FULL},
-}
-"""Features of the performance recipes of Megatron-Bridge, which its tables do not print, by model and GPU, from a
-container on; others have the features of `_GRAPHS`. From the package megatron-bridge 0.6.2
-(`megatron.bridge.perf_recipes`), whose recipes of fp8 with one scale for a tensor still have the features of before.
-Recipes with full graphs overlap the exchange too, and copy saved activations into a paged stash: together they cost
-what neither does, and neither is priced."""
-_TORCHTITAN = "natural routing; recompute norms, moe"
-"""Features of a recipe of torchtitan as it is: nothing balances its routing in the package torchtitan 0.2.0, and its
-`SelectiveAC` saves exchanged tokens, attention and every second product outside of the experts. A row that prints its
-activation checkpointing (AC) has settings of its own."""
+_RECIPES = tomllib.loads((files("moefold.planner") / "published_recipes.toml").read_text(encoding="utf-8"))
 
 
 class SkipRowError(ValueError):
@@ -137,21 +99,25 @@ class PublishedRow:
     @property
     def _recipe(self) -> str:
         if "torchtitan" in self["source"]:
-            return "" if re.search(r"\bAC\b", self["note"]) else _TORCHTITAN
+            # A row that prints its activation checkpointing has settings of its own.
+            return "" if re.search(r"\bAC\b", self["note"]) else str(_RECIPES["torchtitan"])
         if "Megatron-Bridge" not in self["source"] or self.release < (26,):
             return ""
+        bridge = _RECIPES["megatron-bridge"]
         if "verification_card" in self["source"]:
-            # The library's recipe; a card prints the features that it adds.
-            return "hybridep"
-        key = (find_model_name(self["model"]) or "", _parse_device_name(self["gpu"]) or "")
-        recipes = _RECIPES.get(key, {(26,): _GRAPHS})
-        return recipes[max(since for since in recipes if since <= self.release)]
+            return str(bridge["card"])
+        found = bridge.get(find_model_name(self["model"]), {}).get(_parse_device_name(self["gpu"]), bridge["other"])
+        return str(found[max((since for since in found if _numbers(since) <= self.release), key=_numbers)])
 
     @property
     def release(self) -> tuple[int, ...]:
         """Numbers of the container that a source names; (0,) if it names none."""
         found = _RELEASE.search(self["source"])
-        return (0,) if found is None else tuple(map(int, (found[1] or found[2]).split(".")))
+        return (0,) if found is None else _numbers(found[1] or found[2])
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,13 +276,16 @@ def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Tr
     is_paper = row["source"].startswith(PAPER)
     words = row.method_and_note
     drops = is_paper or "token-drop" in words or "tokendrop" in row["model"].lower()
+    precision = _parse_precision(row, gpu)
+    if precision not in load_device(gpu).peak_flops:
+        raise SkipRowError(f"{gpu} has no matrix units for {precision}")
     is_megatron = not any(name in row["source"].lower() for name in OTHER_SOFTWARE)
     has_full_graphs = "full cuda graphs" in words
     graphs: CudaGraphs = "partial" if "cuda graph" in words else "none"
     return TrainingWorkload(
         seq_len=seq_len,
         global_batch_size=batch,
-        precision=_check_matrix_units(_parse_precision(row, gpu), gpu),
+        precision=precision,
         capacity_factor=1.0 if drops else 0.0,
         expert_spread=EXPERT_SPREAD if "natural routing" in words else 0.0,
         cuda_graphs="full" if has_full_graphs else graphs,
@@ -339,19 +308,13 @@ def _parse_precision(row: PublishedRow, gpu: str) -> str:
     is_fine = "parenthesised" in row["note"]
     if text in ("BF16", "NVFP4", "MXFP8"):
         return text.lower()
-    if text == "FP8-MX" or (is_fine and gpu in _BLACKWELL and text.startswith("FP8")):
+    if text == "FP8-MX" or (is_fine and "mxfp8" in load_device(gpu).peak_flops and text.startswith("FP8")):
         return "mxfp8"
     if "BLOCK" in text or (is_fine and text.startswith("FP8")):
         return "fp8-blockwise"
     if text.startswith("FP8"):
         return "fp8"
     raise SkipRowError(f"precision {row['precision']!r} is not known")
-
-
-def _check_matrix_units(precision: str, gpu: str) -> str:
-    if precision not in load_device(gpu).peak_flops:
-        raise SkipRowError(f"{gpu} has no matrix units for {precision}")
-    return precision
 
 
 def _parse_recompute(row: PublishedRow) -> tuple[str, ...] | None:
