@@ -64,6 +64,7 @@ _RECOMPUTE_PATTERNS = {
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
 """Offloaded activations are the experts' activations, where a source specifies them."""
 _GRACE = ("gb200", "gb300")
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RECIPES = tomllib.loads((files("moefold.planner") / "published_recipes.toml").read_text(encoding="utf-8"))
 
 
@@ -308,7 +309,7 @@ def _parse_precision(row: PublishedRow, gpu: str) -> str:
     is_fine = "parenthesised" in row["note"]
     if text in ("BF16", "NVFP4", "MXFP8"):
         return text.lower()
-    if text == "FP8-MX" or (is_fine and "mxfp8" in load_device(gpu).peak_flops and text.startswith("FP8")):
+    if text == "FP8-MX" or (is_fine and gpu in _BLACKWELL and text.startswith("FP8")):
         return "mxfp8"
     if "BLOCK" in text or (is_fine and text.startswith("FP8")):
         return "fp8-blockwise"
