@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.planner.validation import COLUMNS, KINDS, STATED_ERROR, mean_abs_error_pct, validate_predictions
+from moefold.planner.validation import (
+    COLUMNS,
+    KINDS,
+    STATED_ERROR,
+    PublishedRow,
+    mean_abs_error_pct,
+    parse_case,
+    validate_predictions,
+)
 
 PUBLISHED = Path(__file__).parent / "published"
 METHODS = ("FSDP", "FSDP+EP", "TP+EP+DP", "MCore", "MCore w/ Folding")
@@ -184,20 +192,52 @@ def test_the_tables_of_megatron_bridge_print_virtual_stages_where_there_are_any(
     assert plain.predicted < interleaved.predicted
 
 
-def test_a_verification_card_has_the_features_that_it_prints(tmp_path):
-    row = GOOD | {"model": "Qwen3-30B-A3B", "n_gpus": "16", "gbs": "16", "tp": "1", "pp": "1", "ep": "16", "mbs": "1"}
-    row["method"] = "Megatron-Bridge Pre-Training"
-    found = {}
-    for page in ("docs/performance-summary.md", "examples/model_verification_cards"):
-        row["source"] = f"github:NVIDIA-NeMo/Megatron-Bridge {page} [26.08 NeMo Container]"
-        (found[page],) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
-    tuned, card = found.values()
-    assert (tuned.mapping.overlap, tuned.workload.cuda_graphs) == (True, "partial")
-    assert (card.mapping.overlap, card.workload.cuda_graphs) == (False, "none")
-    assert card.predicted < tuned.predicted
-    row |= {"method": "MCore; EP overlap; partial CUDA graph"}
-    (printed,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
-    assert (printed.mapping.overlap, printed.workload.cuda_graphs) == (True, "partial")
+def bridge_case(model, gpu, release, page="docs/performance-summary.md", **cells):
+    """Parse a row of Megatron-Bridge."""
+    source = f"github:NVIDIA-NeMo/Megatron-Bridge {page} [{release} NeMo Container]"
+    row = GOOD | {"model": model, "gpu": gpu, "tp": "1", "pp": "1", "source": source} | cells
+    return parse_case(PublishedRow({column: row.get(column, "") for column in COLUMNS}))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "release", "features"),
+    [
+        ("Qwen3-30B-A3B", "H100", "26.06", ("deepep", False, "none", ())),
+        ("Qwen3-30B-A3B", "GB300", "26.04.01", ("deepep", False, "partial", ())),
+        ("Qwen3-30B-A3B", "GB300", "26.06", ("deepep", False, "full", ())),
+        ("Qwen3-235B-A22B", "B200", "26.02", ("alltoall", False, "none", ())),
+        ("DeepSeek-V3", "B200", "26.04", ("deepep", False, "none", ("mla_up",))),
+        ("DeepSeek-V3", "B200", "26.04.01", ("deepep", True, "partial", ("mla_up",))),
+        ("GPT-OSS-120B", "GB200", "26.08", ("alltoall", True, "none", ("norms", "expert_activation"))),
+        ("Mixtral-8x7B", "B200", "26.06", ("deepep", False, "partial", ())),
+        ("Mixtral-8x7B", "B200", "25.11", ("alltoall", False, "none", None)),
+    ],
+)
+def test_rows_of_megatron_bridge_have_the_features_of_its_recipes(model, gpu, release, features):
+    case = bridge_case(model, gpu, release)
+    found = (case.mapping.dispatcher.kind, case.mapping.overlap, case.workload.cuda_graphs, case.recompute)
+    assert found == features
+    assert case.workload.fused_experts == (features[2] == "full")
+    assert not case.workload.unfused_clamp or release < "26"
+
+
+def test_a_verification_card_has_the_features_that_it_prints():
+    def features(**cells):
+        case = bridge_case("Qwen3-30B-A3B", "GB300", "26.08", "examples/model_verification_cards", **cells)
+        return case.mapping.overlap, case.workload.cuda_graphs, case.recompute
+
+    assert features() == (False, "none", None)
+    printed = "MCore; EP overlap; partial CUDA graph; recompute norm"
+    assert features(method=printed) == (True, "partial", ("norms",))
+
+
+@pytest.mark.parametrize(("note", "is_recipe"), [("73 GiB", True), ("no AC; compile", False)])
+def test_a_recipe_of_torchtitan_routes_naturally_and_recomputes(note, is_recipe):
+    row = GOOD | {"source": "github:pytorch/torchtitan issue 1", "method": "torchtitan FSDP2", "note": note}
+    case = parse_case(PublishedRow({column: row.get(column, "") for column in COLUMNS}))
+    assert case.recompute == (("norms", "moe") if is_recipe else ())
+    assert (case.workload.expert_spread > 0) == is_recipe
+    assert case.workload.reduce_bytes == 4.0
 
 
 @pytest.mark.parametrize("note", ["step 2.0 s", "2.0 s a step; median"])
