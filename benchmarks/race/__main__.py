@@ -49,7 +49,7 @@ class Contestant:
         name: as in the table; ours begin with "moefold".
         kind: key of `KINDS` of its module.
         module: of benchmarks.race.
-        package: the package that it needs beside torch.
+        package: the package that it needs, apart from torch.
         ranks: processes.
         scenarios: the ones in which it takes part; empty: all.
     """
@@ -132,7 +132,8 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
         others = tuple(Contestant(f"transformers, {kind}", f"train {kind} {dtype}") for kind in experts)
         row = Row(f"step, {dtype}", OURS, tuple(x.name for x in others), 1.3 if is_weak else 2.0)
         found[f"step-{dtype}"] = Part("a training step", (ours(f"train {dtype}"), *others), (row,), same="loss")
-    one, two = "transformers", "transformers with DDP"
+    one = "transformers"
+    two = "transformers with DDP"
     mine = "moefold, 2 ranks"
     ddp = (
         *(ours("train float32"), ours("train float32", mine, ranks=2)),

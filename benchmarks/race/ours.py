@@ -43,7 +43,8 @@ def train(dtype: str, turns: Turns, seat: Seat) -> None:
         torch.set_num_threads(1)
         step = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), device)), cfg)
         mine = torch.load(seat.folder / "tokens.pt").chunk(seat.ranks)[seat.rank]
-        tokens, labels = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+        tokens = mine[:, :-1].contiguous()
+        labels = mine[:, 1:].contiguous()
         # A weight for each token, whose sum over all ranks is 1.
         weights = torch.full(tokens.shape, 1 / (seat.sizes.samples * seat.sizes.seq_len))
         ids = torch.arange(per_rank) + seat.rank * per_rank
@@ -159,7 +160,8 @@ def convert(turns: Turns, seat: Seat) -> None:
     from moefold.convert.import_folder import ImportOptions, import_folder
 
     world = current_world()
-    checkpoint, out = seat.scratch / "checkpoint", seat.scratch / "exported"
+    checkpoint = seat.scratch / "checkpoint"
+    out = seat.scratch / "exported"
 
     def run(scenario: str) -> None:
         if scenario == "import":
@@ -186,7 +188,8 @@ def write_inputs(turns: Turns, seat: Seat) -> None:
     """Write what the contestants read: weights, tokens and prompts."""
     turns.ready()
     turns.begin()
-    folder, sizes = seat.folder, seat.sizes
+    folder = seat.folder
+    sizes = seat.sizes
     generator = torch.Generator().manual_seed(SEED)
     cfg = _step_recipe(sizes, "float32", 1)
     shape = sizes.samples, sizes.seq_len + 1

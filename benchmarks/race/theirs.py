@@ -92,7 +92,8 @@ def _pretrained(folder: Path, experts: str) -> Any:
 def generate(experts: str, turns: Turns, seat: Seat) -> None:
     """Generate with transformers' `generate`, all samples at once, to the length of the longest one."""
     model = _pretrained(seat.folder / "model", experts).eval()
-    model.config.output_router_logits, model.config.use_cache = False, True
+    model.config.output_router_logits = False
+    model.config.use_cache = True
 
     @torch.no_grad()
     def run(scenario: str) -> dict[str, Any]:

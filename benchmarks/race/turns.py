@@ -1,4 +1,4 @@
-"""Turns of a race: what one process of a contestant is told, and how it waits and reports; without other packages.
+"""Turns of a race: how one process of a contestant learns its place, waits and reports; without other packages.
 
 A contestant may run in an environment without moefold, such as vLLM's.
 """
@@ -46,7 +46,7 @@ WARM_UP = 1
 
 @dataclass(frozen=True)
 class Seat:
-    """What one process of a contestant is told.
+    """Place of one process of a contestant in the race.
 
     Attributes:
         folder: inputs, written by `benchmarks.race.ours` as the contestant `inputs`.
@@ -98,7 +98,8 @@ class Turns:
 
     def end(self, facts: Mapping[str, Any] | None = None) -> None:
         """Report the CPU time of all threads of this process, the wall time, and facts, which may replace both."""
-        cpu_s, wall_s = time.process_time() - self._started[0], time.perf_counter() - self._started[1]
+        cpu_s = time.process_time() - self._started[0]
+        wall_s = time.perf_counter() - self._started[1]
         self._say({"cpu_s": cpu_s, "wall_s": wall_s, **(facts or {})})
 
     def take(self, run: Callable[[str], Mapping[str, Any] | None]) -> None:
