@@ -141,7 +141,7 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
     )
     added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, one))
     found["ranks"] = Part("two ranks", ddp, (Row("step of two ranks", mine, (two,), 1.05), added), same="loss")
-    found["decode"] = _decoding(experts)
+    found |= _decoding(experts)
     trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
     row = Row("GRPO step", OURS, tuple(x.name for x in trl), 8.0)
     found["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
@@ -156,25 +156,26 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
     return found
 
 
-def _decoding(experts: tuple[str, ...]) -> Part:
+def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
     goals = {"1": 2.0, "8": 1.5, "64": 1.1}
+    names = {"1": "1 sample", "lengths": "many lengths", "shared": "shared prompts"}
     unshared = "moefold, prompts not shared"
     vllm = Contestant("vLLM", "vllm", package="vllm")
-    static = [Contestant(f"transformers generate, {kind}", f"generate {kind}") for kind in experts]
+    static = tuple(Contestant(f"transformers generate, {kind}", f"generate {kind}") for kind in experts)
     continuous = Contestant("transformers continuous batching", "generate continuously", scenarios=("lengths",))
-    others = (*(x.name for x in static), continuous.name)
-    rows = []
-    for scenario in (*goals, "lengths", "shared"):
-        title = {"1": "1 sample", "lengths": "many lengths", "shared": "shared prompts"}.get(
-            scenario, f"{scenario} samples"
-        )
-        rows.append(Row(f"decoding, {title}", OURS, (vllm.name,), goals.get(scenario), scenario))
-        rows.append(Row(f"decoding, {title}", OURS, others, None, scenario))
-    rows.append(Row("decoding, shared prompts", OURS, (unshared,), None, "shared"))
-    mine = ours("generate"), ours("generate unshared", unshared, scenarios=("shared",))
-    return Part(
-        "decoding", (*mine, vllm, *static, continuous), tuple(rows), (*goals, "lengths", "shared"), same="tokens"
-    )
+
+    def part(title: str, scenarios: tuple[str, ...], *more: Contestant) -> Part:
+        rows = []
+        for scenario in scenarios:
+            words = f"decoding, {names.get(scenario, f'{scenario} samples')}"
+            rows.append(Row(words, OURS, (vllm.name,), goals.get(scenario), scenario))
+            rows.append(Row(words, OURS, (*(x.name for x in static), continuous.name), None, scenario))
+            if scenario == "shared":
+                rows.append(Row(words, OURS, (unshared,), None, scenario))
+        return Part(title, (ours("generate"), vllm, *static, *more), tuple(rows), scenarios, same="tokens")
+
+    others = continuous, ours("generate unshared", unshared, scenarios=("shared",))
+    return {"decode": part("decoding", tuple(goals)), "rollouts": part("rollouts", ("lengths", "shared"), *others)}
 
 
 class AbsentError(Exception):
@@ -397,10 +398,10 @@ def _run(args: argparse.Namespace) -> int:
         run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress)
         for name in todo:
             place = replace(seat, scratch=Path(folder) / name)
-            report["parts"][name] = run_part(known[name], place, args, progress)
+            found = report["parts"] | {name: run_part(known[name], place, args, progress)}
+            report["parts"] = {one: found[one] for one in known if one in found}
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
-    report["parts"] = {name: report["parts"][name] for name in known if name in report["parts"]}
     print(table(report))
     return 0
 
