@@ -170,14 +170,12 @@ def convert(turns: Turns, seat: Seat) -> None:
         else:
             export_folder(checkpoint, out, world, ExportOptions(), on_bytes=_ignore)
 
-    turns.ready()
-    while True:
-        scenario = turns.begin()
-        run(scenario)
-        turns.end()
+    def clean(scenario: str) -> None:
         if scenario == "export":
             shutil.rmtree(out)
             shutil.rmtree(checkpoint)
+
+    turns.take(run, clean)
 
 
 def _ignore(count: int) -> None:

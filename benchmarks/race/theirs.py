@@ -262,7 +262,7 @@ def copy_safetensors(turns: Turns, seat: Seat) -> None:
             tensors |= {name: tensor.clone() for name, tensor in load_file(path).items()}
         save_file(tensors, out)
 
-    turns.take(run)
+    turns.take(run, lambda _: out.unlink())
 
 
 def import_module(name: str, turns: Turns, seat: Seat) -> None:

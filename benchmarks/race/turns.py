@@ -102,11 +102,14 @@ class Turns:
         wall_s = time.perf_counter() - self._started[1]
         self._say({"cpu_s": cpu_s, "wall_s": wall_s, **(facts or {})})
 
-    def take(self, run: Callable[[str], Mapping[str, Any] | None]) -> None:
-        """Run a function of the scenario in each turn."""
+    def take(self, run: Callable[[str], Mapping[str, Any] | None], clean: Callable[[str], None] | None = None) -> None:
+        """Run a function of the scenario in each turn, and another one after it, whose time does not count."""
         self.ready()
         while True:
-            self.end(run(self.begin()))
+            scenario = self.begin()
+            self.end(run(scenario))
+            if clean is not None:
+                clean(scenario)
 
     def _say(self, line: Mapping[str, Any]) -> None:
         self._out.write(json.dumps(line) + "\n")
