@@ -152,8 +152,10 @@ def test_the_host_reads_once_a_pass_of_generation_and_copies_from_pinned_memory(
 @pytest.mark.slow
 def test_the_host_reads_nothing_else_where_kernels_run():
     cfg = tiny(model=TILED | {"num_layers": 1}, train={"seq_len": 96, "global_batch_size": 1})
+    device_refusal.cache_clear()
     # The first generation chooses and checks kernels.
     found, _, draws = _transfers(replace(cfg, run=replace(cfg.run, dtype="bfloat16", kernels="auto")), generations=2)
+    device_refusal.cache_clear()
     assert found.waits == ["engine.py:_draw"] * draws
     assert found.pageable == []
 
