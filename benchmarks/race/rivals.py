@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.race.other_frameworks import Peer, PeerUnavailableError, build_peer_layer, unavailable_reason
+from benchmarks.race.theirs import training_step
 from benchmarks.race.torch_baseline import ExpertsImplementation, TorchBaseline
 from moefold.bench.our_step import LayerStep, ModelStep, StepFunction, forward_backward_step, steer_embedding
-from moefold.comm.torch_compat import foreach_copy_
 from moefold.config.routing import aux_coefficient
 from moefold.config.schema import Config
 from moefold.convert.hf_config import families_for
@@ -72,31 +72,8 @@ class ModelRivals:
         self, model: nn.Module, loss: Callable[[], Tensor], masters: list[Tensor] | None = None
     ) -> StepFunction:
         """Return forward, backward and AdamW; on float32 master weights if the model has low precision."""
-        parameters: list[Tensor] = list(model.parameters())
-        if masters is None or self._dtype == torch.float32:
-            optimizer = torch.optim.AdamW(parameters, lr=self._cfg.train.lr, fused=True)
-
-            def step() -> None:
-                loss().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-
-            return step
-        optimizer = torch.optim.AdamW(masters, lr=self._cfg.train.lr, fused=True)
-
-        @torch.no_grad()
-        def update() -> None:
-            for master, parameter in zip(masters, parameters, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-            optimizer.step()
-            foreach_copy_(parameters, masters)
-
-        def mixed_step() -> None:
-            loss().backward()
-            update()
-
-        return mixed_step
+        is_low = self._dtype != torch.float32
+        return training_step(model, loss, self._cfg.train.lr, masters if is_low else None)
 
 
 class LayerRivals:

@@ -321,6 +321,60 @@ def test_missing_packages_are_named(capsys, monkeypatch, tmp_path):
     assert "-m pip install no-such-package; without them are left out: y\n" in capsys.readouterr().out
 
 
+QUICK = """
+import sys
+rows, needed, name, written = sys.argv[1:]
+open(rows, "w").write('{"name": "done"}\\n')
+assert not needed or open(needed).read() == "probe"
+open(written, "w").write(name)
+"""
+"""A stage that reads the file of another one, and writes rows and a file."""
+
+
+def _quick_stages(suite, device, work, *, is_tiny):
+    """Return the stages of a GPU with their order and rules and a hundred times their seconds; only `env` is real."""
+    found = []
+    for stage in suite_stages(suite, "cuda", work, is_tiny=False):
+        rows = work / f"{stage.name}.jsonl"
+        words = [str(rows), str(work / f"{stage.after}.txt") if stage.after else "", stage.name]
+        command = [sys.executable, "-S", "-c", QUICK, *words, str(work / f"{stage.name}.txt")]
+        seconds = {"limit_s": 100 * stage.limit_s, "expected_s": 100 * stage.expected_s}
+        found.append(replace(stage, command=command, json_file=rows, **seconds))
+    found[0] = suite_stages(suite, device, work, is_tiny=is_tiny)[0]
+    return found
+
+
+def test_a_rehearsal_skips_goes_on_and_keeps_one_archive(tmp_path, capsys, monkeypatch):
+    """The stages of a GPU in two calls on two machines; `test_a_rehearsal_runs_every_stage` runs the real ones."""
+    monkeypatch.setattr(gpu_half_hour, "suite_stages", _quick_stages)
+    words = ["--device", "cpu", "--tiny", "--out"]
+    assert gpu_half_hour.main([*words, str(tmp_path / "a"), "--budget", "6000"]) == REMAINING
+    printed = capsys.readouterr().out
+    first = ["env", "rates", "attention", "fp8", "constants", "shared"]
+    skipped = ["contact", "layer", "step", "graphs", "staged", "tests", "products", "probe", "plan"]
+    assert f"remaining: {', '.join(skipped)}; call again" in printed
+    assert "contact: skipped, it takes about 7500 s" in printed
+    assert "plan: skipped, it reads what probe writes" in printed
+    carried = tmp_path / "a" / "results.json"
+    (machine,) = json.loads(carried.read_text())["machines"]
+    assert [name for name in machine["stages"] if name != "sanitize"] == first
+    assert machine["stages"]["env"]["rows"]
+    goes_on = [*words, str(tmp_path / "b"), "--carried", str(carried), "--budget", "100000"]
+    assert gpu_half_hour.main(goes_on) == DONE
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if " after " in line] == [
+        f"{name}:" for name in skipped
+    ]
+    (machine,) = json.loads((tmp_path / "b" / "results.json").read_text())["machines"]
+    assert set(machine["stages"]) == set(gpu_suites.LIMITS_S)
+    left_out = {name for name, entry in machine["stages"].items() if entry["status"] == LEFT_OUT}
+    assert left_out <= {"shared", "sanitize"}
+    assert all(entry["status"] == "passed" for name, entry in machine["stages"].items() if name not in left_out)
+    with tarfile.open(tmp_path / "b" / "logs.tgz") as tar:
+        ran = {*first, *skipped} - left_out
+        assert {f"{name}.log" for name in ran} <= set(tar.getnames())
+        assert tar.extractfile("fp8.txt").read() == b"fp8"
+
+
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_stage(tmp_path, capfd):
     assert gpu_half_hour.main(["--device", "cpu", "--tiny", "--budget", "3000", "--out", str(tmp_path)]) == DONE

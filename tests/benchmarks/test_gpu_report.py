@@ -178,7 +178,7 @@ def test_predictions_are_of_rows_and_stages_that_exist(tmp_path):
     assert all(entry["seconds"] <= stage.limit_s for entry, stage in zip(STORED["stages"], stages, strict=True))
     cases = {f"{preset} {tokens} {routing}, moefold" for preset, tokens in gpu_stages.LAYERS
              for routing in ("balanced", "natural")}  # fmt: skip
-    known = {("layer", name + what) for name in cases for what in ("", ", host waits")}
+    known = {("layer", name + what) for name in cases for what in ("", ", rate", ", host waits")}
     known |= {("step", name + ", host waits") for name, *_ in gpu_stages.STEPS}
     for seq_len, heads, groups, qk_size, v_size in gpu_stages.ATTENTION_CASES:
         for backend in ("default", "cuDNN", "flash", "ring block"):

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.torch_operators import around_backward
 from tests.gpu_static.pretended_attention import library_attention
 from tests.gpu_static.pretended_driver import DRIVER
+from tests.gpu_static.pretended_transfers import READS, RECORDER, is_pinned, pin
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -107,17 +108,38 @@ class _Operators(TorchDispatchMode):
         if is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
             forced = True
+        pins = bool(kwargs.get("pin_memory"))
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = None
         if any(marks) and not all(marks) and func.namespace not in COLLECTIVES and name not in COPIES:
             _refuse_mix(f"{func.namespace}::{name}", inputs, marks)
+        if any(marks):
+            _note_transfers(name, args, inputs, marks)
         out = func(*args, **kwargs)
+        if pins:
+            pin(out)
         if name in IN_PLACE:
             return out
         is_marked = forced if forced is not None else any(marks) if inputs else PLACE.inherited
         known = {_key(x) for x in inputs}
         mark([x for x in tree_leaves(out) if isinstance(x, Tensor) and _key(x) not in known], is_marked)
         return out
+
+
+def _note_transfers(name: str, args: Any, inputs: list[Tensor], marks: list[bool]) -> None:
+    """Note what an operator on tensors of the device reads or copies."""
+    if name in READS or (name in INDEXED and any(x.dtype == torch.bool for x in inputs[1:])):
+        RECORDER.wait()
+    if name in INDEXED and marks[0]:
+        for x, is_marked in zip(inputs, marks, strict=True):
+            if not is_marked and x.dim() > 0:
+                RECORDER.to_device(x)
+    if name == "copy_" and marks[0] != marks[1]:
+        is_blocking = not (len(args) > 2 and args[2])
+        if marks[0]:
+            RECORDER.to_device(inputs[1])
+        elif is_blocking or not is_pinned(inputs[0]):
+            RECORDER.to_host(is_blocking=is_blocking)
 
 
 def _refuse_mix(title: str, inputs: list[Tensor], marks: list[bool]) -> None:
@@ -155,6 +177,12 @@ def _to_numpy(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
     return function(x, *args, **kwargs)
 
 
+def _to_list(x: Tensor) -> Any:
+    if is_pretended(x):
+        RECORDER.wait()
+    return x.tolist()
+
+
 class _Functions(TorchFunctionMode):
     """Mode that answers Python calls for marked tensors as for CUDA tensors."""
 
@@ -165,8 +193,9 @@ class _Functions(TorchFunctionMode):
             _attribute("is_cuda"): is_pretended,
             _attribute("is_cpu"): lambda x: not is_pretended(x) and x.is_cpu,
             Tensor.get_device: lambda x: 0 if is_pretended(x) else -1,
-            Tensor.pin_memory: lambda x: mark(x.clone(), False),
-            Tensor.is_pinned: lambda x: False,
+            Tensor.pin_memory: lambda x: pin(mark(x.clone(), False)),
+            Tensor.is_pinned: is_pinned,
+            Tensor.tolist: _to_list,
             Tensor.numpy: partial(_to_numpy, Tensor.numpy),
             Tensor.__array__: partial(_to_numpy, Tensor.__array__),
             Tensor.to: self._to,
@@ -183,8 +212,9 @@ class _Functions(TorchFunctionMode):
             return None
         if func in (torch.mm, Tensor.mm, torch.addmm) and kwargs.get("out_dtype") is not None:
             return _product_of_wider_type(*args, **kwargs)
-        kwargs.pop("pin_memory", None)
-        return self._placed(func, args, kwargs)
+        pins = bool(kwargs.pop("pin_memory", None))
+        out = self._placed(func, args, kwargs)
+        return pin(out) if pins else out
 
     def _placed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function on the CPU, and mark what it makes if it names the CUDA device or has marked tensors."""
@@ -194,6 +224,8 @@ class _Functions(TorchFunctionMode):
         if forced:
             args = tuple(CPU if isinstance(value, torch.device) else value for value in args)
             kwargs |= {"device": CPU} if "device" in kwargs else {}
+        if forced and func in (torch.tensor, torch.as_tensor):
+            RECORDER.to_device(args[0])
         outer = (PLACE.forced, PLACE.inherited)
         PLACE.forced = outer[0] if forced is None else forced
         PLACE.inherited = any(is_pretended(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
@@ -230,6 +262,9 @@ class _Functions(TorchFunctionMode):
         is_copied = bool(kwargs.get("copy")) or flags[1:] == [True] or to_cuda != is_pretended(x)
         if not is_copied and dtype in (None, x.dtype):
             return x
+        if to_cuda != is_pretended(x):
+            is_blocking = not (kwargs.get("non_blocking") or flags[:1] == [True])
+            RECORDER.to_device(x) if to_cuda else RECORDER.to_host(is_blocking=is_blocking)
         outer = PLACE.forced
         PLACE.forced = to_cuda
         try:

