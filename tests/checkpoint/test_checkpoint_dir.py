@@ -111,6 +111,10 @@ def test_meta_comes_back(tmp_path):
             json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": "1"}}}),
             f"broken {META_FILE}: moment_updates is '1'",
         ),
+        (
+            json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": 2**63}}}),
+            f"broken {META_FILE}: moment_updates is {2**63}",
+        ),
         (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is no object"),
         (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),
         (json.dumps(asdict(meta(1)) | {"parallel": {"tp": 0}}), f"broken {META_FILE}: parallel.tp is 0"),
@@ -209,6 +213,17 @@ def test_a_run_does_not_write_beside_later_checkpoints(tmp_path, resume):
         find_resume(recipe(tmp_path, resume=resume))
     assert find_resume(recipe(tmp_path, resume=resume, every=0)) == (None if resume == "never" else Path(resume))
     assert find_resume(recipe(tmp_path, resume=str(tmp_path / "step-000010"))) == tmp_path / "step-000010"
+
+
+@pytest.mark.parametrize("resume", ["auto", "step-000015"])
+def test_a_renamed_one_is_refused(tmp_path, resume):
+    """By its name it would stay the newest of the run, which would start from it again and again."""
+    write(tmp_path, 5).rename(tmp_path / "step-000015")
+    resume = resume if resume == "auto" else str(tmp_path / resume)
+    with pytest.raises(ConfigError, match=r"step-000015' is of step 5, .*; rename it to 'step-000005'"):
+        find_resume(recipe(tmp_path, resume=resume))
+    (tmp_path / "step-000015").rename(tmp_path / "kept")
+    assert find_resume(recipe(tmp_path, resume=str(tmp_path / "kept"))) == tmp_path / "kept"
 
 
 @pytest.mark.parametrize("resume", ["auto", "step-000010"])

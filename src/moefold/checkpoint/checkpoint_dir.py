@@ -537,7 +537,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     degrees = {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
     for least, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
         for name, value in numbers.items():
-            if type(value) is not int or value < least:
+            if type(value) is not int or not least <= value < 2**63:
                 raise TypeError(f"{name} is {value!r}")
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
         raise TypeError("data_tokens are no counts")
@@ -596,9 +596,10 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
         fingerprints: see `data_order_change`.
 
     Raises:
-        ConfigError: the checkpoint is of another model; "auto" found one of other data; a named one is of data that has
-            lost files, and could continue without them; its step ends no round of rl.updates; or the folder already has
-            checkpoints of later steps, which a later "auto" would take for checkpoints of this run.
+        ConfigError: the checkpoint is of another model, or named by another step; "auto" found one of other data; a
+            named one is of data that has lost files, and could continue without them; its step ends no round of
+            rl.updates; or the folder already has checkpoints of later steps, which a later "auto" would take for
+            checkpoints of this run.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
@@ -607,6 +608,11 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
             raise ConfigError(
                 f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
+            )
+        if step_of(path) not in (meta.step, -1):
+            raise ConfigError(
+                f"checkpoint {str(path)!r} is of step {meta.step}, and later checkpoints of the run would be sorted by "
+                f"its name; rename it to {step_path(path.parent, meta.step).name!r}"
             )
         _check_same_model(path, meta, cfg.model)
         if meta.lora or cfg.lora.rank:
