@@ -282,6 +282,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
         (["export", "base", "out", "--merge"], "--merge has no effect: 'base' has all weights; leave it out"),
         (["export", "run", "out", "--quantize", "fp8"], "--quantize has no effect on adapters"),
         (["import", "moe", "out", "--base", "base"], "--base names the base weights of adapters, and 'moe' has none"),
+        (["import", "gone", "out", "--base", "base"], "'gone' does not exist or is no folder"),
         (["merge", "run", "run", "--out", "out"], "has adapters alone, whose products are not averaged with them"),
         (["train", "base/recipe.toml", *TRAIN, *RESUME], "has adapters of rank 4 alone, and lora.rank=0 trains all"),
         (
