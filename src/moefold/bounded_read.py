@@ -127,13 +127,13 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return the text of a UTF-8 file of at most `limit` bytes, each line end as a line feed.
+    """Return the text of a UTF-8 file of at most `limit` bytes: no byte order mark, each line end as a line feed.
 
     Raises:
         OSError: see `read_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    text = read_bytes(path, limit).decode("utf-8")
+    text = read_bytes(path, limit).decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 

@@ -70,6 +70,17 @@ def test_a_run_does_not_write_beside_later_checkpoints(tmp_path, resume):
     assert find_resume(recipe(tmp_path, resume=str(tmp_path / "step-000010"))) == tmp_path / "step-000010"
 
 
+@pytest.mark.parametrize("resume", ["auto", "step-000015"])
+def test_a_renamed_one_is_refused(tmp_path, resume):
+    """By its name it would stay the newest of the run, which would start from it again and again."""
+    write(tmp_path, 5).rename(tmp_path / "step-000015")
+    resume = resume if resume == "auto" else str(tmp_path / resume)
+    with pytest.raises(ConfigError, match=r"step-000015' is of step 5; rename it to 'step-000005'"):
+        find_resume(recipe(tmp_path, resume=resume))
+    (tmp_path / "step-000015").rename(tmp_path / "kept")
+    assert find_resume(recipe(tmp_path, resume=str(tmp_path / "kept"))) == tmp_path / "kept"
+
+
 @pytest.mark.parametrize("resume", ["auto", "step-000010"])
 def test_a_changed_number_of_updates_must_divide_the_step(tmp_path, resume):
     write(tmp_path, 10)

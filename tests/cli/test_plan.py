@@ -350,6 +350,8 @@ def test_a_batch_that_is_not_given_is_assumed_and_said(capsys):
         ([*SMALL, "train.seq_len=64"], "--seq-len 64 and train.seq_len set the same; leave one of them out"),
         ([*SMALL, "parallel.world_size=8"], "--num-gpus 4 and parallel.world_size set the same"),
         ([*SMALL, "model.preset=tiny"], "model.preset=tiny and MODEL tiny name two models"),
+        ([*SMALL, "model.layers=0"], "model.layers=0 must be 1 to 10000 layers"),
+        ([*SMALL, "model.layers='2 moes'"], "model.layers='2 moes' names 'moes'"),
     ],
 )
 def test_invalid_arguments_are_reported(capsys, words, message):

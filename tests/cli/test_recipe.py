@@ -22,6 +22,16 @@ def test_files_are_upgraded_in_place(tmp_path, capsys):
     assert capsys.readouterr().out == f"{first}: nothing to change\n"
 
 
+def test_a_file_of_windows_keeps_its_line_ends(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_bytes(b"\xef\xbb\xbf# Mine.\r\n\r\n[train]\r\nmin_lr = 1e-5\r\n")
+    assert main(["recipe", "upgrade", str(file)]) == 0
+    lines = ["# Mine.", "", "format = 2", "", "[train]", 'lr_schedule = { kind = "cosine", min_lr = 1e-5 }', ""]
+    assert file.read_bytes().decode() == "\r\n".join(lines)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert load_config(file).train.lr_schedule.min_lr == 1e-5
+
+
 def test_no_file_changes_if_one_cannot_be_read(tmp_path, capsys):
     (tmp_path / "a.toml").write_text(OLD)
     (tmp_path / "b.toml").write_text("no TOML")

@@ -83,6 +83,22 @@ def test_an_unusual_form_is_refused_with_the_new_names():
         upgrade_text("train.min_lr = 1e-5\n", "r.toml")
 
 
+def test_a_key_that_is_set_by_both_names_is_refused():
+    """One of two values would be lost without a word."""
+    for text, names in (
+        ("[model]\nnum_layers = 4\nlayers = 3\n", "model.num_layers and model.layers"),
+        ('[model]\nlayer_pattern = "DM"\nlayers = 3\n', "model.layer_pattern and model.layers"),
+        ("[train]\nmin_lr = 1e-5\nlr_schedule = { min_lr = 1e-4 }\n", "train.min_lr and train.lr_schedule.min_lr"),
+    ):
+        with pytest.raises(ConfigError, match=f"r.toml has both {names}, its new name; remove one"):
+            upgrade_text(text, "r.toml")
+
+
+def test_a_section_of_another_form_is_refused_with_the_right_one():
+    with pytest.raises(ConfigError, match=r"write each section as \[section\] with its keys below"):
+        upgrade_text("[[model]]\nnum_layers = 4\n", "r.toml")
+
+
 @pytest.mark.parametrize(
     ("text", "way_out"),
     [

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -116,6 +117,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensor of another type": (
         lambda f: _edit_tensors(f, lambda t: t.update({EXPERT: t[EXPERT].half()})),
         "the parts of layers.1.ffn.experts.w_down have different types: F16, F32",
+    ),
+    "value that is no number": (
+        lambda f: _edit_tensors(f, lambda t: t[EXPERT][3].fill_(torch.nan)),
+        f"tensor {EXPERT} has NaN or infinite values (20 of 480 that were read)",
+    ),
+    "value that is infinite": (
+        lambda f: _edit_tensors(f, lambda t: t["model.norm.weight"][0].fill_(-torch.inf)),
+        "tensor model.norm.weight has NaN or infinite values (1 of 24 that were read)",
     ),
     "quantised type": (
         lambda f: _edit_tensors(f, lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
@@ -286,6 +295,21 @@ def test_a_tensor_in_two_files_is_refused(sound, tmp_path, capsys):
     save_file({EXPERT: tensors[EXPERT], "lm_head.weight": tensors["lm_head.weight"]}, folder / "part.safetensors")
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 2
     assert "tensor lm_head.weight is in two files, part.safetensors and rest.safetensors" in capsys.readouterr().err
+
+
+def test_values_whose_sum_is_infinite_are_imported(sound, tmp_path):
+    folder = _copy(sound, tmp_path)
+    _edit_tensors(folder, lambda t: t[EXPERT].fill_(torch.finfo(torch.float32).max))
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
+
+
+def test_weights_that_are_no_numbers_are_not_evaluated(sound, tmp_path, capsys):
+    folder = _copy(sound, tmp_path)
+    _edit_tensors(folder, lambda t: t[EXPERT][3].fill_(torch.nan))
+    np.save(tmp_path / "ids.npy", np.arange(9, dtype=np.uint16))
+    words = ["--tokens", str(tmp_path / "ids.npy"), "--seq-len", "8", "--dtype", "float32"]
+    assert main(["eval", str(folder), *words]) == 2
+    assert f"tensor {EXPERT} has NaN or infinite values" in capsys.readouterr().err
 
 
 def test_a_folder_without_tokenizer_is_imported_on_request(sound, tmp_path):

@@ -106,6 +106,17 @@ def test_pickled_adapters_are_refused(folder, tmp_path, capsys):
     assert "holds pickled weights (adapter_model.bin), which can run code" in capsys.readouterr().err
 
 
+def test_adapters_that_are_no_numbers_are_refused(folder, tmp_path, capsys):
+    adapters = shutil.copytree(RECORDED, tmp_path / "adapters")
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    next(values for name, values in tensors.items() if ".layers.1." in name)[0] = torch.inf
+    save_file(tensors, adapters / "adapter_model.safetensors")
+    assert main(["import", str(adapters), str(tmp_path / "ck"), "--base", str(folder / "hf")]) == 2
+    assert "tensor layers.1." in (error := capsys.readouterr().err)
+    assert "has NaN or infinite values" in error
+    assert not (tmp_path / "ck").exists()
+
+
 def test_modules_named_like_experts_are_targeted_by_their_weights():
     dense = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"]
     experts = [f"model.layers.1.mlp.experts.{e}.gate_proj" for e in range(2)]
@@ -271,6 +282,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
         (["export", "base", "out", "--merge"], "--merge has no effect: 'base' has all weights; leave it out"),
         (["export", "run", "out", "--quantize", "fp8"], "--quantize has no effect on adapters"),
         (["import", "moe", "out", "--base", "base"], "--base names the base weights of adapters, and 'moe' has none"),
+        (["import", "gone", "out", "--base", "base"], "'gone' does not exist or is no folder"),
         (["merge", "run", "run", "--out", "out"], "has adapters alone, whose products are not averaged with them"),
         (["train", "base/recipe.toml", *TRAIN, *RESUME], "has adapters of rank 4 alone, and lora.rank=0 trains all"),
         (

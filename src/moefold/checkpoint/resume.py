@@ -12,6 +12,7 @@ from moefold.checkpoint.checkpoint_dir import (
     named_checkpoints,
     quick_validate,
     step_of,
+    step_path,
 )
 from moefold.checkpoint.checkpoint_meta import (
     CheckpointMeta,
@@ -202,9 +203,9 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
         fingerprints: see `data_order_change`.
 
     Raises:
-        ConfigError: the checkpoint is of another model; "auto" found one of other data; a named one is of data that has
-            lost files, and could continue without them; its step ends no round of rl.updates; or the folder already has
-            checkpoints of later steps, which a later "auto" would take for checkpoints of this run.
+        ConfigError: it is of another model, of another step than its name, or ends no round of rl.updates; "auto" found
+            one of other data; a named one is of data that has lost files, and could continue without them; or the
+            folder already has checkpoints of later steps, which a later "auto" would take for checkpoints of this run.
     """
     wish = cfg.checkpoint.resume
     meta = None if path is None else read_meta(path)
@@ -214,6 +215,9 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
+        if step_of(path) not in (meta.step, -1):
+            right = step_path(path.parent, meta.step).name
+            raise ConfigError(f"checkpoint {str(path)!r} is of step {meta.step}; rename it to {right!r}")
         _check_same_model(path, meta, cfg.model)
         if meta.lora or cfg.lora.rank:
             from moefold.checkpoint.adapter_settings import adapters_unsupported_reason
@@ -225,19 +229,14 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
             _check_same_data(path, meta, cfg.data, order, fingerprints)
         _check_whole_rounds(path, meta, cfg.rl)
     if wish != "auto" and cfg.checkpoint.saves:
-        _reject_later_checkpoints(
-            named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint)), meta.step if meta else 0, cfg.checkpoint
-        )
-
-
-def _reject_later_checkpoints(named: list[Path], step: int, checkpoint: CheckpointConfig) -> None:
-    later = [path for path in named if step_of(path) > step]
-    if later:
-        raise ConfigError(
-            f"checkpoint.resume={checkpoint.resume!r} starts after step {step}, but there are checkpoints of later "
-            f"steps, such as {str(later[-1])!r}, which would count as this run's; move them away, "
-            f"or set another {checkpoint_folder_key(checkpoint)}"
-        )
+        step = meta.step if meta else 0
+        named = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
+        if later := [other for other in named if step_of(other) > step]:
+            raise ConfigError(
+                f"checkpoint.resume={wish!r} starts after step {step}, but there are checkpoints of later steps, such "
+                f"as {str(later[-1])!r}, which would count as this run's; move them away, or set another "
+                f"{checkpoint_folder_key(cfg.checkpoint)}"
+            )
 
 
 def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelConfig | None = None) -> str:

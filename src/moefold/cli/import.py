@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     with report_on_local_rank0(rank_env):
         folder = weights_path(args.folder)
         has_adapters = is_peft_folder(folder)
-        if args.base is not None and not has_adapters:
+        if args.base is not None and not has_adapters and folder.is_dir():
             raise ConfigError(f"--base names the base weights of adapters, and {args.folder!r} has none; leave it out")
         if has_adapters:
             _check_adapter_options(args)

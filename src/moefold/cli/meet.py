@@ -44,8 +44,10 @@ async def _serve(listener: socket.socket, host: str, secret: bytes) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    # The server takes the socket over.
+    port = listener.getsockname()[1]
     async with MeetServer(listener, secret, lambda line: print_escaped(line, flush=True)):
-        print_escaped(f"meeting point at {host}:{listener.getsockname()[1]}; Ctrl-C ends it", flush=True)
+        print_escaped(f"meeting point at {host}:{port}; Ctrl-C ends it", flush=True)
         await stopped.wait()
 
 

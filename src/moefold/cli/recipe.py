@@ -51,7 +51,8 @@ def _upgrade(files: Sequence[Path]) -> None:
             print_escaped(f"{path}: nothing to change")
             continue
         try:
-            path.write_text(text, encoding="utf-8")
+            newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+            path.write_text(text, encoding="utf-8", newline=newline)
         except OSError as error:
             raise ConfigError(f"recipe {str(path)!r} cannot be written: {error.strerror}") from None
         print_escaped(f"upgraded {path}")

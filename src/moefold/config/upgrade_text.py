@@ -57,8 +57,10 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
-    wanted, unread = upgraded(tree)
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
+    if twice := [key for key in old if MOVED[key].setting != KIND and value_at(str(MOVED[key]), tree) is not None]:
+        raise ConfigError(f"{name} has both {twice[0]} and {MOVED[twice[0]]}, its new name; remove one")
+    wanted, unread = upgraded(tree)
     if stay := [key for key in old if key.partition(".")[2] in _keys(wanted, key.partition(".")[0])]:
         raise ConfigError(f"{name}: {moved_key_refusal(tree, stay[0])}")
     owners = [
@@ -84,7 +86,8 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     found = "\n".join(_with_format(lines, tree)) + "\n"
     if _parsed(found) != {**wanted, FORMAT_KEY: FORMAT}:
         words = ", ".join(f"{key} ({MOVED[key]})" for key in old)
-        raise ConfigError(f"{name} cannot be rewritten, as it has keys in an unusual form; move by hand: {words}")
+        by_hand = f"move by hand: {words}" if words else "write each section as [section] with its keys below"
+        raise ConfigError(f"{name} cannot be rewritten, as it has keys in an unusual form; {by_hand}")
     return found, unread
 
 

@@ -60,6 +60,7 @@ from moefold.convert.safetensors_file import (
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
+from moefold.convert.weights import check_finite
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.errors import ConfigError, format_list
 from moefold.hub import repo_of_snapshot
@@ -285,6 +286,8 @@ def import_adapters(
     model = read_model(base, ignored_keys)
     family = find_family(read_hf_config(base), base) if is_hf_folder(base) else _family_of(model, base)
     tensors, lora = _read_adapters(folder, keys, model, family)
+    for name, values in tensors.items():
+        check_finite(values, name, folder)
     settings = {
         "rank": lora.rank,
         "alpha": lora.alpha,

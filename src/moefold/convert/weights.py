@@ -110,8 +110,23 @@ class HfSource:
             )
             on_rows = None if self.hashes is None else partial(self.hashes.add_rows, part.hf_name)
             hf_values = self.location(part.hf_name).read(part.hf_region(), on_rows)
+            check_finite(hf_values, part.hf_name, self.folder.path)
             copy_permuted(values[box], hf_values.permute(part.permutation()))
         return values
+
+
+def check_finite(values: Tensor, name: str, folder: Path) -> None:
+    """Reject NaN and infinity among values of a tensor of a folder.
+
+    Raises:
+        ConfigError: a value is not finite; the message names the tensor.
+    """
+    # The sum costs a twentieth of a test of each value; it is not finite either where finite values overflow.
+    if not torch.isfinite(values.sum()) and (wrong := int((~torch.isfinite(values)).sum())):
+        raise ConfigError(
+            f"{str(folder)!r}: tensor {name} has NaN or infinite values ({wrong} of {values.numel()} that were read): "
+            "no output of this model can be right; download or convert the folder again"
+        )
 
 
 def load_hf_weights(

@@ -21,7 +21,7 @@ from moefold.config.rule import Rule, ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
-from moefold.validate.config import RULES, check_rollout_mapping
+from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
 from moefold.validate.moe import TRAINING_ONLY_RULES
 from moefold.validate.parallel import (
@@ -215,6 +215,7 @@ class MappingConstraints:
 
     def __init__(self, cfg: Config) -> None:
         raise_all(range_problems(cfg))
+        raise_all(validate_layer_words(cfg.model))
         read_mapping = {rule.validate for rule in MAPPING_RULES} | {
             ALL_AXES_RULE,
             validate_selection_stages,
