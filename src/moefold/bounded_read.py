@@ -1,4 +1,4 @@
-"""Bounded readers of untrusted files: limits on bytes, nesting depth and number of values. Torch-free.
+"""Bounded readers of untrusted files: limits on bytes, nesting depth and number of values.
 
 A path of a user may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader rejects
 anything but a regular file before opening it, compares the size with a limit before reading, and never reads more than

@@ -1,4 +1,4 @@
-"""Lock of an open file (flock): the one lock of this package, for folders, caches and temporary files. Torch-free.
+"""Lock of an open file (flock): the one lock of this package, for folders, caches and temporary files.
 
 A lock of `fcntl` or `lockf` belongs to the process: closing any other descriptor of the same file drops it. A flock
 belongs to the open file, and on NFS other machines see it too.

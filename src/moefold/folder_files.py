@@ -1,4 +1,4 @@
-"""Files of a folder that may be sent or copied: plain ones, whose links do not lead out of it. Torch-free.
+"""Files of a folder that may be sent or copied: plain ones, whose links do not lead out of it.
 
 A folder of a stranger may hold a link to a private key of the user who publishes a copy of it.
 """

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub: `hf://ORG/NAME[@REVISION][/PATH]` is a snapshot on this machine. Torch-free.
+"""Names on the Hugging Face hub: `hf://ORG/NAME[@REVISION][/PATH]` is a snapshot on this machine.
 
 Snapshots stand in the hub's own cache (HF_HOME), are shared with transformers, and are complete after an interrupted
 download that is started again. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as in every program that uses the hub.

@@ -1,4 +1,4 @@
-"""Copies of remote files in this machine's cache, for what is mapped into memory or read by name. Torch-free.
+"""Copies of remote files in this machine's cache, for what is mapped into memory or read by name.
 
 A copy has the size and the time of its original, and is fetched again if either differs. It stands under
 `CACHE/remote/SCHEME/BUCKET/KEY`, so a folder and the files below it share their copies.

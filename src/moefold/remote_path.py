@@ -1,4 +1,4 @@
-"""Paths of remote files, of one of `PROTOCOLS` such as `s3://`, with the methods of `pathlib.Path`. Torch-free.
+"""Paths of remote files, of one of `PROTOCOLS` such as `s3://`, with the methods of `pathlib.Path`.
 
 A `RemotePath` is a `Path` whose operations go through fsspec. Functions that need a local file (`open`, `os.*`,
 `shutil.*`, memory mapping) raise TypeError for it, so that no local folder of that name is created by mistake.

@@ -1,4 +1,4 @@
-"""Terminal output: escape control sequences of untrusted text, colour labels, format bytes and counts. Torch-free."""
+"""Terminal output: escape control sequences of untrusted text, colour labels, format bytes and counts."""
 
 import logging
 import os

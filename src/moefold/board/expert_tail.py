@@ -1,4 +1,4 @@
-"""Incremental readers of expert_counts.bin and routing traces, which sum over ranges of steps. Torch-free."""
+"""Incremental readers of expert_counts.bin and routing traces, which sum over ranges of steps."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Static export of the board: a folder that a browser opens without a server. Torch-free."""
+"""Static export of the board: a folder that a browser opens without a server."""
 
 import json
 import shutil

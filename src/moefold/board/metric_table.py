@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl: each metric with the steps at which it was recorded, and exponential means. Torch-free."""
+"""Columns of metrics.jsonl: each metric with the steps at which it was recorded, and exponential means."""
 
 import math
 from array import array

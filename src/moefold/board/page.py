@@ -1,4 +1,4 @@
-"""The page of the board and its static files, served or exported. Torch-free."""
+"""The page of the board and its static files, served or exported."""
 
 from importlib.resources import files
 

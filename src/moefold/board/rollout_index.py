@@ -1,4 +1,4 @@
-"""Index of rollouts.jsonl: numbers of every rollout in memory, texts read when they are shown. Torch-free.
+"""Index of rollouts.jsonl: numbers of every rollout in memory, texts read when they are shown.
 
 Texts are bytes of prompts and models: they are returned as plain strings, and no reader may interpret them.
 """

@@ -1,4 +1,4 @@
-"""Run folders below the paths that a user names. Torch-free."""
+"""Run folders below the paths that a user names."""
 
 import hashlib
 import os

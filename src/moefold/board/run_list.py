@@ -1,4 +1,4 @@
-"""The runs that a board shows: found again from time to time, as jobs start while the board is open. Torch-free."""
+"""The runs that a board shows: found again from time to time, as jobs start while the board is open."""
 
 import threading
 import time

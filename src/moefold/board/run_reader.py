@@ -1,4 +1,4 @@
-"""Everything that the board shows of one run, read while the run goes on. Torch-free.
+"""Everything that the board shows of one run, read while the run goes on.
 
 `RunReader.read` reads what the files have gained; the other methods answer from memory, as objects that JSON can hold.
 """

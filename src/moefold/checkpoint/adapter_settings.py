@@ -1,7 +1,4 @@
-"""Description of adapters in the metadata of a checkpoint: their settings, and the weights that they belong to.
-
-Torch-free.
-"""
+"""Description of adapters in the metadata of a checkpoint: their settings, and the weights that they belong to."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""List, find and validate the checkpoints of a folder. Torch-free.
+"""List, find and validate the checkpoints of a folder.
 
 A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. A
 remote folder has no rename of folders: a checkpoint is written under its name, its manifest last, and counts as one

@@ -1,4 +1,4 @@
-"""Read and write the description of a checkpoint, `moefold.json`, as earlier versions wrote it too. Torch-free."""
+"""Read and write the description of a checkpoint, `moefold.json`, as earlier versions wrote it too."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Commit and removal of checkpoints, so that after a kill at any moment each one is complete or absent. Torch-free."""
+"""Commit and removal of checkpoints, so that after a kill at any moment each one is complete or absent."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The job that writes a folder of checkpoints, named in each of them: no job replaces another's. Torch-free.
+"""The job that writes a folder of checkpoints, named in each of them: no job replaces another's.
 
 The lock of the folder keeps a second job out. The names hold where there is none: in an object store, on a file system
 without locks, or after the lock of a host that was given up was removed. In a local folder each job also writes to a

@@ -1,4 +1,4 @@
-"""Checkpoint manifest: `manifest.json` holds the size and SHA-256 hash of each file. Torch-free.
+"""Checkpoint manifest: `manifest.json` holds the size and SHA-256 hash of each file.
 
 It is written from the files as read back from disk, so a checkpoint that has one was once complete and readable.
 """

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes from; compare its model and samples with the recipe. Torch-free."""
+"""Choose the checkpoint that a run resumes from; compare its model and samples with the recipe."""
 
 import json
 from collections.abc import Container, Mapping

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a run, which are copied next to its checkpoints. Torch-free.
+"""The tokenizer and the chat template of a run, which are copied next to its checkpoints.
 
 A run reads the tokenizer that its recipe names, by a path that may be relative, or of another machine. So its files
 are copied next to the checkpoints, and everything that uses a checkpoint reads them there. A checkpoint without them

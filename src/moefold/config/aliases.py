@@ -1,7 +1,7 @@
 """Names of other software for recipe keys, values, matrices and options: an unknown name is answered with moefold's.
 
 Covers the configuration of Hugging Face models and TrainingArguments, TRL and PEFT, Megatron's flags, torchtitan and
-vLLM. Torch-free.
+vLLM.
 """
 
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The parts that a recipe chooses. Torch-free."""
+"""The parts that a recipe chooses."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""Change settings of a config by their names. Torch-free."""
+"""Change settings of a config by their names."""
 
 from collections.abc import Mapping
 from dataclasses import replace

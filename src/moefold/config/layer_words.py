@@ -1,4 +1,4 @@
-"""Layers of a model in words, `layers = "3 dense, 58 moe"`: parsed, written, and repeated. Torch-free."""
+"""Layers of a model in words, `layers = "3 dense, 58 moe"`: parsed, written, and repeated."""
 
 import re
 from collections.abc import Sequence

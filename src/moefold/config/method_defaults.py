@@ -1,4 +1,4 @@
-"""Default learning rates by method of training, with their sources. Torch-free.
+"""Default learning rates by method of training, with their sources.
 
 A rate for random weights destroys a trained model: 3e-4 is usual in pretraining, and 300 times what preference
 optimisation takes.

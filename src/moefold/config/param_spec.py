@@ -1,4 +1,4 @@
-"""Shape of one parameter, and how each parallel axis and each optimizer shards it. Torch-free.
+"""Shape of one parameter, and how each parallel axis and each optimizer shards it.
 
 `cost/layer_spec.py` lists the parameters of every block.
 """

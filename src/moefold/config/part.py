@@ -1,4 +1,4 @@
-"""Parts: the choices of a recipe as frozen objects. Torch-free.
+"""Parts: the choices of a recipe as frozen objects.
 
 A part is a dataclass in a file of its own: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
 formula in the same folder. The name of the file is the kind that a recipe writes (`config/find.py`). Its fields are its

@@ -1,4 +1,4 @@
-"""Build a part from outside from its table in a recipe, `{kind = "gated", num_heads = 8}`. Torch-free.
+"""Build a part from outside from its table in a recipe, `{kind = "gated", num_heads = 8}`.
 
 pydantic validates the values, strictly and with the bounds in the annotations; its errors become `Problem`s.
 """

@@ -1,4 +1,4 @@
-"""Actions of a pipeline schedule, and the faults that its rows may have: work left out, deadlocks. Torch-free.
+"""Actions of a pipeline schedule, and the faults that its rows may have: work left out, deadlocks.
 
 A rank runs the slots of its row in order. A slot is one action, or an overlapped forward and backward pass that start
 together once the inputs of both are available.

@@ -1,4 +1,4 @@
-"""Meanings of several settings of routing together, and code that several choices of experts share. Torch-free."""
+"""Meanings of several settings of routing together, and code that several choices of experts share."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Builder of the rows of pipeline schedules, and interleaved 1F1B, which several schedules share. Torch-free.
+"""Builder of the rows of pipeline schedules, and interleaved 1F1B, which several schedules share.
 
 Overlapped schedules pair a forward pass with the backward pass of another micro-batch in the steady phase. Both passes
 of a pair start when both have their inputs, and send their results when both are done. So a rank must be one forward

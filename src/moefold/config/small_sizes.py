@@ -1,4 +1,4 @@
-"""Sizes of the small recipe that `moefold verify --shrink` makes, as parts read them. Torch-free."""
+"""Sizes of the small recipe that `moefold verify --shrink` makes, as parts read them."""
 
 from dataclasses import dataclass
 from math import lcm

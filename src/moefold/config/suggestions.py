@@ -1,6 +1,6 @@
 """Suggestions in error messages: nearest legal values, misspelled keys, hub downloads, and descriptions of types.
 
-Sections, keys and types are read from the schema. Torch-free.
+Sections, keys and types are read from the schema.
 """
 
 import difflib

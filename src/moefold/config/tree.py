@@ -1,4 +1,4 @@
-"""Trees of settings: tables in tables, as TOML gives them. Torch-free."""
+"""Trees of settings: tables in tables, as TOML gives them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""TOML files whose keys are the fields of a dataclass, validated by pydantic from its annotations. Torch-free.
+"""TOML files whose keys are the fields of a dataclass, validated by pydantic from its annotations.
 
 The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fields.
 """

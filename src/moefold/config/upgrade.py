@@ -1,4 +1,4 @@
-"""Recipes of earlier versions, whose parts read flat keys of their section, in tables of parts. Torch-free."""
+"""Recipes of earlier versions, whose parts read flat keys of their section, in tables of parts."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Rewrite the text of a recipe with flat keys in tables of parts: changed keys alone, with all comments. Torch-free."""
+"""Rewrite the text of a recipe with flat keys in tables of parts: changed keys alone, with all comments."""
 
 import re
 import tomllib

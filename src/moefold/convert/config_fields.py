@@ -1,4 +1,4 @@
-"""Field converters between config.json and the section [model], in both directions. Torch-free.
+"""Field converters between config.json and the section [model], in both directions.
 
 Each converter reads some keys of a config.json into keys of [model], and writes them back.
 """

@@ -1,4 +1,4 @@
-"""Registry of the model families of Hugging Face folders, with Llama, Qwen, OLMoE, gpt-oss and DeepSeek. Torch-free."""
+"""Registry of the model families of Hugging Face folders, with Llama, Qwen, OLMoE, gpt-oss and DeepSeek."""
 
 import pkgutil
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Description of a model family of Hugging Face folders, and the tables that families share. Torch-free.
+"""Description of a model family of Hugging Face folders, and the tables that families share.
 
 A family lists the meaning of the keys of its config.json and maps its tensors; the code that reads and writes folders
 is the same for all families. Keys follow the configuration classes of transformers 5, tensor names the files that it

@@ -1,4 +1,4 @@
-"""Families with grouped-query attention and a softmax router, or the sigmoid router of DeepSeek-V3. Torch-free."""
+"""Families with grouped-query attention and a softmax router, or the sigmoid router of DeepSeek-V3."""
 
 from dataclasses import dataclass
 from typing import Any

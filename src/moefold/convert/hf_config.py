@@ -1,4 +1,4 @@
-"""Reading of config.json: the family of a Hugging Face folder and its model config. Torch-free."""
+"""Reading of config.json: the family of a Hugging Face folder and its model config."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

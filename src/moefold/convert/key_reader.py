@@ -1,4 +1,4 @@
-"""Keys of JSON files that are asked for, and keys that transformers declares. Torch-free."""
+"""Keys of JSON files that are asked for, and keys that transformers declares."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Sorting of the keys of other people's JSON files: read, constant, ignored, or refused by name. Torch-free."""
+"""Sorting of the keys of other people's JSON files: read, constant, ignored, or refused by name."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Converters of the kinds of layers in config.json: dense or expert layers, attention windows. Torch-free."""
+"""Converters of the kinds of layers in config.json: dense or expert layers, attention windows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

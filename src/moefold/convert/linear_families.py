@@ -1,4 +1,4 @@
-"""Hybrid families with linear attention or short convolutions: Qwen, Kimi-Linear, Ling 3 and LFM2. Torch-free."""
+"""Hybrid families with linear attention or short convolutions: Qwen, Kimi-Linear, Ling 3 and LFM2."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Family LongCat-Flash: layers of two attentions, two dense networks and shortcut-connected experts. Torch-free.
+"""Family LongCat-Flash: layers of two attentions, two dense networks and shortcut-connected experts.
 
 A layer of the folder is two layers here, an MoE layer and a dense one: the first dense network is the shared expert of
 the MoE layer, and `model.ffn.moe.shortcut` adds the output of its routed experts after the dense layer.

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) layers in a Hugging Face folder. Torch-free.
+"""Multi-token prediction (MTP) layers in a Hugging Face folder.
 
 They come after the layers that num_hidden_layers counts, and are named like them, model.layers.L and on (DeepSeek), or
 mtp.layers.0 and on (Qwen3-Next). moefold reads either layout from the families that are known to compute as it does.

@@ -1,4 +1,4 @@
-"""Reading of adapter_config.json, the settings of a folder of PEFT. Torch-free."""
+"""Reading of adapter_config.json, the settings of a folder of PEFT."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""Checks of a conversion and of a run's initial weights, before torch is imported. Torch-free.
+"""Checks of a conversion and of a run's initial weights, before torch is imported.
 
 They include the rules of upcycling: legal pairs of dense and expert model, equal initial outputs, and exportability.
 """

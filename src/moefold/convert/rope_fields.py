@@ -1,4 +1,4 @@
-"""Converter of the RoPE parameters of config.json. Torch-free."""
+"""Converter of the RoPE parameters of config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Settings of the run that wrote a checkpoint, from the config.json next to it. Torch-free."""
+"""Settings of the run that wrote a checkpoint, from the config.json next to it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint. Torch-free."""
+"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems. Torch-free."""
+"""Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Generated problems with known answers (data.kind="task"): sorting, addition, countdown. Torch-free.
+"""Generated problems with known answers (data.kind="task"): sorting, addition, countdown.
 
 A problem is a pure function of seed and number. The held-out problems are those whose prompt has a small hash, so no
 prompt is in both parts, whatever the seed.

@@ -4,7 +4,7 @@
 merges.txt; tokenizer_config.json, special_tokens_map.json, added_tokens.json; chat_template.jinja and
 additional_chat_templates; config.json, which may choose the class of the tokenizer; and, for the ends of a text,
 generation_config.json. No code of the folder is run. The tokenizer itself is loaded in a subprocess
-(`TokenizerProcess`), where the declarations are applied to it. Torch-free.
+(`TokenizerProcess`), where the declarations are applied to it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Parsing of lm-eval's `--model_args` and related options for moefold models. Torch-free."""
+"""Parsing of lm-eval's `--model_args` and related options for moefold models."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Sampling parameters of generation and their validation. Torch-free."""
+"""Sampling parameters of generation and their validation."""
 
 from dataclasses import dataclass
 

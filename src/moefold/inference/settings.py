@@ -1,4 +1,4 @@
-"""Config of evaluation and generation: a source's model under its own mapping, and its memory needs. Torch-free."""
+"""Config of evaluation and generation: a source's model under its own mapping, and its memory needs."""
 
 import re
 from collections.abc import Iterator, Sequence

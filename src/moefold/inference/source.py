@@ -1,4 +1,4 @@
-"""Model source: resolve a path to a checkpoint, run folder or Hugging Face folder and read its metadata. Torch-free."""
+"""Model source: resolve a path to a checkpoint, run folder or Hugging Face folder and read its metadata."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Text input and output of a model: tokenizer, chat template, decoding, stop strings, token datasets. Torch-free."""
+"""Text input and output of a model: tokenizer, chat template, decoding, stop strings, token datasets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

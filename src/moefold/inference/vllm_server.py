@@ -1,4 +1,4 @@
-"""Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
+"""Client of a vLLM server: its model, new weights from a folder, and completions of token ids.
 
 It uses the interface of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
 /server_info, /collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.

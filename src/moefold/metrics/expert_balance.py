@@ -1,4 +1,4 @@
-"""Expert balance of a run: the file of expert counts, and loads for `moefold inspect`. Torch-free.
+"""Expert balance of a run: the file of expert counts, and loads for `moefold inspect`.
 
 RUN_DIR/expert_counts.bin is append-only: one line of JSON with layers and number of experts, padded to a multiple of 64
 bytes, then records of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl: the lines of training steps, and of the evaluation before the first step. Torch-free."""
+"""Read metrics.jsonl: the lines of training steps, and of the evaluation before the first step."""
 
 import math
 from collections.abc import Iterator, Mapping

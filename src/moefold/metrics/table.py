@@ -1,7 +1,7 @@
 """List every reported number once: name, unit, definition, name in other frameworks, and where it is shown.
 
-metrics.jsonl, the line of a step, the trackers, `moefold inspect`, the board and the page docs/metrics.md
-(`python -m tools.metrics_page > docs/metrics.md`) read this table. Torch-free.
+metrics.jsonl, the line of a step, the trackers, `moefold inspect`, the board and the page docs/metrics.md (`python -m
+tools.metrics_page > docs/metrics.md`) read this table.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Writers of RUN_DIR/metrics.jsonl (one JSON object per step) and RUN_DIR/faults.jsonl (one per fault). Torch-free.
+"""Writers of RUN_DIR/metrics.jsonl (one JSON object per step) and RUN_DIR/faults.jsonl (one per fault).
 
 One rank writes metrics.jsonl and flushes it every step. faults.jsonl is append-only: unlike metrics.jsonl it is not
 truncated by a rollback or a resume.

@@ -1,4 +1,4 @@
-"""Checks of the prompts and the reward function of reinforcement learning, before ranks start. Torch-free."""
+"""Checks of the prompts and the reward function of reinforcement learning, before ranks start."""
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RolloutConfig

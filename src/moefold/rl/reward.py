@@ -1,4 +1,4 @@
-"""Reward of rollouts: a built-in verifier, or a Python function of the user in worker processes. Torch-free."""
+"""Reward of rollouts: a built-in verifier, or a Python function of the user in worker processes."""
 
 import math
 import reprlib

@@ -1,4 +1,4 @@
-"""Memory check before a run: refuse a step whose minimum memory by formula exceeds the machine's. Torch-free.
+"""Memory check before a run: refuse a step whose minimum memory by formula exceeds the machine's.
 
 States are exact to the byte. Activations are within a quarter of measurements, so three quarters of them are certain.
 """

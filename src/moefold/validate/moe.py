@@ -1,6 +1,6 @@
 """Rules on routing and load balancing, and the requirements of DeepEP.
 
-DeepEP is refused where the recipe names it; with "auto" the reasons decide the fallback. Torch-free.
+DeepEP is refused where the recipe names it; with "auto" the reasons decide the fallback.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules on shortcut-connected MoE layers, whose routed output is added after the next layer. Torch-free."""
+"""Rules on shortcut-connected MoE layers, whose routed output is added after the next layer."""
 
 from collections.abc import Iterator
 

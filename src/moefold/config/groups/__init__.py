@@ -1,1 +1,1 @@
-"""Base class of each group of parts: what the package asks of a part of the group. Torch-free."""
+"""Base class of each group of parts: what the package asks of a part of the group."""

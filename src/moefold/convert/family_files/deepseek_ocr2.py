@@ -1,4 +1,4 @@
-"""Family deepseek_ocr2_text, and the text model of DeepSeek-OCR 2: DeepSeek-V2 with plain attention. Torch-free."""
+"""Family deepseek_ocr2_text, and the text model of DeepSeek-OCR 2: DeepSeek-V2 with plain attention."""
 
 from moefold.convert.config_fields import (
     Constants,

@@ -1,4 +1,4 @@
-"""Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router. Torch-free."""
+"""Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router."""
 
 from moefold.convert.config_fields import Constants, Renamed, attention_bias, num_experts, renamed
 from moefold.convert.family import Family, attention_fields, ffn_rules, layer_rules, layouts

@@ -1,4 +1,4 @@
-"""Family kimi_k25 (Kimi-K2.5): the text model of a multimodal folder is DeepSeek-V3. Torch-free."""
+"""Family kimi_k25 (Kimi-K2.5): the text model of a multimodal folder is DeepSeek-V3."""
 
 from dataclasses import replace
 

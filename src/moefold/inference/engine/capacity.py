@@ -1,4 +1,4 @@
-"""Pages that a cache holds and that requests need. Torch-free."""
+"""Pages that a cache holds and that requests need."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Requests and completions of the rollout engine, and its settings. Torch-free."""
+"""Requests and completions of the rollout engine, and its settings."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

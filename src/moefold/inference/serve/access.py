@@ -1,4 +1,4 @@
-"""Middleware of the server: the key of clients, times of requests, and the access log. Torch-free."""
+"""Middleware of the server: the key of clients, times of requests, and the access log."""
 
 import bisect
 import hmac

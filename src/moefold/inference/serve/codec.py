@@ -1,4 +1,4 @@
-"""Prompts to token ids and new tokens to text, for the server. Torch-free."""
+"""Prompts to token ids and new tokens to text, for the server."""
 
 import asyncio
 import json

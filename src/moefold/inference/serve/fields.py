@@ -1,4 +1,4 @@
-"""Fields of requests: their types, the values that mean nothing to this server, and errors in words. Torch-free.
+"""Fields of requests: their types, the values that mean nothing to this server, and errors in words.
 
 Null is "not given" for every field. A field that has no implementation is accepted with its neutral values, with which
 every server does the same, and refused by name with others. Names that no table has are refused.

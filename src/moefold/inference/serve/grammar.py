@@ -1,4 +1,4 @@
-"""Grammars of answers from JSON schemas, by the package llguidance. Torch-free."""
+"""Grammars of answers from JSON schemas, by the package llguidance."""
 
 import importlib.util
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as the server understands them. Torch-free."""
+"""Requests of the OpenAI API as the server understands them."""
 
 import json
 import secrets

@@ -1,4 +1,4 @@
-"""Reasoning in the text of an answer: what stands between `<think>` and `</think>`. Torch-free."""
+"""Reasoning in the text of an answer: what stands between `<think>` and `</think>`."""
 
 from moefold.errors import ConfigError
 

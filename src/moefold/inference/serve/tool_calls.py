@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer: the formats of chat templates, and their readers. Torch-free."""
+"""Tool calls in the text of an answer: the formats of chat templates, and their readers."""
 
 import json
 import re
