@@ -124,9 +124,8 @@ VOCAB_MULTIPLE = 64
 def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozenset[str]) -> tuple[ModelConfig, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
-    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a
-    preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
-    keep the default.
+    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a preset's size
+    stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text keep the default.
 
     Args:
         model, data: sections of a valid recipe.

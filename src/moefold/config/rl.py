@@ -40,8 +40,8 @@ class RLConfig(Section):
     correction: Annotated[str | Part, KindOf("correction")] = "none"
     """Importance weight of a token where the sampler computes other log-probabilities than training: c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
-    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
-    whose geometric mean of c is outside of it."""
+    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout whose geometric mean
+    of c is outside of it."""
     replay: Literal["auto", "on", "off"] = "auto"
     """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
     weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;

@@ -33,9 +33,9 @@ class TrainConfig(Section):
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
     warmup_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps
-    and decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does
-    not fit."""
+    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps and
+    decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does not
+    fit."""
     lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
     """Shape of the schedule after the warm-up."""
     reset_moments_every: Annotated[int, at_least(0, "0: never")] = 0

@@ -1,7 +1,7 @@
 """Readers of JSON lines, JSON arrays and parquet columns, with file and line (row) in every error.
 
-Files are untrusted: line lengths are limited. A file is opened here
-and given to the packages as an open file, so that no character of its name is a pattern, a URL or an option to them.
+Files are untrusted: line lengths are limited. A file is opened here and given to the packages as an open file, so that
+no character of its name is a pattern, a URL or an option to them.
 """
 
 import bz2

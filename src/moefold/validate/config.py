@@ -2,8 +2,8 @@
 
 `check_config` uses the settings only; `train/start.py` checks the machine that will run them. Each rule is a function
 that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key stand on its
-field (`config/field.py`), rules between keys in `moe.py`, `parallel.py`, `train.py` and `memory.py`,
-settings without effect in `unused.py`, and the memory of a step in `memory_need.py`.
+field (`config/field.py`), rules between keys in `moe.py`, `parallel.py`, `train.py` and `memory.py`, settings without
+effect in `unused.py`, and the memory of a step in `memory_need.py`.
 """
 
 import re

@@ -121,8 +121,8 @@ class OptimizerPart(Part):
         With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> what one step
         subtracts from the weight at learning rate 1, weight decay included; or a function of the learning rate, where
         the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
-        reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`,
-        updates the weights in place and returns the norm of the gradient that it found.
+        reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`, updates the weights
+        in place and returns the norm of the gradient that it found.
         """
         return None
 
