@@ -1,4 +1,4 @@
-"""Context parallelism: how the ranks of cp, each with some tokens of a sample, attend to all of them."""
+"""Context parallelism: attention over whole samples whose tokens are sharded over the ranks of cp."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class RoundPlan:
 
     @property
     def shares_work(self) -> bool:
-        """Return whether the attention of a sample may be computed by ranks outside of its context-parallel group."""
+        """Return whether ranks outside of a sample's context-parallel group may compute its attention."""
         return BALANCED in (self.hosts, self.placement)
 
     def exchange_ranks(self, cp: int, dp: int) -> int:
@@ -71,11 +71,11 @@ class ContextPart(Part):
     shards_heads: ClassVar[bool] = False
     """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False
-    """Whether sparse attention, which selects among the keys of the whole sequence, goes with it."""
+    """Whether it supports sparse attention, which selects among the keys of the whole sequence."""
 
     @property
     def plan(self) -> RoundPlan:
-        """Return how rounds are planned; where they are not, samples are divided among their ranks."""
+        """Return the plan of rounds; the default divides each sample among its ranks."""
         return _UNPLANNED
 
     @property
@@ -84,7 +84,7 @@ class ContextPart(Part):
         return self.plan is not _UNPLANNED
 
     def variants(self) -> Iterator["ContextPart"]:
-        """Yield the part with each setting that a search for samples of documents tries, whatever a recipe chooses."""
+        """Yield the variants of the part that a search for samples of documents tries, whatever a recipe chooses."""
         yield from ()
 
     def build(self, cp: Any, window: int, chunk_size: int) -> Callable[..., Any]:

@@ -34,13 +34,13 @@ Route = Callable[[Any, Any, Any], ChosenExperts]
 """The router of the oracle: x [B, S, H], its weight and its bias or None -> the choices."""
 FeedForwardFormula = Callable[[Mapping[str, Any], Any, Route, Callable[[Any], Any]], tuple[Any, Any]]
 """A network in float64: weights by name, the normalised hidden states [B, S, H], the router, and the rounding of
-dispatched tokens -> output, and output of routed experts or None; both are added, and
-`model.ffn.moe.shortcut` says where."""
+dispatched tokens -> output, and output of routed experts or None. Both are added where `model.ffn.moe.shortcut` says.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardFrame:
-    """Settings that the networks of all layers take from outside of their parts."""
+    """Settings outside of the parts that the networks of all layers read."""
 
     hidden_size: int
     moe: "MoEConfig"
@@ -63,7 +63,7 @@ class FeedForwardPart(Part):
 
     @property
     def routed(self) -> "RoutedPart | None":
-        """The part, if it `is_routed`."""
+        """The part itself if it `is_routed`, else None."""
         return None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -75,12 +75,12 @@ class FeedForwardPart(Part):
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:
-        """Return the network in float64; None: it has no formula."""
+        """Return the network in float64; None: no formula."""
         return None
 
     @property
     def tp_unit(self) -> tuple[str, int]:
-        """Recipe key whose value tensor parallelism divides, and that value."""
+        """Recipe key of the number that tensor parallelism divides, and this number."""
         raise NotImplementedError
 
     def saved(self, sizes: Any) -> Counter[str]:
@@ -100,7 +100,7 @@ class FeedForwardPart(Part):
         return Counter()
 
     def transient(self, sizes: Any) -> Counter[str]:
-        """Return the peak of temporary bytes while it runs or is recomputed."""
+        """Return the peak of temporary bytes while the network runs or is recomputed."""
         return Counter()
 
     def saved_if_recomputed(self, sizes: Any) -> Counter[str]:
@@ -128,7 +128,7 @@ class SharedExpert(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedPart(FeedForwardPart):
-    """Experts, of which a router chooses some for each token."""
+    """Experts and the router that chooses some of them for each token."""
 
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts", "shortcut"})
@@ -139,8 +139,9 @@ class RoutedPart(FeedForwardPart):
     intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 512
     """Inner width of one expert, F."""
     latent_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
-    """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
-    state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
+    """Width of the dispatched tokens, the input and output of the routed experts: one projection maps the hidden state
+    to it, another maps it back (latent experts, arXiv:2502.16927). Router and shared expert keep the hidden size; 0:
+    none."""
     bias: bool = False
     """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
     activation: Annotated[ActivationPart, KindOf("activation")] = by_default("activation", "swiglu")
