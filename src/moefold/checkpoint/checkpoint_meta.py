@@ -1,4 +1,4 @@
-"""Read and write the description of a checkpoint, `moefold.json`, as earlier versions wrote it too."""
+"""Read and write the description of a checkpoint, `moefold.json`, in the formats of this and earlier versions."""
 
 import json
 import math
@@ -30,13 +30,13 @@ States = dict[str, dict[str, Any]]
 
 
 def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
-    """Return the states of a run of which only its progress is known."""
+    """Return the states of a run whose progress only is known."""
     return {"position": {"step": step, "samples": samples, "tokens": tokens, "skipped": []}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """State of a run after a step. The properties are what commands read of it; whoever owns a state loads it."""
+    """State of a run after a step. The properties are for commands; each object loads its own state."""
 
     states: States
 
@@ -56,7 +56,7 @@ class TrainState:
 
     @property
     def tokens(self) -> int:
-        """Tokens of applied updates, padding aside. Without `tokens_consumed`: with padding, and of skipped updates."""
+        """Tokens of applied updates, without padding. Without `tokens_consumed`: with padding and skipped updates."""
         return int(self.state_of("position")["tokens"])
 
     @property
@@ -71,7 +71,7 @@ class TrainState:
 
     @property
     def data_lost(self) -> dict[str, str]:
-        """Token files that the run has dropped since, each with the reason."""
+        """Token files dropped by the run, each with the reason."""
         return self.state_of("data").get("data_lost", {})
 
     @property
@@ -111,7 +111,7 @@ class CheckpointMeta(TrainState):
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the section [model] as JSON reads it, with its layers in the shortest words."""
+    """Return the section [model] as JSON values, with its layers in the shortest form."""
     sizes: dict[str, Any] = json.loads(
         json.dumps({key: without_source(value, "file") for key, value in keys_of(model).items()})
     )
@@ -119,7 +119,7 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def method_of_samples(method: Any) -> Any:
-    """Return what samples depend on of a method of alignment, a kind or a table.
+    """Return the settings of a method of alignment, a kind or a table, that determine samples.
 
     The settings of a built-in preference loss may change between the steps of a run.
     """
@@ -130,7 +130,7 @@ def method_of_samples(method: Any) -> Any:
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write `META_FILE` of a checkpoint folder; a ValueError says why `read_meta` could not read it."""
+    """Write `META_FILE` of a checkpoint folder; raise ValueError with the reason if `read_meta` cannot read it."""
     (path / META_FILE).write_text(format_json(asdict(meta), MAX_DESCRIPTION_BYTES), encoding="utf-8")
 
 
@@ -138,7 +138,7 @@ def read_meta(path: Path) -> CheckpointMeta:
     """Read `META_FILE` of a checkpoint folder.
 
     Raises:
-        ConfigError: the folder is no moefold checkpoint, or has a format that this version cannot read.
+        ConfigError: the folder is not a moefold checkpoint, or has a format that this version cannot read.
     """
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
@@ -156,16 +156,16 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _newer_format(fields: Any) -> int:
-    """Return the format of a `META_FILE` that a later version wrote, whose fields mean nothing here, or 0."""
+    """Return the format of a `META_FILE` if a later version wrote it, with other fields; else 0."""
     found = fields.get("format") if isinstance(fields, dict) else 0
     return found if type(found) is int and found > FORMAT else 0
 
 
 def _of_format(fields: Any) -> dict[str, Any]:
-    """Return the fields of a `META_FILE`, with flat keys of earlier versions in their tables.
+    """Return the fields of a `META_FILE`, with flat keys of earlier versions moved to tables.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the file has other contents.
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
@@ -238,12 +238,12 @@ def _check_meta(meta: CheckpointMeta) -> None:
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
-    """Return a stored model with its layers; parts that are not of this package are as in a recipe without them.
+    """Return a stored model with its layers; parts from outside of this package get their defaults.
 
     Raises:
-        ConfigError: it is no model.
+        ConfigError: the values are not a model.
     """
-    # The loader of recipes is no module of a training process.
+    # A training process does not import the loader of recipes.
     from moefold.config.load import config_from_dict
 
     known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}

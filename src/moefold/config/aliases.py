@@ -322,8 +322,7 @@ OPTION_OF = _table(_OPTIONS)
 
 
 def key_hint(name: str) -> str:
-    """Return the recipe key for a name of other software, which may have a section, dashes or capitals; "" if unknown.
-    """
+    """Return the recipe key for a name of other software, whatever its section, dashes and case; "" if unknown."""
     plain = name.strip().lstrip("-").replace("-", "_").lower()
     for spelling in (plain, plain.rpartition(".")[2]):
         if ours := KEY_OF.get(spelling, ""):

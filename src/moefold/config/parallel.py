@@ -73,8 +73,7 @@ class ParallelConfig(Section):
 
     @property
     def may_pad_batch(self) -> bool:
-        """Return whether the last data-parallel ranks may have padded micro-batches, if dp does not divide the batch.
-        """
+        """Return whether the last data-parallel ranks may have padded micro-batches if dp does not divide the batch."""
         return self.elastic
 
     def vocab_rows(self, vocab_size: int) -> int:

@@ -68,8 +68,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is a matrix, or a matrix of each expert: these have weight decay, norms and biases do not.
-        """
+        """Return whether it is a matrix, or a matrix of each expert; only matrices have weight decay."""
         return len(self.shape) - self.is_expert > 1
 
     @property
@@ -102,8 +101,7 @@ class ParamSpec:
         return replace(self, shape=tuple(shape))
 
     def dp_shards(self, degree: int) -> "DataParallelShards":
-        """Return the shards over `degree` data-parallel ranks along dim 0, or along dim 1 if there are too few experts.
-        """
+        """Return the shards over `degree` data-parallel ranks along dim 0, or along dim 1 for too few experts."""
         dim = expert_dp_dim(self.shape, degree) if self.is_expert else 0
         rows = -(-self.shape[dim] // degree)
         return DataParallelShards(self.shape[dim], rows, self.numel // self.shape[dim], degree)

@@ -70,8 +70,7 @@ class UnusedKeys(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A choice of a recipe. Each field is a setting, `name: Annotated[type, bound, ...]`, with its help as docstring.
-    """
+    """Choice of a recipe. Fields are settings, `name: Annotated[type, bound, ...]`, with their help as docstring."""
 
     group: ClassVar[str]
     """Folder of `parts/`, and the end of the name of the entry points of other packages, `moefold.GROUP`."""
@@ -289,8 +288,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
-    """Settings in a table without `kind`, such as `model.rope`; an optional table may be `None`, or "none" in a recipe.
-    """
+    """Settings in a table without `kind`, such as `model.rope`; an optional table may be `None`."""
 
 
 @cache

@@ -69,7 +69,7 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per data-parallel rank and step, including micro-batches that only contain padding."""
+        """Micro-batches per data-parallel rank and step, including micro-batches of only padding."""
         return self.train.num_micro_batches(self.parallel.dp)
 
     @property

@@ -44,7 +44,7 @@ class SmallSizes:
         return lcm(few, ranks) if self.shards_heads and heads % ranks == 0 else few
 
     def query_heads(self, heads: int, key_value_heads: int) -> int:
-        """Return the smallest number of query heads: two per head of keys and values if the large model has several.
+        """Return the smallest number of query heads: two per head of keys and values if the large model has that many.
 
         Args:
             heads: query heads of the large model.

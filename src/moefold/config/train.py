@@ -109,8 +109,7 @@ class TrainConfig(Section):
         return self.global_batch_size * self.seq_len
 
     def num_micro_batches(self, dp: int) -> int:
-        """Return the micro-batches per data-parallel rank and step, including micro-batches that only contain padding.
-        """
+        """Return the micro-batches per data-parallel rank and step, including micro-batches of only padding."""
         return -(-self.global_batch_size // (self.micro_batch_size * dp))
 
     def trains_indexers_only(self, model: ModelConfig) -> bool:
@@ -118,8 +117,7 @@ class TrainConfig(Section):
         return model.attention.selector is not None and self.indexer_stage == "warmup"
 
     def num_padding_micro_batches(self, dp: int) -> int:
-        """Return the micro-batches that only contain padding in a step, on the last ranks; 0 if dp divides the batch.
-        """
+        """Return the micro-batches of only padding in a step, on the last ranks; 0 if dp divides the batch."""
         return self.num_micro_batches(dp) * dp - self.global_batch_size // self.micro_batch_size
 
     def loss_tokens(self, cp: int) -> int:

@@ -252,8 +252,7 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
 
 
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset or by default; "" for a table without kinds, None for no table.
-    """
+    """Return the kind of a part in a recipe, its preset or by default; "" for a table without kinds; None: no table."""
     section, _, key = path.partition(".")
     if not key:
         return ""

@@ -257,8 +257,7 @@ class AttentionPart(Part):
         return self
 
     def with_shared_selection(self) -> Self:
-        """Return the part with an indexer that shares the selection of an earlier layer; itself if it has no indexer.
-        """
+        """Return the part with an indexer that shares the selection of an earlier layer, if it has an indexer."""
         return self
 
     def formula(self) -> LinearFormula | SoftmaxFormula | None:
@@ -302,8 +301,7 @@ class AttentionPart(Part):
         return None
 
     def delayed_wgrad(self, sizes: Any) -> Counter[str] | None:
-        """Return the bytes of GEMM inputs and output gradients that a split backward pass holds; None: estimate them.
-        """
+        """Return the bytes of GEMM inputs and output gradients that a split backward pass holds; None: unknown."""
         return None
 
     def transient(self, sizes: Any) -> Counter[str]:

@@ -180,8 +180,7 @@ class DispatcherPart(Part):
     def check(
         self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
     ) -> Iterator[Problem]:
-        """Yield the settings that are incompatible with the dispatcher; ep, etp and the tokens of a dispatch may count.
-        """
+        """Yield the settings that are incompatible with the dispatcher, such as values of ep and etp."""
         p = parallel
         has_experts = has_moe_layers(model)
         is_spread = p.ep * p.etp > 1
