@@ -30,7 +30,7 @@ States = dict[str, dict[str, Any]]
 
 
 def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
-    """Return the states of a run whose progress only is known."""
+    """Return the states of a run that consist only of its progress."""
     return {"position": {"step": step, "samples": samples, "tokens": tokens, "skipped": []}}
 
 
@@ -76,7 +76,7 @@ class TrainState:
 
     @property
     def lora(self) -> dict[str, Any]:
-        """Settings of adapters (`adapter_settings`) trained alone; empty if the checkpoint has all weights."""
+        """Settings of adapters (`adapter_settings`) if only these were trained; empty if all weights are saved."""
         return self.state_of("lora")
 
     @property

@@ -39,7 +39,7 @@ class CheckpointSaver:
         self._writer: FolderWriter | None = None
 
     def open_folder(self) -> None:
-        """Note, on the first rank, the checkpoints that are there; call it before the run chooses one to resume from.
+        """Record the existing checkpoints on the first rank; call it before the run chooses where to resume.
 
         A folder that cannot be listed is reported by the first save.
         """

@@ -19,7 +19,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the source files of the samples in order: named files, and files in named folders.
 
     Names are as in the recipe; below a folder the relative path is appended, so names are the same on every machine.
-    Data sets on the hub have none. A missing token file that data.corrupt="skip" may leave out is included.
+    Data sets on the hub have no files. A missing token file that data.corrupt="skip" may skip is included.
 
     Raises:
         ConfigError: a path is missing.
@@ -47,7 +47,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
 
 
 def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
-    """Return whether data.path names a missing token file that data.corrupt="skip" leaves out."""
+    """Return whether data.path names a missing token file that data.corrupt="skip" skips."""
     if is_remote(name):
         return False
     path = Path(name).expanduser()
