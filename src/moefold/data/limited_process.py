@@ -46,7 +46,7 @@ class LimitedProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether it runs, belongs to this process and has answered: a caller may be interrupted before that."""
+        """Return whether the process is alive, was started by this process, and has no pending answer."""
         return self._owner == os.getpid() and not self._is_busy and self._process.poll() is None
 
     def ask(

@@ -171,7 +171,7 @@ class SampleBatch:
         starts: NDArray[np.int64] = np.maximum.accumulate(np.where(is_first, positions, 0), axis=1)
         if self.is_padding is None:
             return starts
-        # The mask of padding documents follows from their first tokens, in all samples at once.
+        # Documents of all samples together, each identified by its first token.
         first = (starts + np.arange(len(starts))[:, None] * len(positions)).ravel()
         has_tokens = np.bincount(first, ~self.is_padding[:, :-1].ravel(), starts.size)[first] > 0
         pieces = starts + (positions - starts) // PADDING_DOCUMENT * PADDING_DOCUMENT
