@@ -428,7 +428,7 @@ def num_experts(hf_key: str) -> Renamed:
 
 
 def attention_bias(*, has_output: bool) -> Renamed:
-    """Return the field of biases on the query, key and value projections, and on the output's if `has_output`."""
+    """Return the field of biases on the query, key and value projections, with `has_output` also on the output's."""
     return Renamed("attention_bias", "attention.qkv_bias", False, copies=("attention.output_bias",) * has_output)
 
 

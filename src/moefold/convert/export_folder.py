@@ -281,7 +281,7 @@ def export_folder(
 def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
     """Check the files of a checkpoint; return whether `checked_while_read` has to check the hashes of its tensors.
 
-    It has to if this process alone reads the files, without the moments of a run.
+    This is so if only this process reads the files, and they are local and have no moments.
     """
     check_integrity(checkpoint, world, checks_hashes=False)
     reads_all = world.size == 1 and not isinstance(checkpoint, RemotePath) and bool(read_meta(checkpoint).origin)

@@ -192,7 +192,7 @@ def fused(
 
 
 def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int = 2) -> dict[str, TensorRule]:
-    """Return the rules of parameters whose rows one HF tensor of the layer has group by group; see `GroupedRows`."""
+    """Return the rules of parameters whose rows alternate by groups in an HF tensor of a layer; see `GroupedRows`."""
     return {
         f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, part, num_dims)
         for part, name in enumerate(ours)

@@ -297,7 +297,7 @@ def read_stacked(
 
 
 def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
-    """Return the matrices, such as w_up, whose adapter is zero in all layers where the other of a parameter is not."""
+    """Return the matrices, such as w_up, with a zero adapter in all layers where the other adapter is not zero."""
     trained = {leaf(name) for name, (_, b) in found.items() if b.any()}
     halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
     return set().union(*(half - trained for half in halves if half & trained))

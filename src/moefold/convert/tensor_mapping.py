@@ -249,7 +249,7 @@ class ByAttention:
 
 
 def fill_in_layer(template: str, layer: str) -> str:
-    """Return an HF name for a layer; "{pair}" and "{half}" are the number of a pair of our layers, and that in it."""
+    """Return an HF name for a layer; "{pair}" is the number of a pair of our layers, "{half}" the number in it."""
     if "{pair}" not in template:
         return template.replace("{l}", layer)
     return template.replace("{pair}", str(int(layer) // 2)).replace("{half}", str(int(layer) % 2))
