@@ -37,7 +37,7 @@ LOGPROBS_MODE = "processed_logprobs"
 VLLM_DTYPES = ("bfloat16", "float32")
 """Values of run.dtype that vLLM supports."""
 MAX_ROUNDING = 1e-3
-"""Maximum log-probability that counts as 0 with rounding."""
+"""Rounding error of log-probabilities: a smaller positive value counts as 0."""
 MAX_SHOWN = 300
 """Maximum characters of a server's answer in a message."""
 

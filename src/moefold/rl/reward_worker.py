@@ -1,7 +1,7 @@
 """Worker process of the reward pool: runs a user's reward function on JSON lines from standard input.
 
-Started as `python -m moefold.rl.reward_worker FILE FUNCTION` in a session of its own. What the function prints goes to
-standard error, and its standard input is empty. The worker ends with the process that started it.
+Started as `python -m moefold.rl.reward_worker FILE FUNCTION` in its own session. Output of the function goes to
+standard error, and its standard input is empty. The worker ends with its parent process.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def main(path: str, name: str) -> None:
 
 
 def _end_with_parent(pipe: int) -> None:
-    """Kill this process, also in the middle of a call, and those that it has forked, once a pipe has no writer."""
+    """Kill this process, even during a call, and the processes that it has forked, once a pipe has no writer."""
     poll = select.poll()
     poll.register(pipe, 0)
     poll.poll()

@@ -10,7 +10,7 @@ from moefold.inference.engine.pages import pages_for
 from moefold.inference.engine.requests import EngineSettings, Request
 
 MIN_PAGE_BYTES = 1024
-"""Minimum bytes of a page: its entries in the page tables, if a model has only linear attention."""
+"""Minimum bytes counted for a page: with only linear attention, a page consists of entries in the page tables."""
 
 
 def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:

@@ -1,4 +1,4 @@
-"""Loop of a server around the rollout engine: requests join and leave between passes, in one order on all ranks."""
+"""Loop of a server around the rollout engine; requests join and leave between passes, equally on all ranks."""
 
 import itertools
 import queue
