@@ -148,8 +148,7 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size
     except ConfigError as error:
         if preset_size is not None:
-            # The size does not depend on the tokenizer, which may be on another machine; training reports a missing
-            # file.
+            # The size does not depend on the tokenizer, which may be on another machine; training reports this.
             return model, ""
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
     if preset_size is not None and num_ids <= preset_size:

@@ -238,7 +238,7 @@ class RemotePath(PosixPath):
             yield self / entry.name
 
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """Yield the entries of the folder whose names match a pattern without a slash; none if it does not exist."""
+        """Yield the entries of the folder whose names match a pattern without a slash; none if there is no folder."""
         assert "/" not in pattern
         try:
             entries = self.entries()

@@ -250,7 +250,7 @@ class ExpertBalance:
         return None if self.counts is None else int(self.counts.shape[2])
 
     def shares(self, max_bins: int) -> Array:
-        """Return each expert's share over the mean, float64 [bins, L, E], in at most `max_bins` step ranges."""
+        """Return each expert's tokens over the mean, float64 [bins, L, E], in at most `max_bins` step ranges."""
         assert self.counts is not None, "a run without counts has no shares"
         sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in split_into_bins(len(self.steps), max_bins)]
         binned: Array = np.stack(sums)

@@ -117,7 +117,7 @@ def read_curves(run_dir: Path) -> Curves:
 def smooth(values: list[float], half_window: int) -> list[float]:
     """Return a centred moving average with up to `half_window` neighbours on each side; NaN values are excluded.
 
-    A centred window does not lag behind a falling loss. It shrinks on both sides near the start, and becomes one-sided
+    A centred window does not lag a falling loss. It shrinks on both sides near the start, and becomes one-sided
     at the end, where the newest values matter.
     """
     sums = list(accumulate((0.0 if isnan(value) else value for value in values), initial=0.0))
@@ -207,7 +207,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def escape_plot_text(text: str) -> str:
-    """Return text for matplotlib: characters missing in its font replaced (they raise warnings), and `$` escaped."""
+    """Return text for matplotlib, with `$` and characters that its font lacks (they raise warnings) replaced."""
     known = _characters()
     plain = "".join(character if ord(character) in known else REPLACEMENT for character in text)
     # matplotlib reads text between two dollar signs as a formula.

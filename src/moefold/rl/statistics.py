@@ -30,7 +30,7 @@ class RoundStatistics:
     """Seconds of waiting for new weights, on ranks that only sample."""
 
     def add(self, groups: Sequence[RolloutGroup], rollout_s: float, reward_s: float) -> Self:
-        """Return the sum with other statistics."""
+        """Return the statistics including more groups."""
         return replace(
             self,
             num_groups=self.num_groups + len(groups),
