@@ -152,7 +152,7 @@ def train_model(
     data: "ProgramData | None" = None,
     callbacks: "Sequence[Callback]" = (),
 ) -> "TrainOutcome":
-    """Train from a recipelike `moefold train`: in a new run folder, or from the last checkpoint of the run.
+    """Train from a recipe like `moefold train`: in a new run folder, or from the last checkpoint of the run.
 
     A job of one rank runs in this process. Several ranks are started on this machine; under a launcher such as torchrun
     this process is one rank. Call it from the main thread, which receives Ctrl-C.

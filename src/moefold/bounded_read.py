@@ -37,7 +37,7 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 MAX_INDEX_BYTES = 128 * MIB
 """Index or manifest of a folder of tensors, 200 bytes per tensor: 100,000 tensors are 20 MB."""
 MAX_DESCRIPTION_BYTES = 64 * MIB
-"""Description or manifest of a checkpoint: 150 bytes per data file or rank, of which there may be 100,000."""
+"""Description or manifest of a checkpoint: 150 bytes per data file or rank, with up to 100,000 of these."""
 MAX_LINE_BYTES = 64 * MIB
 """Line of JSON: a document, a conversation, or the metrics of a step. A book has 1 MB."""
 MAX_TEXT_BYTES = 1 << 30

@@ -118,7 +118,7 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
 
 
 VOCAB_MULTIPLE = 64
-"""Multiple to which the vocabulary is rounded up: efficient for kernels, and the same under every mapping."""
+"""The vocabulary is rounded up to a multiple of this: efficient for kernels, and equal under every mapping."""
 
 
 def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozenset[str]) -> tuple[ModelConfig, str]:

@@ -1,4 +1,4 @@
-"""Incremental readers of expert_counts.bin and routing traceswith sums over ranges of steps."""
+"""Incremental readers of expert_counts.bin and routing traces with sums over ranges of steps."""
 
 import os
 from pathlib import Path
@@ -87,7 +87,7 @@ class StepRanges:
 
 
 MAX_CELLS = 1 << 20
-"""Limit of ranges * layers * expertsfor a picture, and for the bytes of an answer."""
+"""Limit of ranges * layers * experts for a picture, and for the bytes of an answer."""
 MAX_RANGES = 128
 MAX_READ_BYTES = 64 * MIB
 """Maximum bytes per call. If the file has grown by more, records are read at equal distances."""

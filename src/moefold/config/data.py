@@ -42,7 +42,7 @@ class DataConfig:
         ReadIf("data.document_index=false"),
     ] = -1
     """Id of the token that ends a document, 0 with the tokenizer "bytes": attention is then masked to the document, and
-    its first token is no target. -1: a sample counts as one document."""
+    its first token is not a target. -1: a sample counts as one document."""
     document_index: Annotated[bool, ReadIf("data.kind=tokens")] = False
     """Mask attention as document_end does, at the boundaries that `moefold tokenize` recorded (tokens)."""
     packing: Annotated[Literal["concatenate", "best_fit"], ReadIf("data.kind=python-docs|text|tokens|huggingface")] = (

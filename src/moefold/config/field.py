@@ -27,7 +27,7 @@ class Most:
 
 @dataclass(frozen=True)
 class ReadIf:
-    """Condition under which a key has an effect; on a section: condition of all its other keys.
+    """Condition for a key to have an effect; on a section: condition of all its other keys.
 
     If a key has several conditions, all must hold.
     """

@@ -74,7 +74,7 @@ EXPERIMENTS = MappingProxyType(
 
 
 def missing_experiment(name: str, group: str, kind: str) -> str:
-    """Return the refusal of a kind of `moefold-experiments`if that is not installed; else empty.
+    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty.
 
     Args:
         group: the group of the part.

@@ -1,4 +1,4 @@
-"""The [model] section of a recipe: sizes and kinds of a decoder-only transformerand of its layers."""
+"""The [model] section of a recipe: sizes and kinds of a decoder-only transformer and of its layers."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,10 +15,10 @@ from moefold.config.part import KindOf, Section
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
+    """Sizes and kinds of a decoder-only transformer. `preset` sets the keys that the recipe leaves out."""
 
     preset: Annotated[str, SAME_TENSORS, Judged.SIZE] = ""
-    """Named model shape (see `moefold train --keys`); keys of the recipe win over keys of the preset."""
+    """Named model shape (see `moefold train --keys`); keys of the recipe take precedence."""
     layers: Annotated[int | str, Most(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
     "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". The first name of each of these lists is the default:

@@ -123,7 +123,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
-        ConfigError: the kind is unknown or broken, or a setting is wrong(one line for each).
+        ConfigError: the kind is unknown or broken, or a setting is wrong (one line for each).
     """
     if default is None and value in (None, NONE):
         return None
@@ -160,7 +160,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
-        ConfigError: the kind is unknown or broken, or a setting is wrong(one line for each).
+        ConfigError: the kind is unknown or broken, or a setting is wrong (one line for each).
     """
     table = {"kind": value} if isinstance(value, str) else dict(value)
     if is_oversized(table):

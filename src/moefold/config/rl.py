@@ -98,7 +98,7 @@ class RolloutConfig:
     """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it; the model of the
     recipe. Each round's weights are written to its subfolder rollout_weights."""
     timeout_s: Annotated[float, POSITIVE, ReadIf("rollout.engine=vllm")] = 300.0
-    """Maximum time in which the vLLM server loads weights, or samples the rollouts of a round."""
+    """Time limit of the vLLM server for loading weights, and for sampling the rollouts of a round."""
     ranks: Annotated[int, at_least(0, "0: the training ranks sample")] = 0
     """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
     The degrees below apply to these ranks. 0: the ranks that train also sample."""

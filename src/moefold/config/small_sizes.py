@@ -35,7 +35,7 @@ class SmallSizes:
     lr: float
     """Peak learning rate of the small recipe."""
     rotary_dim: int = 0
-    """Dims of a head of the small recipe to which RoPE is applied."""
+    """Dims with RoPE of a head of the small recipe."""
 
     def key_value_heads(self, heads: int) -> int:
         """Return the smallest number of heads of keys and values that is sharded like `heads`."""

@@ -68,8 +68,8 @@ class TrainConfig(Section):
     """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
     counts as the power of two that torch allocates for it."""
     offload_waits: Annotated[bool, ReadIf("train.offload"), Judged.SPEED] = False
-    """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: what
-    cannot be copied out and back in time stays in memory."""
+    """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: tensors
+    that cannot be copied out and back in time stay in memory."""
     precision: Annotated[Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"], Judged.FORMAT] = "dtype"
     """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""

@@ -183,7 +183,7 @@ class ExportOptions:
     dtype: str = "auto"
     """auto: imported weights keep their dtype; weights of a run get its run.dtype."""
     family: str = "auto"
-    """auto: the family of the imported weights, else the first one that can express the model."""
+    """auto: the family of the imported weights, else the first family that can express the model."""
     shard_bytes: int | None = None
     """Size limit of a file; 0: a single file; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False

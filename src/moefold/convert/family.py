@@ -200,13 +200,13 @@ def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int =
 
 
 def stacked_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
-    """Return the rules of experts in one tensor for gate and up, and one for down, each expert transposed."""
+    """Return the rules of experts in one tensor for gate and up, and a tensor for down, each expert transposed."""
     halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=1, dims=(0, 2, 1))
     return halves | fused(("ffn.experts.w_down",), down, dims=(0, 2, 1))
 
 
 def untransposed_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
-    """Return the rules of experts in one tensor for gate and up, and one for down, as [E, in, out]."""
+    """Return the rules of experts in one tensor for gate and up, and a tensor for down, as [E, in, out]."""
     halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=-1)
     return halves | layer_rules({"ffn.experts.w_down": down})
 

@@ -44,8 +44,8 @@ def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
     """Read config.json and the headers of all tensor files without values; `ignored_keys` may have any value.
 
     Raises:
-        ConfigError: as in `read_model_config`; or there are no safetensors files, or one is missing, damaged, outside
-            the folder, or inconsistent with the index.
+        ConfigError: as in `read_model_config`; or there are no safetensors files, or a file is missing, damaged,
+            outside the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
     model = parse_model_config(keys, path, ignored_keys)

@@ -45,7 +45,7 @@ class TemplateLimits:
     Templates take milliseconds, but a conversation of 1,000 turns is rendered about 2,000 times, which takes seconds.
     """
     memory_bytes: int = 1 << 30
-    """Address space of the process, of which the interpreter takes 30 MB."""
+    """Address space of the process, including 30 MB for the interpreter."""
     most_characters: int = 1 << 26
     """Length of a rendered conversation; equals the maximum bytes of an input line."""
 

@@ -1,6 +1,6 @@
 """Rows of text from tables: parquet, arrow, JSON and CSV files, folders, saved data sets, data sets on the hub.
 
-Files are read here, in parts of bounded size. The package `datasets` reads data sets on the hubin streaming mode,
+Files are read here, in parts of bounded size. The package `datasets` reads data sets on the hub in streaming mode,
 without a second copy of the data. Code of a data set is never executed: since version 4 the package runs no scripts.
 """
 

@@ -57,7 +57,7 @@ class PackedPairs(PackedMembers):
 
     Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
     targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1: none; "is_desirable" [K
-    / 2], the label (kto); "reference_log_probs" [K]if the loss needs a reference. The weights of the targets of
+    / 2], the label (kto); "reference_log_probs" [K] if the loss needs a reference. The weights of the targets of
     sequence 2k add up to 1.
 
     Args:

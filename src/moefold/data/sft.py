@@ -92,7 +92,7 @@ class TokenizedConversations:
     """All conversations of the files, tokenised; only their offsets are in memory, the ids stay on disk."""
 
     flagged: ShardReader
-    """Ids with `RESPONSE_BIT` and `FIRST_TOKEN_BIT`of all conversations, uint32 [tokens]."""
+    """Ids with `RESPONSE_BIT` and `FIRST_TOKEN_BIT` of all conversations, uint32 [tokens]."""
     starts: NDArray[np.int64]
     """Offset of each conversation's first token, and of the end, [conversations + 1]."""
 

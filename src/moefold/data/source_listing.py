@@ -73,7 +73,7 @@ def _is_source(data: DataConfig, file: Path) -> bool:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Return whether a file's suffix is one of JSON lines."""
+    """Return whether a file has a suffix of JSON lines."""
     return path.name.lower().endswith(JSONL_SUFFIXES)
 
 

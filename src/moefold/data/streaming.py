@@ -117,7 +117,7 @@ class StreamingSampler(Sampler):
             tokens[filled : filled + len(part)] = part
             document.used += len(part)
             filled += len(part)
-        # Consecutive samples share a token, so the last token is also the first one of the next block.
+        # Consecutive samples share a token, so the last token is also the first token of the next block.
         document = self._current_document()
         tokens[size] = document.ids[document.used]
         self._block = self._block + 1

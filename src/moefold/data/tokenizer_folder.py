@@ -50,7 +50,7 @@ class TokenizerClass:
     replaces_post_processor: bool
     """Whether the settings add_bos_token and add_eos_token replace the post-processor of a tokenizer.json."""
     reads_merges: bool
-    """Whether the class reads vocab.json and merges.txtif there is no tokenizer.json."""
+    """Whether the class reads vocab.json and merges.txt if there is no tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class RolloutCollector:
             adjust: computes rewards from scores.
 
         Raises:
-            RunError: a reward function failedand reward.on_error stops the run.
+            RunError: a reward function failed and reward.on_error stops the run.
         """
         recorder = self._groups.recorder
         started_s = time.perf_counter()

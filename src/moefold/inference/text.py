@@ -22,7 +22,7 @@ from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""Character to which an incomplete or invalid UTF-8 sequence decodes."""
+"""Result of decoding an incomplete or invalid UTF-8 sequence."""
 
 
 def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:

@@ -95,7 +95,7 @@ def _mapping(p: ParallelConfig, moe: MoEConfig, rl: RLConfig, rollout: RolloutCo
 
 
 def caches_latents(layer: Layer) -> bool:
-    """Return whether decoding attends to all cached latentswith projections that training does not use."""
+    """Return whether decoding attends to all cached latents with projections that training does not use."""
     return layer.core.cached_expanded > 0 and not layer.core.selected
 
 

@@ -1,4 +1,4 @@
-"""Rules on parallel degrees and what they shard, and on the pipeline: schedule, virtual stages, layout.
+"""Rules on parallel degrees and the sharded sizes, and on the pipeline: schedule, virtual stages, layout.
 
 Each axis has a function of (config, degree) that yields its violations, so that the legal values of a degree are found
 by trials with all other settings unchanged. The module also has the rules of `parallel.overlap_experts` and
@@ -500,7 +500,7 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
 
 
 def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
-    """Check that the dispatcher supports the settingsif it spreads experts over ranks."""
+    """Check that the dispatcher supports the settings if it spreads experts over ranks."""
     p = cfg.parallel
     part = chosen_in(p, DispatcherPart)
     for reason in ask(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():

@@ -30,8 +30,8 @@ class RoundPlan:
     pool: Annotated[int, at_least(0, "0: all ranks")] = 0
     """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (hosts "balanced")."""
     block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
-    """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
-    hosts "balanced")."""
+    """Unit in tokens, from the start of a document, for splitting it between ranks (placement "documents", hosts
+    "balanced")."""
 
     @property
     def balances_hosts(self) -> bool:
@@ -67,7 +67,8 @@ class ContextPart(Part):
     changes_maths: ClassVar[bool] = False
 
     splits_in_chunks: ClassVar[bool] = True
-    """Whether a rank holds an early and a late one of 2*cp chunks of a sample, for equal work, not one of cp parts."""
+    """Whether a rank holds an early and a late chunk of 2*cp chunks of a sample, for equal work, not one of cp
+    parts."""
     shards_heads: ClassVar[bool] = False
     """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False

@@ -253,11 +253,11 @@ class DispatcherPart(Part):
         return 0
 
     def build(self, groups: Any, sizes: DispatchSizes) -> Any:
-        """Return the `Dispatcher` of all layers, with its buffers; collective. Not called where ep*etp is 1.
+        """Return the `Dispatcher` of all layers, with its buffers; collective. Not called if ep*etp is 1.
 
         Args:
             groups: process groups of the experts, a `MoEGroups`.
-            sizes: what is exchanged.
+            sizes: sizes of the exchange.
         """
         raise NotImplementedError
 

@@ -143,12 +143,12 @@ class RoutedPart(FeedForwardPart):
     to it, another maps it back (latent experts, arXiv:2502.16927). Router and shared expert keep the hidden size; 0:
     none."""
     bias: bool = False
-    """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
+    """Biases of the gate, up and down projections of each routed expert (gpt-oss)."""
     activation: Annotated[ActivationPart, KindOf("activation")] = by_default("activation", "swiglu")
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     router: Annotated[RouterScorePart, KindOf("router_score")] = by_default("router_score", "softmax")
-    """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
+    """Score function of the router's logits: softmax over the experts, or a sigmoid per expert (DeepSeek-V3)."""
     probs_on_input: bool = False
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     shared: SharedExpert | None = None
@@ -163,8 +163,8 @@ class RoutedPart(FeedForwardPart):
         ReadIf("model.ffn.moe.zero_experts"),
         ReadIf("model.ffn.moe.router.expert_bias"),
     ] = 0.0
-    """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
-    (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
+    """Target of the expert bias with zero_experts: mean number of the top_k choices that are experts with computation.
+    0: top_k * num_experts / (num_experts + zero_experts), the mean for equally frequent choices."""
     shortcut: bool = False
     """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
     output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
@@ -213,4 +213,4 @@ class Networks(Table):
     dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = by_default("ffn", "swiglu")
     """Network of layers 'dense' of model.layers."""
     moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = by_default("ffn", "moe")
-    """Network of layers 'moe' of model.layers: a mixture of experts."""
+    """Mixture of experts of layers 'moe' of model.layers."""

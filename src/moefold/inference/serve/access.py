@@ -158,7 +158,7 @@ class AccessLog:
     """Log with a line for each request.
 
     Args:
-        name: a file, to which lines are added, or "-" for standard error.
+        name: a file that lines are appended to, or "-" for standard error.
 
     Raises:
         ConfigError: the file cannot be written.
