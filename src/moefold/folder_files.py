@@ -38,7 +38,7 @@ def unsendable_reason(folder: Path, file: Path) -> str:
     Links are followed within the folder, and from a snapshot of the Hugging Face hub's cache to its blobs.
     """
     if not file.is_file():
-        kind = "is a link to no file" if file.is_symlink() else "is no plain file"
+        kind = "is a link to no file" if file.is_symlink() else "is not a plain file"
         return f"{kind}; remove it, or put the file itself there"
     target = file.resolve()
     roots = [folder.resolve()]

@@ -90,7 +90,7 @@ class RemotePath(PosixPath):
         return f"{scheme}://{root}{'/'.join(self.parts[1:])}"
 
     def __fspath__(self) -> NoReturn:
-        raise TypeError(f"{str(self)!r} is no file of this machine")
+        raise TypeError(f"{str(self)!r} is not a file of this machine")
 
     @property
     def scheme(self) -> str:

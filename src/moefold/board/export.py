@@ -42,7 +42,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
             raise ConfigError(
                 f"--export {str(folder)!r} exists already; add --force to replace it, or name another folder"
             )
-        raise ConfigError(f"--export {str(folder)!r} exists and is no export of a board; name another folder")
+        raise ConfigError(f"--export {str(folder)!r} exists and is not an export of a board; name another folder")
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
     for reader in runs.readers:

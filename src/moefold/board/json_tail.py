@@ -61,7 +61,7 @@ class JsonTail:
     def problems(self) -> list[str]:
         """Messages about the file: lines that are not JSON objects, or the reason why it cannot be read."""
         unnamed = self._num_invalid - MAX_PROBLEMS
-        more = [f"{self.path.name}: {unnamed} more lines are no JSON objects"] if unnamed > 0 else []
+        more = [f"{self.path.name}: {unnamed} more lines are not JSON objects"] if unnamed > 0 else []
         return self._problems + more
 
     @property
@@ -154,7 +154,7 @@ class JsonTail:
             else:
                 self._num_invalid += 1
                 if self._num_invalid <= MAX_PROBLEMS:
-                    self._problems.append(f"{self.path.name}: line {self._num_lines} is no JSON object; it is left out")
+                    self._problems.append(f"{self.path.name}: line {self._num_lines} is not a JSON object; left out")
             offset += len(line)
 
 

@@ -139,7 +139,7 @@ class MetricTable:
         return self._steps[column.rows[-1]], column.values[-1]
 
     def column(self, name: str) -> tuple[Array, Array]:
-        """Return copies of the steps and values of a metric, [N] each; NaN where the value was not finite."""
+        """Return copies of the steps and values of a metric, [N] each; NaN if the value was not finite."""
         column = self._columns[name]
         return np.array(self._steps)[np.array(column.rows)], np.array(column.values)
 

@@ -118,7 +118,7 @@ class RunReader:
             newest = self._newest.value(name)
             found = None if newest is None else (newest.step, newest.value)
             if found is None and name == "eval_loss":
-                # The newest evaluation may be further from the end than the last lines.
+                # The newest evaluation may precede the last lines.
                 latest = self._table.latest(name)
                 found = latest if latest is not None and latest[0] <= self._newest.step else None
             value = None if found is None else found[1]
@@ -297,7 +297,7 @@ class RunReader:
             self._settings_problem = f"{SETTINGS_FILE} cannot be read: {error}"
             return
         if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
-            self._settings_problem = f"{SETTINGS_FILE} cannot be read: it is no object of sections"
+            self._settings_problem = f"{SETTINGS_FILE} cannot be read: it is not an object of sections"
             return
         tree, _ = upgraded(tree)
         values = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}

@@ -27,7 +27,7 @@ def adapter_settings(lora: LoraConfig, base: str, base_digest: str) -> dict[str,
 def check_adapter_settings(settings: Any) -> None:
     """Raise TypeError for values whose types `adapter_settings` does not return; {} means no adapters."""
     if not isinstance(settings, dict):
-        raise TypeError("lora is no object")
+        raise TypeError("lora is not an object")
     if not settings:
         return
     rank = settings.get("rank")
@@ -40,7 +40,7 @@ def check_adapter_settings(settings: Any) -> None:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise TypeError(f"lora.targets is {targets!r}")
     if not all(isinstance(settings.get(key), str) for key in ("base", "base_digest")):
-        raise TypeError("lora.base is no text")
+        raise TypeError("lora.base is not a text")
 
 
 def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, path: str) -> str:
@@ -54,12 +54,12 @@ def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, pat
         return ""
     if not stored:
         return (
-            f"is of a run that trains all weights, and lora.rank={lora.rank} trains adapters alone; begin a new run "
+            f"is of a run that trains all weights, and lora.rank={lora.rank} trains only adapters; begin a new run "
             f"with its weights, in another run.dir: checkpoint.init_from={path!r}"
         )
     if not lora.rank:
         return (
-            f"has adapters of rank {stored['rank']} alone, and lora.rank=0 trains all weights; set the section [lora] "
+            f"only has adapters of rank {stored['rank']}, and lora.rank=0 trains all weights; set the section [lora] "
             f"as it was, or begin a new run with the merged weights, in another run.dir: checkpoint.init_from={path!r}"
         )
     here = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}

@@ -192,7 +192,7 @@ def locate_checkpoint(path: Path) -> Path:
         damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
         why = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
-            f"{str(path)!r} is no complete checkpoint and holds none{why}; name a checkpoint, or a run that saved one "
+            f"{str(path)!r} is not a complete checkpoint and holds none{why}; name a checkpoint, or a run with one "
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
     return found

@@ -147,7 +147,7 @@ def read_meta(path: Path) -> CheckpointMeta:
             _check_meta(meta)
             return meta
     except FileNotFoundError:
-        raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
+        raise ConfigError(f"checkpoint {str(path)!r} is not a moefold checkpoint: it has no {META_FILE}") from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
     raise ConfigError(
@@ -185,7 +185,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     """Raise TypeError for values of types that a run never writes; the contents of the sections are checked later."""
     for name, state in {"states": meta.states, **(meta.states if isinstance(meta.states, dict) else {})}.items():
         if not isinstance(state, dict):
-            raise TypeError(f"{name} is no object")
+            raise TypeError(f"{name} is not an object")
     if meta.eval_loss is not None and not (type(meta.eval_loss) in (int, float) and math.isfinite(meta.eval_loss)):
         raise TypeError(f"eval_loss is {meta.eval_loss!r}")
     if not all(type(value) is int for value in meta.state_of("sites").values()):
@@ -202,7 +202,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
-            raise TypeError(f"{name} is no object")
+            raise TypeError(f"{name} is not an object")
     check_schedule_settings(meta.state_of("schedule"))
     sizes = meta.model
     try:
@@ -217,7 +217,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     except ValueError as error:
         raise TypeError(f"model.layers={layers!r} {error}") from None
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
-        raise TypeError("parallel is no mapping of ranks")
+        raise TypeError("parallel is not a mapping of ranks")
     position = meta.state_of("position")
     counts = {"format": meta.format} | {name: position.get(name) for name in ("step", "samples", "tokens")}
     optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
@@ -228,13 +228,13 @@ def _check_meta(meta: CheckpointMeta) -> None:
             if type(value) is not int or value < least:
                 raise TypeError(f"{name} is {value!r}")
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
-        raise TypeError("data_tokens are no counts")
+        raise TypeError("data_tokens are not counts")
     if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
         raise TypeError("data_files or data_lost hold no text")
     check_data_file_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
     for name in ("dtype", "origin"):
         if not isinstance(getattr(meta, name), str):
-            raise TypeError(f"{name} is no text")
+            raise TypeError(f"{name} is not a text")
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:

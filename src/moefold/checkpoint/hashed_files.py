@@ -76,7 +76,7 @@ class _Progress:
 class OrderedHashes:
     """SHA-256 of files or tensors whose bytes arrive in order, computed in a thread; a context manager.
 
-    Repeated bytes are ignored. Bytes that arrive too early are ignored too, and their file gets no hash.
+    Repeated bytes are ignored. Bytes that arrive too early are also ignored, and their file gets no hash.
     """
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
             name: FileDigest(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
         }
     except (KeyError, TypeError, AttributeError, OverflowError):
-        raise ValueError("it is no manifest") from None
+        raise ValueError("it is not a manifest") from None
     for name in records:
         check_file_name(folder, name)
     return records
@@ -82,7 +82,7 @@ def regular_file(folder: Path, name: str) -> Path:
     path = folder / name
     check_file_name(folder, name)
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{name} is no plain file")
+        raise ValueError(f"{name} is not a plain file")
     return path
 
 

@@ -244,7 +244,7 @@ class PeerSnapshots:
     def forget_groups(self) -> None:
         """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
 
-        Call it after a rollback too: discarded steps are then not restored once every rank has the new snapshot.
+        Also call it after a rollback: discarded steps are then not restored once every rank has the new snapshot.
         """
         self._plan = None
 

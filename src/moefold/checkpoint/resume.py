@@ -210,7 +210,7 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
     if path is not None and meta is not None:
         if meta.origin:
             raise ConfigError(
-                f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
+                f"checkpoint {str(path)!r} holds only weights ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         _check_same_model(path, meta, cfg.model)

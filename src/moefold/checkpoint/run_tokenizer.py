@@ -76,7 +76,7 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
 
 
 def _copy_files(files: Mapping[str, Path], target: Path) -> None:
-    """Replace a folder by files, given by their names in it."""
+    """Replace a folder by files, given by name."""
     if isinstance(target, RemotePath):
         for name, found in files.items():
             (target / name).upload(found)

@@ -144,7 +144,7 @@ def read_metadata(folder: Path) -> Metadata:
         check_opcodes(pickled)
         found = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
     except _UNPICKLE_ERRORS as error:
-        raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
+        raise ValueError(f"{METADATA_FILE} is not an index of a checkpoint: {error or type(error).__name__}") from None
     for name in {info.relative_path for info in found.storage_data.values()}:
         check_file_name(folder, name)
     return found
@@ -155,7 +155,7 @@ def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
     places = found.storage_data or {}
     parts = {}
     for name, stored in found.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in stored.chunks:
             index = MetadataIndex(name, chunk.offsets)
             parts[index] = StoredPart(name, places[index], chunk.sizes, stored.properties.dtype)
@@ -166,7 +166,7 @@ def _read_pickle(path: Path) -> bytes:
     """Read the pickled index; stop after the first bytes if the header is wrong."""
     with open_regular(path) as file:
         if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
-            raise ValueError("it is no pickle of protocol 4 or 5")
+            raise ValueError("it is not a pickle of protocol 4 or 5")
     return read_bytes(path, MAX_INDEX_BYTES)
 
 
@@ -231,7 +231,7 @@ def _rebuild_storage_info(info: Any) -> StorageInfo:
 def _rebuild_size(numbers: Any) -> torch.Size:
     is_row = isinstance(numbers, tuple) and len(numbers) <= MAX_DIMS
     if not is_row or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError("a size is no row of numbers")
+        raise ValueError("a size is not a row of numbers")
     return torch.Size(numbers)
 
 
@@ -242,7 +242,7 @@ def _check_class(found: Any, name: str) -> None:
 
 def _check_text(name: Any) -> str:
     if type(name) is not str:
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not a text")
     return name
 
 
@@ -316,8 +316,8 @@ def check_opcodes(pickled: bytes) -> None:
         ValueError: other opcodes, too many, or no end.
     """
     if not pickled.startswith(PICKLE_HEADERS):
-        raise ValueError("it is no pickle of protocol 4 or 5")
-    # In an index of DCP a third of the bytes are such opcodes; bytes within numbers and texts count too.
+        raise ValueError("it is not a pickle of protocol 4 or 5")
+    # In an index of DCP a third of the bytes are such opcodes; bytes within numbers and texts are also counted.
     if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
         raise ValueError("it has more operations than an index of its size")
     at = 0
@@ -329,4 +329,4 @@ def check_opcodes(pickled: bytes) -> None:
         elif pickled[at : at + 1] == b".":
             return
         else:
-            raise ValueError(f"byte {at} is no operation of an index")
+            raise ValueError(f"byte {at} is not an operation of an index")

@@ -114,7 +114,7 @@ _RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 
 @runtime_checkable
 class TensorState(Protocol):
-    """Object with state that has tensors besides JSON values."""
+    """Object whose state has tensors in addition to JSON values."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's shards of the object's entries, by mapping-independent names."""
@@ -613,8 +613,8 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
             )
         if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in found):
             raise ConfigError(
-                f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained the indexers "
-                "alone; begin the sparse stage as a new run with its weights, in another run.dir: "
+                f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained only the "
+                "indexers; begin the sparse stage as a new run with its weights, in another run.dir: "
                 f"checkpoint.init_from={str(path)!r}"
             )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")

@@ -25,7 +25,7 @@ from moefold.ops.tensor_hash import TensorHasher
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """State of a rank of the new mapping besides its tensors."""
+    """State of a rank of the new mapping except its tensors."""
 
     states: States
     """States for the next checkpoint: `RunStates.restored_state_dict`."""

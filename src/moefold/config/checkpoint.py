@@ -30,7 +30,7 @@ class CheckpointConfig:
     """Folder of the checkpoints; empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
     ([remote.md](remote.md))."""
     every: Annotated[int, at_least(0, "0: never")] = 500
-    """Save every this many steps; 0: only at the end. A shorter run saves at its end."""
+    """Save every this many steps; 0: never during the run. A run with fewer steps saves at its end."""
     at_end: bool = True
     """Save after the last step, unless checkpoint.every has just done so."""
     keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10

@@ -191,7 +191,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
         )
     if not equals:
         raise ConfigError(
-            f"{brief_value(override)} is no override; overrides are section.key=value, such as train.lr=1e-3"
+            f"{brief_value(override)} is not an override; overrides are section.key=value, such as train.lr=1e-3"
         )
     if not dot or not key:
         word = override if len(override) <= MAX_NAME_CHARACTERS else name.strip()

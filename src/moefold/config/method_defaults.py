@@ -48,7 +48,7 @@ REINFORCEMENT = MethodRates(
 
 @cache
 def all_methods() -> tuple[MethodRates, ...]:
-    """Return the methods of training, then the built-in optimizers that need rates of their own."""
+    """Return the methods of training, then the built-in optimizers that need their own rates."""
     own = (find_part("optimizer", kind).rates for kind in built_in_kinds("optimizer"))
     return PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, *(rates for rates in own if rates is not None)
 

@@ -166,7 +166,7 @@ class ModelConfig(Section):
 
     @property
     def selected_keys(self) -> int:
-        """Most keys that a query of sparse attention attends to; 0: no layer has sparse attention."""
+        """Maximum keys of a query of sparse attention; 0: no layer has sparse attention."""
         return next((layer.attention.selector.top_k for layer in self.decoder_layers if layer.attention.selector), 0)
 
     @property

@@ -70,7 +70,7 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
 
     Args:
         kind: FILE.py:CLASS.
-        folder: where a relative path starts.
+        folder: folder of a relative path.
 
     Returns:
         The kind with the file's name without its folder, and the origin.
@@ -218,7 +218,7 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
         part: the object that the entry point or the file names.
     """
     if not (isinstance(part, type) and issubclass(part, base)):
-        yield f"is no subclass of {base.__module__}.{base.__qualname__}"
+        yield f"is not a subclass of {base.__module__}.{base.__qualname__}"
         return
     if getattr(part, "interface", None) != INTERFACE:
         stated = getattr(part, "interface", None)
@@ -230,7 +230,7 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
         return
     params = vars(part).get("__dataclass_params__")
     if params is None:
-        yield "is no dataclass: write @dataclass(frozen=True, kw_only=True)"
+        yield "is not a dataclass: write @dataclass(frozen=True, kw_only=True)"
         return
     if not params.frozen or not params.eq:
         yield "is not frozen and compared by its fields: write @dataclass(frozen=True, kw_only=True)"

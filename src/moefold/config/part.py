@@ -1,6 +1,6 @@
 """Parts: the choices of a recipe as frozen objects.
 
-A part is a dataclass in a file of its own: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
+A part is a dataclass in its own file: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
 formula in the same folder. A recipe names the part by its kind, the name of the file (`config/find.py`). The fields of
 the part are its settings. The other modules use only the methods of the base class of its group, in `config/groups/`.
 """

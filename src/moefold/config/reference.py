@@ -72,7 +72,7 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
 
 
 def _shown_default(value: Any) -> str:
-    """Return a default as TOML; a table only by its name, because its keys are listed too."""
+    """Return a default as TOML; a table only by its name, because its keys are also listed."""
     match value:
         case None:
             return json.dumps(NONE)

@@ -38,7 +38,7 @@ class RLConfig(Section):
     0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks sample and train
     alternately, with the same results ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
     correction: Annotated[str | Part, KindOf("correction")] = "none"
-    """Importance weight of a token where the sampler computes other log-probabilities than training: c =
+    """Importance weight of a token if the log-probabilities of the sampler differ from training: c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
     is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout whose geometric mean
     of c is outside of it."""

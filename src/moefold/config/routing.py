@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def aux_coefficient(moe: MoEConfig) -> float:
-    """Return the coefficient of the load-balancing loss: `aux_loss` where the scores decide, else 0."""
+    """Return the coefficient of the load-balancing loss: `aux_loss` if the scores decide, else 0."""
     return moe.aux_loss if chosen_in(moe, ChoicePart).scores_decide else 0.0
 
 

@@ -24,7 +24,7 @@ class RunConfig:
     """Length in passes over the training data, instead of run.steps: the steps follow from its samples and
     train.global_batch_size, rounded up, and are logged. For data of known length. 0: run.steps."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Judged.FORMAT] = "auto"
-    """auto: cuda where a GPU is visible, else cpu."""
+    """auto: cuda if a GPU is visible, else cpu."""
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], Judged.FORMAT] = "bfloat16"
     """Compute type. Master weights, gradients and optimizer moments are float32 (float64 with float64)."""
     deterministic: Annotated[bool, Judged.SPEED] = False

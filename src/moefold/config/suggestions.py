@@ -187,7 +187,7 @@ def _slot_reason(name: str, part: Any) -> str:
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:
-        return f"is no subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
+        return f"is not a subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
     fact, value = mark.asked
     if fact and getattr(part, fact) is not value:
         return f"has {fact}={not value}, and this key takes kinds with {fact}={value}"

@@ -94,7 +94,7 @@ class TrainConfig(Section):
     eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS), Judged.FILES] = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
     eval_at_start: Annotated[bool, ReadIf("train.eval_every"), ReadIf("rl.group_size=0"), Judged.FILES] = False
-    """Evaluate before the first step too: a line of step 0 in metrics.jsonl."""
+    """Also evaluate before the first step: a line of step 0 in metrics.jsonl."""
     eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every"), Judged.FILES] = 16
     """Held-out samples per evaluation, each used once; all samples if there are fewer."""
 

@@ -306,7 +306,7 @@ def states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
     states |= {name: found.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in found}
     for name in ("guard", "schedule"):
         if not isinstance(states.get(name, {}), dict):
-            raise TypeError(f"{name} is no object")
+            raise TypeError(f"{name} is not an object")
     guard = states.get("guard", {})
     states["position"]["skipped"] = guard.get("left_out", [])
     states["weights"].setdefault("moment_updates", states["position"].get("step", 0) - guard.get("num_skipped", 0))
@@ -378,7 +378,7 @@ def _word(name: str, text: str) -> str:
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
-    """Return an override `section.key=value`, rewritten to the path of its table; several if the kind changes too.
+    """Return an override `section.key=value`, rewritten to the path of its table; several if the kind also changes.
 
     Args:
         tree: the sections of the recipe to override, unchecked.
@@ -389,7 +389,7 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     name, equals, text = word.partition("=")
     section, dot, key = name.partition(".")
     if not equals or not dot:
-        raise ConfigError(f"{word!r} is no setting; settings are section.key=value, such as train.lr=1e-3")
+        raise ConfigError(f"{word!r} is not a setting; settings are section.key=value, such as train.lr=1e-3")
     if name not in MOVED:
         return word
     place = MOVED[name]

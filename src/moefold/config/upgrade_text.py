@@ -175,7 +175,7 @@ def _is_whole(lines: list[str]) -> bool:
 
 
 def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, str]) -> list[str]:
-    """Return the lines with the tables of parts in the place of the flat keys."""
+    """Return the lines with the tables of parts instead of the flat keys."""
     lines: list[str] = []
     named = {statement.name for statement in statements}
     left = dict(tables)

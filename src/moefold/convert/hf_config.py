@@ -83,9 +83,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         advice = download_advice(str(folder), allows_bare_name=True) if not folder.exists() else ""
         hint = advice or f"name a folder with a {CONFIG_FILE}"
-        raise ConfigError(f"{str(folder)!r} does not exist or is no folder; {hint}")
+        raise ConfigError(f"{str(folder)!r} does not exist or is not a folder; {hint}")
     if not path.is_file():
-        raise ConfigError(f"{str(folder)!r} is no Hugging Face folder: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{str(folder)!r} is not a Hugging Face folder: it has no {CONFIG_FILE}")
     keys = _read_keys(path)
     if not keys:
         raise ConfigError(f"{str(path)!r} is not a JSON object")

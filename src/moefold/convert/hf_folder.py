@@ -131,7 +131,7 @@ def _read_index(path: Path, index: Path, *, allows_quantized: bool) -> dict[str,
     except OSError as error:
         raise ConfigError(f"{str(index)!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
+        raise ConfigError(f"{str(index)!r} is not an index of safetensors files") from None
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {format_list(bad)}")
     tensors: dict[str, TensorLocation] = {}

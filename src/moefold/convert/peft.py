@@ -328,7 +328,7 @@ def _read_adapters(
         )
     if missing := sorted(names - stored.keys()):
         raise ConfigError(
-            f"{str(folder / WEIGHTS_FILE)!r} lacks {format_list(missing)}, as it adapts some layers alone; moefold "
+            f"{str(folder / WEIGHTS_FILE)!r} lacks {format_list(missing)}, as it only adapts some layers; moefold "
             "adapts a matrix in every layer that has it"
         )
     shapes = {name: adapter.shape for name, adapter in adapter_weights(model, lora).items()}

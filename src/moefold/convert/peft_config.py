@@ -98,7 +98,7 @@ def _check_scale(path: Path, keys: Mapping[str, Any]) -> None:
     alpha = keys.get("lora_alpha")
     is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
     if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
+        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are not sizes of adapters")
 
 
 def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:

@@ -53,7 +53,7 @@ def new_folder_unsupported_reason(final: Path) -> str:
         return str(error)
     except (OSError, ValueError) as error:
         return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
-    return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
+    return "" if final.name not in ("", "..") else f"{str(final)!r} is not a name of a new folder"
 
 
 def upcycle_scale(model: ModelConfig, slices: int) -> float:
@@ -220,7 +220,7 @@ def init_from_unsupported_reason(
     """
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
-        return f"it does not exist or is no folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
+        return f"it does not exist or is not a folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
     weights_model = read_model(path, ignored_keys)
     if is_dense:
         return upcycle_unsupported_reason(weights_model, model)
@@ -334,7 +334,7 @@ def check_merge(
     found = [locate_checkpoint(path) for path in checkpoints]
     if adapters := [path for path in found if read_meta(path).lora]:
         raise ConfigError(
-            f"{str(adapters[0])!r} has adapters alone, whose products are not averaged with them; export each with "
+            f"{str(adapters[0])!r} only has adapters, whose products are not averaged with them; export each with "
             "moefold export --merge, and import the result"
         )
     first = read_model(found[0])

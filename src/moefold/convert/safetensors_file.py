@@ -114,14 +114,14 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise ConfigError(f"{str(file)!r} is no safetensors file, or was cut off in its header")
+                raise ConfigError(f"{str(file)!r} is not a safetensors file, or was cut off in its header")
             header = parse_json(opened.read(length))
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
+        raise ConfigError(f"{str(file)!r} is not a safetensors file: its header is not JSON") from None
     found = {}
     end = 0
     legal = _STORED_DTYPES if allows_quantized else DTYPES
@@ -130,7 +130,7 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
             first, last = _parse_sizes(entry["data_offsets"])
             if not name.isprintable():
-                raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is no printable text")
+                raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is not a printable text")
             if entry["dtype"] not in legal:
                 raise ConfigError(
                     f"{str(file)!r}: tensor {name} has type {entry['dtype']}; moefold reads {', '.join(legal)} here"
@@ -142,7 +142,7 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
+        raise ConfigError(f"{str(file)!r} is not a safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         lacking = 8 + length + end - size
         has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")

@@ -309,7 +309,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name} next to the tokenizer is not JSON ({error}); mend or remove it") from None
     if not isinstance(keys, dict):
-        raise ConfigError(f"{file.name} next to the tokenizer is no JSON object; mend or remove it")
+        raise ConfigError(f"{file.name} next to the tokenizer is not a JSON object; mend or remove it")
     return keys
 
 

@@ -1,6 +1,6 @@
 """Chat templates for supervised fine-tuning.
 
-`ChatTemplate` renders a conversation to text and finds the assistant's turns in it. A template is a Jinja program of a
+`ChatTemplate` renders a conversation to text and finds the assistant's turns. A template is a Jinja program of a
 tokenizer. It runs in a subprocess with limited memory and time, in Jinja's sandbox, without files, imports or
 attributes of Python objects. Its date is fixed, so that the text of a conversation is reproducible.
 """
@@ -204,8 +204,8 @@ class ChatTemplate:
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None for none.
-            location: FILE:LINE of the conversation, for messages.
+            tools: descriptions of tools, for templates that support them; None: no tools. location: FILE:LINE of the
+                conversation, for messages.
 
         Raises:
             ConfigError: the template refuses the conversation, or the place of a turn in it cannot be found.

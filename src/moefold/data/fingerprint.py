@@ -198,7 +198,7 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 def names_now(
     then: DataFiles, saved: Mapping[str, str], now: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the names that the files of a checkpoint have now, by their names in it; a file may be missing.
+    """Return the current names of the files of a checkpoint, by their names in the checkpoint; a file may be missing.
 
     Args:
         saved: their fingerprints.

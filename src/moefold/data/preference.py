@@ -259,7 +259,7 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     for column in ("chosen", "rejected"):
         if column not in fields:
             raise ConfigError(
-                f'{place} is no pair: {unknown_column_message(column, fields)}; give it "prompt", "chosen" and '
+                f'{place} is not a pair: {unknown_column_message(column, fields)}; give it "prompt", "chosen" and '
                 '"rejected"'
             )
     are_messages = isinstance(fields["chosen"], list)

@@ -313,13 +313,13 @@ def _read_manifest(path: Path) -> TraceShape:
     sizes = {name: record[name] for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
     layers = record["layers"]
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < 2**31 for layer in layers):
-        raise ValueError("its layers are no list of numbers")
+        raise ValueError("its layers are not a list of numbers")
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size < 2**31:
-            raise ValueError(f"its {name} is no number from 1 to {2**31 - 1}")
+            raise ValueError(f"its {name} is not a number from 1 to {2**31 - 1}")
     zero_experts = record.get("zero_experts", 0)
     if type(zero_experts) is not int or not 0 <= zero_experts < sizes["num_experts"]:
-        raise ValueError("its zero_experts is no number below num_experts")
+        raise ValueError("its zero_experts is not a number below num_experts")
     return TraceShape(layers=tuple(layers), zero_experts=zero_experts, **sizes)
 
 

@@ -307,7 +307,7 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
         return [folder / Path(file["filename"]).name for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{folder} is no complete saved data set ({reason}); copy it again") from error
+        raise ConfigError(f"{folder} is not a complete saved data set ({reason}); copy it again") from error
 
 
 def _read(file: Path) -> Any:

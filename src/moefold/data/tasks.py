@@ -217,7 +217,7 @@ def open_task(
 
 
 def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has an end-of-text token, which ends answers; raise ConfigError if it has none."""
+    """Check that a tokenizer has an end-of-text token, which ends answers; else raise ConfigError."""
     if tokenizer.separator_id is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer!r} has no end-of-text token, so no answer would ever end; name a "

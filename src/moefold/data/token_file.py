@@ -131,7 +131,7 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
     dtype = np.dtype(token_dtype).newbyteorder("<")
     if size_bytes % dtype.itemsize:
         raise ConfigError(
-            f"{path} has {size_bytes} bytes, which is no multiple of the {dtype.itemsize} bytes of "
+            f"{path} has {size_bytes} bytes, which is not a multiple of the {dtype.itemsize} bytes of "
             f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
         )
     return BinLayout(dtype, 0, size_bytes // dtype.itemsize)
@@ -154,8 +154,8 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
         raise ConfigError(f"{index} cannot be read: {error.strerror}") from None
     if len(head) < _MEGATRON_HEADER.size or not head.startswith(_MEGATRON_MAGIC):
         raise ConfigError(
-            f"{index}, next to {path.name}, is no index of Megatron (MMIDIDX), the only one that is read; move it away "
-            "if the .bin is bare ids of data.token_dtype"
+            f"{index}, next to {path.name}, is not an index of Megatron (MMIDIDX), the only index that is read; "
+            "move it away if the .bin is bare ids of data.token_dtype"
         )
     _, version, code, num_sequences, num_ends = _MEGATRON_HEADER.unpack(head)
     if version != 1 or code not in _MEGATRON_DTYPES:
@@ -359,7 +359,7 @@ class TokenFileStream(TokenStream):
             raise fault
 
     def _file_segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the file segments that contain tokens start .. stop-1: file index, offset in it and length."""
+        """Yield the file segments that contain tokens start .. stop-1: file index, offset in the file and length."""
         which = bisect_right(self._ends, start)
         while start < stop:
             offset = start - (self._ends[which] - self._files[which].num_tokens)
@@ -441,7 +441,7 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{index} is no index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
+            f"{index} is not an index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
             f"({error}); tokenise again"
         ) from error
 

@@ -230,7 +230,7 @@ def _check_file_choice(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def declaring_files(path: Path) -> dict[str, Path]:
-    """Return the files that `read_tokenizer_folder` reads, by their names in a folder of their own.
+    """Return the files that `read_tokenizer_folder` reads, by their names in a separate folder.
 
     A tokenizer file with another name becomes tokenizer.json in that folder.
     """
@@ -352,8 +352,8 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
         ]
     if rebuilt is not None and model != "BPE":
         return [
-            f"{file} is read as it is: it is no byte-pair encoder, which transformers' class {name} would take it for; "
-            f'set "tokenizer_class": "PreTrainedTokenizerFast" in {SETTINGS_FILE}'
+            f"{file} is read as it is: it is not a byte-pair encoder, which transformers' class {name} would take it "
+            f'for; set "tokenizer_class": "PreTrainedTokenizerFast" in {SETTINGS_FILE}'
         ]
     return []
 

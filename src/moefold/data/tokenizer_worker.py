@@ -280,7 +280,7 @@ def _read_merges(content: bytes) -> list[tuple[str, str]]:
         if line.startswith("#version"):
             continue
         if len(words) != 2:
-            raise ValueError(f"line {number} of merges.txt is no pair of tokens")
+            raise ValueError(f"line {number} of merges.txt is not a pair of tokens")
         pairs.append((words[0], words[1]))
     return pairs
 

@@ -44,7 +44,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p:g} must lie in (0, 1]: above 0 and at most 1 (1: all tokens)")
         if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"--min-p {self.min_p:g} must lie between 0 (all tokens) and 1 (the likeliest alone)")
+            raise ConfigError(f"--min-p {self.min_p:g} must lie between 0 (all tokens) and 1 (only the likeliest)")
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k} must be at least 0 (0: all tokens)")
         if not 0 <= self.seed < 2**63:

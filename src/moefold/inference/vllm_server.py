@@ -107,7 +107,7 @@ class VllmServer:
         """
         if self.dtype not in VLLM_DTYPES:
             raise VllmError(
-                f"run.dtype={self.dtype!r} is no dtype of vLLM (rollout.engine='vllm'); set run.dtype to "
+                f"run.dtype={self.dtype!r} is not a dtype of vLLM (rollout.engine='vllm'); set run.dtype to "
                 f"{' or '.join(map(repr, VLLM_DTYPES))}"
             )
         model = self._served_model()

@@ -33,7 +33,7 @@ class Allocation:
     part: str
     phase: Phase
     is_tagged: bool = False
-    """Whether the part was set explicitly, whatever part allocated the storage."""
+    """Whether the part was set explicitly, independent of the part that allocated the storage."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
         return wrap_calls(function, lambda *args, **kwargs: CallContext(partial(self.part, name)))
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Assign tensors to a part, whatever part allocated them."""
+        """Assign tensors to a part, independent of the part that allocated them."""
         for tensor in tensors:
             block = self._allocation(tensor)
             block.part = name

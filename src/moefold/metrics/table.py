@@ -417,7 +417,7 @@ ELSEWHERE = _metrics(
 
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
-    """Return a number of a step by its path, "rl.reward"; of a list the largest, NaN if one is; None without one."""
+    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None: no number."""
     found: Any = values
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -653,7 +653,7 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     for metric in metrics:
         if not isinstance(metric, Metric):
             raise ConfigError(
-                f"`metrics` of a callback holds {metric!r:.60}, which is no moefold.Metric; `metrics` has the "
+                f"`metrics` of a callback holds {metric!r:.60}, which is not a moefold.Metric; `metrics` has the "
                 "definitions of what `measure` returns, so give an attribute of another kind another name"
             )
         if not metric.name.isidentifier():

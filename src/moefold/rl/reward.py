@@ -216,7 +216,7 @@ def _fault(scores: Sequence[Any], count: int) -> str:
         return f"returned {len(scores)} rewards for {count} completions"
     for score in scores:
         if score is not None and not _is_finite(score):
-            return f"returned {reprlib.repr(score)}, which is no finite number"
+            return f"returned {reprlib.repr(score)}, which is not a finite number"
         if score is not None and abs(score) > MAX_NUMBER:
             return f"returned {score:g}, and rewards are at most {MAX_NUMBER:.0e}"
     return ""

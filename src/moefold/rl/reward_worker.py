@@ -54,7 +54,7 @@ def _end_with_parent(pipe: int) -> None:
 def _load(path: str, name: str) -> Any:
     spec = importlib.util.spec_from_file_location("moefold_reward", path)
     if spec is None or spec.loader is None:
-        raise ImportError("it is no Python file")
+        raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))

@@ -80,7 +80,7 @@ def validate_adapter_training(
     if run.uses_cuda_graphs:
         yield f"run.cuda_graphs={run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
     if train.trains_indexers_only(model):
-        yield f"train.indexer_stage='warmup' trains the indexers alone, and {name} adapters alone; choose one of them"
+        yield f"train.indexer_stage='warmup' trains only the indexers, and {name} only adapters; choose one of them"
 
 
 LORA_RULES = (validate_targets, validate_adapted_dispatch, validate_adapter_training)

@@ -59,7 +59,7 @@ class PartListKey:
 
 
 RECOMPUTE_KEY = PartListKey(
-    "train.recompute", lambda: (*recompute_parts(), AUTO), "is no part of a layer", "recomputes it anyway"
+    "train.recompute", lambda: (*recompute_parts(), AUTO), "is not a part of a layer", "recomputes it anyway"
 )
 
 
@@ -71,7 +71,7 @@ def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -
         return
     if train.memory_budget_gib:
         yield (
-            f"train.memory_budget_gib={train.memory_budget_gib:g} is read with train.recompute=['{AUTO}'] alone; "
+            f"train.memory_budget_gib={train.memory_budget_gib:g} is only read with train.recompute=['{AUTO}']; "
             "leave it out"
         )
     yield from validate_parts(RECOMPUTE_KEY, parts, model)

@@ -441,7 +441,7 @@ def validate_mapping_is_resolved(parallel: ParallelConfig) -> Iterator[str]:
     """Check that the mapping is resolved: only `moefold train` plans it."""
     if parallel.mapping == "auto":
         yield (
-            "parallel.mapping='auto' is planned by `moefold train` alone; for this command give the degrees, as "
+            "parallel.mapping='auto' is only planned by `moefold train`; for this command give the degrees, as "
             "`moefold plan RECIPE --recipe OUT.toml` writes them"
         )
 
@@ -493,7 +493,7 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
     for key, is_set in unsupported.items():
         if is_set:
             yield (
-                f"train.global_batch_size={batch} is no multiple of train.micro_batch_size*dp="
+                f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size*dp="
                 f"{cfg.train.micro_batch_size}*{p.dp}, and {key} does not go with the padding that fills it up; choose "
                 f"{nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
             )

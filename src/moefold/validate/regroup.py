@@ -1,4 +1,4 @@
-"""Rules on `faults.on_loss="regroup"`: training goes on without lost ranks."""
+"""Rules on `faults.on_loss="regroup"`: training continues without lost ranks."""
 
 from collections.abc import Iterator
 

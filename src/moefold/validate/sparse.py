@@ -113,10 +113,10 @@ def validate_indexer_warmup(model: ModelConfig, train: TrainConfig, align: Align
         return
     name = "train.indexer_stage='warmup'"
     if not train.indexer_loss:
-        yield f"{name} trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
+        yield f"{name} trains only the indexers, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     if not model.has_softmax_attention:
         yield (
-            f"{name} trains the indexers alone, and linear attention, all layers of "
+            f"{name} trains only the indexers, and linear attention, all layers of "
             f"model.layers={model.layers!r}, has none; name 'full' in it, or leave "
             "indexer_stage out"
         )

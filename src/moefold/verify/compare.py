@@ -131,9 +131,9 @@ def _rounding_gain(train: TrainConfig, num_steps: int) -> float:
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
     """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
 
-    The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
-    number, its relative deviation. The error is infinite if a tensor is missing on one side, has another shape, or
-    contains NaN.
+    The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor; the
+    error of a number is its relative deviation. The error is infinite if a tensor is missing on one side, has another
+    shape, or contains NaN.
 
     A gradient that is zero (`zero_gradients`), exactly or up to rounding, has no magnitude of its own: its deviation is
     divided by the largest gradient of its layer. If the gradient is only rounding, or the weight is zero, AdamW's share
@@ -271,7 +271,7 @@ def _layer_scales(tensors: Weights) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Yardstick:
-    """Rounding and scale for the deviation of a tensor without a magnitude of its own."""
+    """Rounding and scale for the deviation of a tensor without its own magnitude."""
 
     rounding: float
     """Deviation explained by rounding."""
@@ -280,7 +280,7 @@ class _Yardstick:
 
 
 def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
-    """Return the yardsticks of initial weights, gradients and weights that have no magnitude of their own."""
+    """Return the yardsticks of initial weights, gradients and weights without their own magnitude."""
     of_gradients = _layer_scales(oracle.gradients)
     own_gradients = _own_scales(oracle.gradients)
     own_weights = _own_scales(oracle.weights)

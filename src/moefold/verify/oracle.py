@@ -443,7 +443,7 @@ class Oracle:
         return result if heads.bias is None else result + heads.bias
 
     def _linear_attention(self, formula: LinearFormula, name: str, x: Tensor, documents: Tensor) -> Tensor:
-        """Return the output of a layer without softmax for x [B, S, H], each document by itself."""
+        """Return the output of a layer without softmax for x [B, S, H], separately for each document."""
         weights = ModuleWeights(self._weights, name)
         rows = []
         for sample, numbers in zip(x, documents, strict=True):

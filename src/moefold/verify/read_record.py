@@ -17,9 +17,9 @@ class ReadRecord:
         self.names: set[str] = set()
 
     def watch(self, value: T, prefix: str = "") -> T:
-        """Return a stand-in for a dataclass instance that records which of its fields are read.
+        """Return a stand-in for a dataclass instance that records the reads of its fields.
 
-        Sections, tables, and parts with `framed` fields are watched too. A property reads fields through the stand-in,
+        Sections, tables, and parts with `framed` fields are also watched. A property reads fields through the stand-in,
         so they are recorded. A method reads the instance itself, without a record.
         """
         return cast(T, _Watched(value, prefix, self.names))

@@ -35,7 +35,7 @@ class PairScores:
     is_desirable: "Tensor | None"
     """Labels of completions, for a method that is `labelled`."""
     record_mean: Callable[[str, "Tensor", "Tensor"], None]
-    """Record the values of a metric of `mean_metrics` where a mask, bool, is True."""
+    """Record the values of a metric of `mean_metrics` in the slots of a mask, bool."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def fill_template(template: str, prompt: str, reward: float) -> str:
 
 
 def record_pair_rewards(scores: PairScores, beta: float) -> None:
-    """Record the implicit rewards of both completions, their difference, and the share where it is positive."""
+    """Record the implicit rewards of both completions, their difference, and the share of positive differences."""
     difference = scores.first - scores.second
     scores.record_mean("chosen_reward", beta * scores.first, scores.is_pair)
     scores.record_mean("rejected_reward", beta * scores.second, scores.is_pair)

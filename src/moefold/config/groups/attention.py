@@ -75,14 +75,14 @@ class AttentionCore:
     """Width of a value head."""
     cached_heads: int = 0
     """Heads of keys and values in the cache, which tensor parallelism shards; with more ranks than heads each rank has
-    one. 0: only `cached_whole` is cached."""
+    one head. 0: only `cached_whole` is cached."""
     cached_whole: int = 0
     """Numbers of a token in the cache that every rank has: a latent, or the key of an indexer."""
     cached_expanded: int = 0
     """Numbers of a head and a token in a cache of heads that are computed from latents; 0: the same as in any other
     cache."""
     selected: int = 0
-    """Most keys that a query attends to, chosen by an indexer; 0: all."""
+    """Maximum keys of a query, selected by an indexer; 0: all."""
     values_in_keys: bool = False
     """Whether the values are a part of the keys, which is read once."""
     index_width: int = 0
@@ -137,7 +137,7 @@ class SpanPart(Part):
 
     @property
     def window(self) -> int:
-        """Most keys that a query attends to, its own included; 0: no limit."""
+        """Maximum keys of a query, including its own key; 0: no limit."""
         return 0
 
     def formula(self) -> Callable[[Any], Any] | None:

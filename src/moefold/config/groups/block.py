@@ -62,7 +62,7 @@ class NormPart(Part):
         yield ParamSpec(f"{name}.weight", (width,), "norms")
 
     def build(self, width: int) -> Any:
-        """Return the module, on the meta device where that is the default."""
+        """Return the module, on the meta device if that is the default."""
         raise NotImplementedError
 
 

@@ -96,7 +96,7 @@ class ExchangeBytes(NamedTuple):
     combine: int
     """Buffers to send and receive results."""
     sums: int = 0
-    """Sums over the experts of a rank, for tokens of other ranks too."""
+    """Sums over the experts of a rank, including tokens of other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class DispatcherPart(Part):
     needs_whole_experts: ClassVar[bool] = False
     """Whether etp of 2 or more, and padding to capacity, are refused."""
     is_searched: ClassVar[bool] = True
-    """Whether the planner may choose it where the request does not name it."""
+    """Whether the planner may choose it if the request does not name it."""
     for_inference: ClassVar[bool] = False
     """Whether `moefold generate` and `moefold eval` may use it."""
     needs_equal_token_counts: ClassVar[bool] = False

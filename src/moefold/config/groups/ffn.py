@@ -154,7 +154,7 @@ class RoutedPart(FeedForwardPart):
     shared: SharedExpert | None = None
     """Expert that processes every token."""
     zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
-    """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
+    """Zero-computation experts: additional choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
     active_experts: Annotated[
         float,
@@ -166,8 +166,8 @@ class RoutedPart(FeedForwardPart):
     """Target of the expert bias with zero_experts: mean number of the top_k choices that are experts with computation.
     0: top_k * num_experts / (num_experts + zero_experts), the mean for equally frequent choices."""
     shortcut: bool = False
-    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
-    output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
+    """Add the output of the routed experts of a layer only after the next layer, which is dense; the output of the
+    shared expert is added in the layer (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
 
     @property
     def routed(self) -> "RoutedPart":

@@ -35,7 +35,7 @@ class IndexerPart(Part):
     is_shared: ClassVar[bool] = False
     """Whether an earlier layer selects the keys."""
     top_k: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 2048
-    """Most keys that a query of softmax attention attends to."""
+    """Maximum keys of a query of softmax attention."""
     num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Heads of the indexer, J."""
     head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32

@@ -42,7 +42,7 @@ class SiteMethodPart(Part):
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether a round depends on the step, so that all sites take equally many between two rounds."""
+        """Return whether a round depends on the step, so that all sites have equal steps between two rounds."""
         return False
 
     @property

@@ -38,7 +38,7 @@ class ServeOptions(SamplingOptions):
     max_length: int = 0
     """Maximum tokens of a prompt and its completion; 0: the context length of the model, or the size of the cache."""
     max_concurrent: int = 256
-    """Maximum running and waiting samples; further requests are answered with status 429."""
+    """Maximum running and waiting samples; other requests are answered with status 429."""
     max_body_kib: int = 1024
     """Largest body of a request, in KiB."""
     reasoning: bool = False

@@ -38,7 +38,7 @@ from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
 from moefold.progress import ignore_progress
 
 MAX_TEMP_DIR_BYTES = 70
-"""Limit of the temporary folder's path: the path of a socket in it is 32 bytes longer, at most 103 (macOS) or 107."""
+"""Limit of the temporary folder's path: a socket's path in it is 32 bytes longer, at most 103 (macOS) or 107."""
 FAILURE_GRACE_S = 2.0
 """Time for the other ranks to report after one rank failed, before they are killed."""
 
