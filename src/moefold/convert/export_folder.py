@@ -318,7 +318,7 @@ def _exported_model(
 
 
 def _duplicate_tensors(model: ModelConfig, family: Family, imported: Manifest | None) -> dict[str, str]:
-    """Return the duplicate tensors to write: those of the imported folder, else of released folders."""
+    """Return the duplicate tensors to write, as in the imported folder, else as in released folders."""
     duplicates = find_duplicate_tensors(model, family)
     if imported is None:
         return {name: original for name, original in duplicates.items() if name != HEAD_NAME}

@@ -220,7 +220,7 @@ def stacked_parameters(
     """Return the parameters with stacked experts, by their module, inner modules first; empty if there are none.
 
     Args:
-        family: the model's family; its last layout with stacked experts is that of transformers' model.
+        family: the model's family; its last layout with stacked experts is the layout of transformers' model.
         weights: the matrices that may have adapters, by name.
     """
     found: dict[str, list[StackedParameter]] = {}

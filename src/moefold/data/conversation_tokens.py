@@ -106,7 +106,7 @@ def tokenize_conversations(
     """Render and tokenise conversations, and find their targets.
 
     Args:
-        conversations: conversations; those of one row are consecutive.
+        conversations: conversations; a row's conversations are consecutive.
 
     Yields:
         The tokens of each conversation; None for a conversation of a skipped row.

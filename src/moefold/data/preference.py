@@ -61,7 +61,7 @@ class PackedPairs(PackedMembers):
     sequence 2k add up to 1.
 
     Args:
-        conversations: all conversations; those of a pair are consecutive.
+        conversations: all conversations; both sequences of a pair are consecutive.
         pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
         reference: log-probabilities of all pairs.
     """
@@ -130,7 +130,7 @@ def pack_pairs(
 
     Args:
         data: the recipe's section: validation_fraction, overlong.
-        conversations: all conversations; those of a pair are consecutive.
+        conversations: all conversations; both sequences of a pair are consecutive.
 
     Returns:
         (training, validation).

@@ -202,7 +202,7 @@ def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bo
     if is_exact:
         return EXACT_LIMIT
     if chosen_in(moe, WirePart).rounds:
-        # The rounding of the experts' input is coarser than that of any dtype.
+        # The rounding of the experts' input is coarser than the rounding of any dtype.
         return ROUNDING_LIMITS["bfloat16"]
     return ROUNDING_LIMITS[run.dtype]
 

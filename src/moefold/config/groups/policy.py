@@ -120,7 +120,7 @@ class CorrectionPart(Part):
 
         Args:
             factor: exp(difference).
-            difference: log-probabilities of the trainer minus those of the sampler, [B, S/cp].
+            difference: log-probabilities in the trainer minus log-probabilities in the sampler, [B, S/cp].
             mean: mean over the tokens of each token's rollout, [B, S/cp] -> same.
         """
         raise NotImplementedError
