@@ -62,7 +62,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     """Read a recipe and apply the overrides.
 
     Args:
-        path: a TOML file; None: the defaults. overrides: strings `section.key=value`, as on the command line.
+        path: a TOML file; None: the defaults.
+        overrides: strings `section.key=value`, as on the command line.
 
     Returns:
         The config (`.cfg`), the keys that were set (`.explicit_keys`) and notices (`.messages`).
@@ -158,9 +159,10 @@ def train_model(
     this process is one rank. Call it from the main thread, which receives Ctrl-C.
 
     Args:
-        recipe: a TOML file, or the result of `load_recipe` or `load_config`. overrides: strings `section.key=value`,
-            for a file. loss: the loss to minimise; None: the recipe's loss. With reinforcement learning it has an
-            attribute `columns`, the columns of a batch that it reads.
+        recipe: a TOML file, or the result of `load_recipe` or `load_config`.
+        overrides: strings `section.key=value`, for a file.
+        loss: the loss to minimise; None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
+            the columns of a batch that it reads.
         data: the samples of a recipe with `data.kind="program"`.
         callbacks: hooks of the training loop. Started ranks work on copies of all three, which must be picklable for
             GPU ranks; `if __name__ == "__main__"` must then guard the call.
@@ -252,11 +254,12 @@ def evaluate(
 
     Args:
         model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
-        tokens: row of ids, or a .npy file of ids. text: file of UTF-8 text for the model's tokenizer; either tokens or
-            text. logits: .npy file for the logits, float32 [sequences, S, V].
+        tokens: row of ids, or a .npy file of ids.
+        text: file of UTF-8 text for the model's tokenizer; either tokens or text.
+        logits: .npy file for the logits, float32 [sequences, S, V].
         overrides: the mapping, such as `parallel.tp=2`.
-        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported. options:
-            other settings.
+        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported.
+        options: other settings.
 
     Returns:
         The loss in nats per token, the perplexity and the number of predicted tokens.
@@ -307,8 +310,8 @@ def generate(
         max_tokens: maximum new tokens of each prompt.
         sampling: temperature, top_k, top_p, min_p and seed.
         overrides: the mapping, such as `parallel.tp=2`.
-        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported. options:
-            other settings.
+        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported.
+        options: other settings.
 
     Returns:
         One generation per prompt: `.text`, `.tokens` and `.finish_reason`.

@@ -78,7 +78,8 @@ def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading, without waiting for a writer if the path is a pipe.
 
     Raises:
-        IsADirectoryError: the path is a folder. OSError: it is a pipe, a device or a socket, or cannot be opened.
+        IsADirectoryError: the path is a folder.
+        OSError: it is a pipe, a device or a socket, or cannot be opened.
     """
     check_regular_file(path)
     if isinstance(path, RemotePath):
@@ -99,7 +100,8 @@ def check_regular_file(path: Path) -> None:
     """Check that a path is a regular file, before a library opens it by name.
 
     Raises:
-        IsADirectoryError: the path is a folder. OSError: it is a pipe, a device or a socket, or does not exist.
+        IsADirectoryError: the path is a folder.
+        OSError: it is a pipe, a device or a socket, or does not exist.
     """
     if "\0" in str(path):
         raise RefusedFileError(errno.EINVAL, "its path has a NUL character", path)

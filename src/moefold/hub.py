@@ -96,8 +96,8 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
 
     Args:
         url: the name, see `parse_hub_url`.
-        kind: kind of a name without "datasets/". patterns: files to download; empty: all except `UNUSED_FILES` for a
-            model, all for a data set.
+        kind: kind of a name without "datasets/".
+        patterns: files to download; empty: all except `UNUSED_FILES` for a model, all for a data set.
 
     Raises:
         ConfigError: the package is missing; the repository, revision or path does not exist, needs permission, or

@@ -251,8 +251,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     config does not record which keys were set explicitly.
 
     Args:
-        path: a TOML file; None: the defaults. overrides: strings `section.key=value`. The value is TOML, and text needs
-            no quotes.
+        path: a TOML file; None: the defaults.
+        overrides: strings `section.key=value`. The value is TOML, and text needs no quotes.
 
     Raises:
         ConfigError: the file cannot be read, or a section, key, type, choice or preset is wrong. All such errors of

@@ -65,8 +65,8 @@ def upload_folder(source: Path, target: RemotePath, *, last: Sequence[str]) -> N
     """Send the files of a folder, the files named in `last` after all others.
 
     Raises:
-        ConfigError: a file is a link out of the folder; nothing is sent. RemoteError: a file cannot be sent; sent files
-            stay, without the files in `last`.
+        ConfigError: a file is a link out of the folder; nothing is sent.
+        RemoteError: a file cannot be sent; sent files stay, without the files in `last`.
     """
     files = list_files(source)
     for name in sorted(files, key=lambda name: name in last):

@@ -148,7 +148,8 @@ class RemotePath(PosixPath):
         """List a folder, by name.
 
         Raises:
-            FileNotFoundError: no key begins with this path. OSError: the folder cannot be listed.
+            FileNotFoundError: no key begins with this path.
+            OSError: the folder cannot be listed.
         """
         with self._requests() as (filesystem, key):
             found = filesystem.ls(key, detail=True)
@@ -182,7 +183,8 @@ class RemotePath(PosixPath):
         """Return kind, size and time of the last change; folders have no time.
 
         Raises:
-            FileNotFoundError: the path does not exist. OSError: the server cannot be reached.
+            FileNotFoundError: the path does not exist.
+            OSError: the server cannot be reached.
         """
         with self._requests() as (filesystem, key):
             entry = _entry(self.name, filesystem.info(key))

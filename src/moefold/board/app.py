@@ -51,8 +51,9 @@ def make_app(runs: RunList, *, token: str = "", is_loopback: bool = True) -> Sta
 
     Args:
         runs: the runs to show.
-        token: required token of requests; empty: none. is_loopback: only accept requests for names of the loopback
-            interface, so that a web page with another name that resolves to it gets no data.
+        token: required token of requests; empty: none.
+        is_loopback: only accept requests for names of the loopback interface, so that a web page with another name that
+            resolves to it gets no data.
     """
     routes = [Route("/", _index), *(Route(f"/static/{name}", partial(_static, name)) for name in STATIC_FILES)]
     routes.append(Route("/api/runs", partial(_runs, runs)))

@@ -157,7 +157,7 @@ class MetricTable:
 
         Args:
             max_points: maximum points of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
-                weights: weights of exponential means by step.
+            weights: weights of exponential means by step.
         """
         steps, values = self.column(name)
         inside = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, side="right")))

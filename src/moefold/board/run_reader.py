@@ -161,8 +161,8 @@ class RunReader:
         """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
 
         Args:
-            max_points: approximate maximum points of a metric. weights: weights of exponential means by step, for
-                smoothed metrics.
+            max_points: approximate maximum points of a metric.
+            weights: weights of exponential means by step, for smoothed metrics.
         """
         with self._lock:
             series = {}

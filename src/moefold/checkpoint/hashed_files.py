@@ -94,8 +94,9 @@ class OrderedHashes:
         """Add bytes, which must not change later.
 
         Args:
-            name: name of the file or tensor. total_bytes: its whole size. offset: position of the first of these bytes
-                in it.
+            name: name of the file or tensor.
+            total_bytes: its whole size.
+            offset: position of the first of these bytes in it.
             data: the bytes.
         """
         found = self._found.setdefault(name, _Progress(total_bytes))

@@ -77,7 +77,8 @@ def regular_file(folder: Path, name: str) -> Path:
     """Return the path of a regular file of a folder; reject links out of the folder, devices and pipes.
 
     Raises:
-        FileNotFoundError: the file does not exist. ValueError: it is not a regular file.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a regular file.
     """
     path = folder / name
     check_file_name(folder, name)

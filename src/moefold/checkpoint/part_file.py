@@ -102,8 +102,8 @@ def read_part(folder: Path, part: StoredPart, rows: slice | None = None, on_arch
     Args:
         folder: the checkpoint.
         part: the index entry.
-        rows: rows to read; a local file is read only there. on_archive: called with the archive, which is then read at
-            once; not allowed with `rows`.
+        rows: rows to read; a local file is read only there.
+        on_archive: called with the archive, which is then read at once; not allowed with `rows`.
 
     Raises:
         OSError: the file cannot be read.

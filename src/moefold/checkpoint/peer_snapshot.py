@@ -141,7 +141,9 @@ def plan_copies(
     With one node, a box on two ranks needs no copy.
 
     Args:
-        boxes: for each rank, the box of each entry of its state. peers: peer of each rank. nodes: node of each rank.
+        boxes: for each rank, the box of each entry of its state.
+        peers: peer of each rank.
+        nodes: node of each rank.
     """
     owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(boxes):
@@ -214,8 +216,8 @@ class PeerSnapshots:
     `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
 
     Args:
-        node: the machine of this process; None: its host name. max_scratch_bytes: maximum memory on the device for the
-            buffers of a round of an exchange.
+        node: the machine of this process; None: its host name.
+        max_scratch_bytes: maximum memory on the device for the buffers of a round of an exchange.
     """
 
     def __init__(self, node: str | None = None, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:

@@ -74,8 +74,9 @@ def data_order_change(
     Args:
         meta: metadata of the checkpoint.
         order: `sample_order` of the recipe.
-        fingerprints: current fingerprints of the data files; None: compare only the settings. drops_files: token files
-            that have become corrupt or missing are not a difference (data.corrupt="skip"): see `dropped_files`.
+        fingerprints: current fingerprints of the data files; None: compare only the settings.
+        drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
+            `dropped_files`.
     """
     ours = _without_want(order)
     theirs = _recorded_order(meta)
@@ -244,8 +245,8 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
 
     Args:
         stored: sizes in a checkpoint.
-        model: the model for comparison. reader: the model whose layers read the weights, if they differ from `model`;
-            its keys are also compared.
+        model: the model for comparison.
+        reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
     there = model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))

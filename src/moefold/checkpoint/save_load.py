@@ -216,7 +216,8 @@ class RunStates:
         """Restore all objects in the order that they require; collective.
 
         Args:
-            states: result of `state_dict`. path: the checkpoint; None: the tensors are restored by other means.
+            states: result of `state_dict`.
+            path: the checkpoint; None: the tensors are restored by other means.
 
         Raises:
             ConfigError: a state is malformed, or the checkpoint lacks a tensor.

@@ -96,8 +96,8 @@ class BackgroundSaver(CheckpointSaver):
 
     Args:
         cfg: the recipe.
-        group: process group of all ranks, used only by the thread. is_on_gpu: whether the state is on the GPU; its
-            copies are then in pinned memory.
+        group: process group of all ranks, used only by the thread.
+        is_on_gpu: whether the state is on the GPU; its copies are then in pinned memory.
     """
 
     def __init__(self, cfg: Config, group: dist.ProcessGroup, *, is_on_gpu: bool) -> None:

@@ -256,7 +256,8 @@ def write_chunks(
 
     Args:
         tmp: an existing folder.
-        shapes: shapes of the tensors, by name. dtypes: dtypes of the tensors, by name.
+        shapes: shapes of the tensors, by name.
+        dtypes: dtypes of the tensors, by name.
         local_chunks: the chunks that this process writes, in the order of its file.
         read: returns the values of a chunk, which are valid until its next call.
     """

@@ -48,8 +48,8 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
 
     Args:
         tree: keys of the file, unchecked.
-        where: the file, for the start of an error. advice: text after "give them" for missing keys at the top of the
-            file.
+        where: the file, for the start of an error.
+        advice: text after "give them" for missing keys at the top of the file.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.

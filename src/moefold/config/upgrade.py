@@ -130,7 +130,8 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the sections of a recipe without its format.
 
     Args:
-        tree: contents of a file. name: the file, for messages.
+        tree: contents of a file.
+        name: the file, for messages.
 
     Raises:
         ConfigError: the format is newer than this version of moefold.
@@ -242,7 +243,8 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
     """Return the words of a pattern of letters with counts, such as "D3M2".
 
     Raises:
-        KeyError: unknown letter. ValueError: another form, or longer than the model.
+        KeyError: unknown letter.
+        ValueError: another form, or longer than the model.
     """
     runs = [(letter, int(count or 1)) for letter, count in re.findall(r"([A-Z])(\d{0,5})", pattern)]
     counts = [count for _, count in runs]
@@ -360,7 +362,8 @@ def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str
 
     Args:
         name: a key of MOVED.
-        text: its value on the command line. tree: the sections of the recipe to override, unchecked.
+        text: its value on the command line.
+        tree: the sections of the recipe to override, unchecked.
     """
     needs_tree = str(MOVED[name]) == LAYERS or name.startswith("sites.")
     word = upgraded_word(f"{name}={text}", tree) if needs_tree else _word(name, text)

@@ -62,8 +62,8 @@ class Renamed:
         hf_key: key of config.json.
         key: key of [model].
         default: replaces an absent or null key.
-        also: other spellings of the key, which are read but not written. copies: other keys of [model] with the same
-            value; different values do not read back as the same model.
+        also: other spellings of the key, which are read but not written.
+        copies: other keys of [model] with the same value; different values do not read back as the same model.
         default_key: key of config.json whose value replaces an absent or null key.
         least: smallest value.
         most: largest value.

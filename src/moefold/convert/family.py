@@ -48,11 +48,11 @@ class MultimodalFolder:
         other_tensors: regular expression of the tensors of the other models.
         prefixes: first words of names of the text model's tensors, each with the words in a folder of only the text
             model; the first match counts.
-        config_path: path of keys in config.json to the object that describes the text model. pairs: keys of that object
-            with a list of two values; the first value is for the text model. pair_tensors: regular expression of
-            tensors whose first half of the rows belongs to the text model. other_experts: regular expression of the
-            tensors of an expert, with its number as the group. Numbers from the text model's number of experts on
-            belong to other models. Empty: the text model has all experts.
+        config_path: path of keys in config.json to the object that describes the text model.
+        pairs: keys of that object with a list of two values; the first value is for the text model.
+        pair_tensors: regular expression of tensors whose first half of the rows belongs to the text model.
+        other_experts: regular expression of the tensors of an expert, with its number as the group. Numbers from the
+            text model's number of experts on belong to other models. Empty: the text model has all experts.
     """
 
     model_type: str
@@ -103,8 +103,8 @@ class Family:
         config_fields: the meaning of the keys of config.json.
         layouts: for each layout of the experts, the table of all tensors.
         default_keys: defaults of the configuration class for keys that config.json lacks and whose null has another
-            meaning in `config_fields`. aliases: other `model_type`s of the same computation and tensors, which are read
-            but not written.
+            meaning in `config_fields`.
+        aliases: other `model_type`s of the same computation and tensors, which are read but not written.
         has_mtp: whether multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
             (`_keys_to_ignore_on_load_unexpected` of the class); None: it reports no layers.
@@ -112,8 +112,8 @@ class Family:
         mtp_prefix: first words of the names of MTP tensors.
         ignored_tensors: regular expressions of tensors that some folders contain and that are not read.
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
-            not read them; its group is the number of the expert. Empty: no such tensors. renamed_modules: parts of the
-            names of modules that differ between a folder and transformers' model.
+            not read them; its group is the number of the expert. Empty: no such tensors.
+        renamed_modules: parts of the names of modules that differ between a folder and transformers' model.
         multimodal: folders of a multimodal model whose text model has this family; None: no such folders.
         exported_as: name of the family that an export writes instead; empty: this one.
         options: values of keys of config.json. Tests draw one value of each key for small models of transformers, in

@@ -183,7 +183,8 @@ def assign_shards(
         dtypes: dtype names of the tensors.
         model: the model, for recognising MTP tensors.
         imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new
-            shards in the order of the model. shard_bytes: size limit of a new file; 0: a single file.
+            shards in the order of the model.
+        shard_bytes: size limit of a new file; 0: a single file.
         separates_mtp: put MTP layers into separate new files, which no index lists.
     """
     tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}

@@ -17,7 +17,8 @@ class KeyReader(Mapping[str, Any]):
 
     Attributes:
         values_by_key: the object.
-        asked: accessed keys, present or not. nested: readers of the accessed nested objects.
+        asked: accessed keys, present or not.
+        nested: readers of the accessed nested objects.
     """
 
     def __init__(self, values: Json) -> None:
@@ -85,7 +86,8 @@ class DeclaredKeys:
         generation: keys of generation_config.json.
         adapter: keys of PEFT's LoraConfig.
         others: keys that transformers' classes of causal models of other families declare.
-        families: own keys of each `model_type`. aliases: other spellings of keys for each `model_type`.
+        families: own keys of each `model_type`.
+        aliases: other spellings of keys for each `model_type`.
         stacked_by_peft: for each `model_type` whose adapters of single experts PEFT stacks when it loads them, the last
             names of the modules of experts.
     """

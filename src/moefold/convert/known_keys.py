@@ -40,9 +40,10 @@ class KnownKeys:
     """Known keys of an object in addition to its read keys.
 
     Attributes:
-        neutral: for each key the values that change nothing. declared: defaults of the keys that the class of another
-            library declares; moefold computes with these defaults. owner: name of that class in messages. void: regular
-            expression of keys that are reported and ignored, whatever their value.
+        neutral: for each key the values that change nothing.
+        declared: defaults of the keys that the class of another library declares; moefold computes with these defaults.
+        owner: name of that class in messages.
+        void: regular expression of keys that are reported and ignored, whatever their value.
     """
 
     neutral: Mapping[str, Values]
@@ -258,7 +259,8 @@ def sort_keys(
 
     Args:
         file: name of the file.
-        known: other known keys. ignored: keys that the user accepts.
+        known: other known keys.
+        ignored: keys that the user accepts.
         prefix: path of the object in its file, such as "text_config.".
 
     Returns:

@@ -373,9 +373,10 @@ def split_targets(
     of a folder, but not targets: modules are listed with both names, in a folder and in transformers' model.
 
     Args:
-        modules: names of the modules with adapters, except experts. experts: names of single experts with adapters.
-            others: names of the modules without adapters; targets with the same last name as one of these are written
-            in full.
+        modules: names of the modules with adapters, except experts.
+        experts: names of single experts with adapters.
+        others: names of the modules without adapters; targets with the same last name as one of these are written in
+            full.
         family: the model's family.
     """
     taken = declared_keys().stacked_by_peft.get(family.name, [])

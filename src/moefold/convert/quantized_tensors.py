@@ -42,8 +42,8 @@ def dequantize_tensors(
     """Replace the parts of each quantised weight by one bfloat16 tensor.
 
     Args:
-        tensors: tensors of the folder, by name. quantization: the folder's `quantization_config`, which
-            `quantization_unsupported_reason` accepts.
+        tensors: tensors of the folder, by name.
+        quantization: the folder's `quantization_config`, which `quantization_unsupported_reason` accepts.
 
     Raises:
         ConfigError: a part is missing, or its shape or dtype contradicts the other parts.

@@ -155,9 +155,11 @@ class TensorBlock:
     """Our parameter as a block of an HF tensor, by default the whole tensor with the same dims.
 
     Attributes:
-        hf_name: name of the HF tensor. part: number of our block in a tensor that fuses several parameters of one
-            shape, such as 0 for gate and 1 for up. axis: HF dim of the fusion. step: 1 for consecutive parameters; else
-            the number of parameters whose indices alternate.
+        hf_name: name of the HF tensor.
+        part: number of our block in a tensor that fuses several parameters of one shape, such as 0 for gate and 1 for
+            up.
+        axis: HF dim of the fusion.
+        step: 1 for consecutive parameters; else the number of parameters whose indices alternate.
         dims: for each of our dims the HF dim; empty: the same dims. Other HF dims have size 1.
         num_dims: number of HF dims, if the last dims are not in `dims`.
     """
@@ -191,8 +193,10 @@ class GroupedRows:
     """Rows of an HF tensor that fuses several of our matrices by groups: each group has rows of each matrix.
 
     Attributes:
-        hf_name: name of the HF tensor. groups: groups of a model. part: number of our matrix. num_dims: number of HF
-            dims: bias 1, matrix 2, convolution [.., 1, K] 3.
+        hf_name: name of the HF tensor.
+        groups: groups of a model.
+        part: number of our matrix.
+        num_dims: number of HF dims: bias 1, matrix 2, convolution [.., 1, K] 3.
     """
 
     hf_name: str

@@ -68,8 +68,8 @@ class HfSource:
         leaves_out_mtp: ignore the MTP layers after the other layers (DeepSeek-V3).
 
     Attributes:
-        model: the model of the folder, without MTP layers if they are ignored. ignored: tensors of the folder that need
-            no mapping, with the reason.
+        model: the model of the folder, without MTP layers if they are ignored.
+        ignored: tensors of the folder that need no mapping, with the reason.
         hashes: receives the bytes of tensors while they are read, if set.
         memory: memory for the tensors that `read` returns, if set: each is valid until the next read.
 
@@ -123,8 +123,8 @@ def load_hf_weights(
 
     Args:
         folder: config.json and safetensors files, of the same model as the parameters.
-        parameters: plain tensors, or DTensors under any mapping, by their names in the whole model. buffers: buffers by
-            name.
+        parameters: plain tensors, or DTensors under any mapping, by their names in the whole model.
+        buffers: buffers by name.
 
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
@@ -354,8 +354,8 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     `Tensor.copy_` only does this for two matrices of one dtype; otherwise it reads one value of each cache line.
 
     Args:
-        target: tensor with any strides. source: tensor of the same shape up to dims of size 1; contiguous, or a
-            permutation of a contiguous tensor.
+        target: tensor with any strides.
+        source: tensor of the same shape up to dims of size 1; contiguous, or a permutation of a contiguous tensor.
     """
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)

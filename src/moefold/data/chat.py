@@ -204,8 +204,8 @@ class ChatTemplate:
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None: no tools. location: FILE:LINE of the
-                conversation, for messages.
+            tools: descriptions of tools, for templates that support them; None: no tools.
+            location: FILE:LINE of the conversation, for messages.
 
         Raises:
             ConfigError: the template refuses the conversation, or the place of a turn in it cannot be found.
@@ -250,8 +250,9 @@ class ChatTemplate:
             messages: the turns, each with a `role` and a `content`.
             location: description of the conversation, for messages.
             add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
-                open. tools: descriptions of tools; None for none. variables: other variables of the template, such as
-                `enable_thinking`.
+                open.
+            tools: descriptions of tools; None for none.
+            variables: other variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.

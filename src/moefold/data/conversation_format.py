@@ -207,7 +207,8 @@ def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str
     """Check that chat templates know the roles; for other roles a template writes nothing, or no turn to train on.
 
     Args:
-        messages: messages in normal form. template: source of the template, which may name other roles.
+        messages: messages in normal form.
+        template: source of the template, which may name other roles.
 
     Raises:
         ConfigError: a role is unknown.

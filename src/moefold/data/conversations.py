@@ -31,8 +31,9 @@ def open_samples(
     """Return the training samples, the held-out samples, and the log-probabilities under the reference model.
 
     Args:
-        tokenizer: the recipe's tokenizer. skipped: files that are not used. is_first: this process shows progress and
-            logs skipped files and rows.
+        tokenizer: the recipe's tokenizer.
+        skipped: files that are not used.
+        is_first: this process shows progress and logs skipped files and rows.
     """
     is_preference = data.kind == "preference"
     reader = preference_reader(align) if is_preference else None

@@ -389,7 +389,8 @@ def open_seekable(path: Path) -> BinaryIO:
     """Open a file for random access; a compressed file is decompressed to a temporary copy.
 
     Raises:
-        OSError: the file cannot be read. ConfigError: a compressed file is incomplete.
+        OSError: the file cannot be read.
+        ConfigError: a compressed file is incomplete.
     """
     if path.suffix not in COMPRESSION_SUFFIXES:
         return open_regular(path)

@@ -109,7 +109,8 @@ def data_file_path(name: str, roots: Iterable[str]) -> Path:
     """Return the absolute path of a data file by its name in the recipe; it need not exist, unless it is remote.
 
     Args:
-        name: name from `name_below`. roots: data.path, which names the file or a folder above it.
+        name: name from `name_below`.
+        roots: data.path, which names the file or a folder above it.
     """
     if not is_remote(name):
         return Path(name).expanduser().absolute()

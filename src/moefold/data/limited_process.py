@@ -27,8 +27,9 @@ class LimitedProcess:
         """Start a Python program.
 
         Args:
-            program: file next to this one that imports nothing from the package. memory_bytes: limit of its memory,
-                which it may change up to `hard_bytes`. hard_bytes: maximum of the limit; 0: none.
+            program: file next to this one that imports nothing from the package.
+            memory_bytes: limit of its memory, which it may change up to `hard_bytes`.
+            hard_bytes: maximum of the limit; 0: none.
         """
         # -P: the script's folder is not on sys.path, because its modules would shadow others.
         self._process = subprocess.Popen(
@@ -55,9 +56,12 @@ class LimitedProcess:
         """Send a request and return the answer and its data; a refused request has the reason as `refused`.
 
         Args:
-            request: the name of the program's method as `do`, and its arguments. payload: bytes for the method.
-                memory_bytes: limit of the memory during the request. cpu_s: limit of the CPU time. limit: maximum bytes
-                of the answer, without its data. does: work of the process, for the message.
+            request: the name of the program's method as `do`, and its arguments.
+            payload: bytes for the method.
+            memory_bytes: limit of the memory during the request.
+            cpu_s: limit of the CPU time.
+            limit: maximum bytes of the answer, without its data.
+            does: work of the process, for the message.
 
         Raises:
             ProcessEndedError: the process has exceeded a limit.

@@ -152,8 +152,8 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        want: wanted reward for the text of each prompt; None: no reward. report: called with a message on the rows that
-            data.skip_bad_rows skips.
+        want: wanted reward for the text of each prompt; None: no reward.
+        report: called with a message on the rows that data.skip_bad_rows skips.
 
     Raises:
         ConfigError: see `open_prompts`.

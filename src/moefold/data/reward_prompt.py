@@ -36,8 +36,8 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     """Return the reward prompt from the metadata of a checkpoint; None if its run had another method.
 
     Args:
-        order: `CheckpointMeta.order`. Checkpoints of older versions have no wanted reward. location: location of the
-            checkpoint, for messages.
+        order: `CheckpointMeta.order`. Checkpoints of older versions have no wanted reward.
+        location: location of the checkpoint, for messages.
 
     Raises:
         ConfigError: the values are damaged.
@@ -62,7 +62,8 @@ def override_want(stored: RewardPrompt | None, option: str, name: str = "--want"
     """Return the reward prompt after an option of a command.
 
     Args:
-        option: a number; "none": prompts are unchanged; "": as stored. name: name of the option, for messages.
+        option: a number; "none": prompts are unchanged; "": as stored.
+        name: name of the option, for messages.
 
     Raises:
         ConfigError: the option is not a number, or the model was not trained with a reward in its prompts.

@@ -153,7 +153,8 @@ def open_ends_file(index: Path, *, shard: str) -> ShardReader:
         index: the file, of int64.
 
     Raises:
-        ValueError: an index cannot have this size. BrokenShardError: the file cannot be read.
+        ValueError: an index cannot have this size.
+        BrokenShardError: the file cannot be read.
     """
     size_bytes = index.stat().st_size
     if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:

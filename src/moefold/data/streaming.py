@@ -44,8 +44,8 @@ class StreamingSampler(Sampler):
 
         Args:
             tokenizer: converts text to ids; its separator follows each document.
-            order_key: key of the shuffled order within blocks; None: the order of the data. document_end: id that ends
-                a document, for document numbers; -1: no document ids.
+            order_key: key of the shuffled order within blocks; None: the order of the data.
+            document_end: id that ends a document, for document numbers; -1: no document ids.
         """
         self.seq_len = seq_len
         self.block_samples = max(1, min(MAX_BLOCK_SAMPLES, _MAX_BLOCK_TOKENS // seq_len))

@@ -250,8 +250,8 @@ class TokenFileStream(TokenStream):
         Args:
             files: files with at least one token each.
             vocab_size: rows of the model's embedding; ids must be below.
-            dropped: names of files that are dropped initially. is_indexed: whether the run uses the document index next
-                to each file.
+            dropped: names of files that are dropped initially.
+            is_indexed: whether the run uses the document index next to each file.
         """
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
@@ -427,8 +427,8 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
     """Open and validate the document index next to a token file of `num_tokens` tokens.
 
     Raises:
-        ConfigError: the index is missing, broken, or of a file with another number of tokens. BrokenShardError: it
-            cannot be read completely.
+        ConfigError: the index is missing, broken, or of a file with another number of tokens.
+        BrokenShardError: it cannot be read completely.
     """
     index = document_ends_path(path)
     try:

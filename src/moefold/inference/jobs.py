@@ -298,8 +298,9 @@ def choose_inference_device(
     """Return the device type, after a check of its memory and of the checkpoint's files.
 
     Args:
-        cfg: config of the command. extra_bytes: returns the bytes of a rank in addition to its weights, by their name
-            in the message, on a type of device; may raise.
+        cfg: config of the command.
+        extra_bytes: returns the bytes of a rank in addition to its weights, by their name in the message, on a type of
+            device; may raise.
         suggestion: the way out if the memory is too small.
 
     Raises:

@@ -115,8 +115,8 @@ class MoefoldLM(TemplateLM):
         """Return the token ids of a text, with the tokenizer's declared first and last tokens, like HFLM.
 
         Args:
-            string: the text; if it begins with the text of `prefix_token_id`, no tokens are added. add_special_tokens:
-                whether to add them; None: the argument add_bos_token decides.
+            string: the text; if it begins with the text of `prefix_token_id`, no tokens are added.
+            add_special_tokens: whether to add them; None: the argument add_bos_token decides.
         """
         tokenizer = self._text_tokenizer
         bos_id = tokenizer.bos_id

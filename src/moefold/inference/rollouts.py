@@ -71,7 +71,8 @@ class RolloutCollector:
     Args:
         engine: samples the completions.
         reward: scores them, on the first rank of tp and pp.
-        tokenizer: converts them to text. stop: conditions that end a rollout.
+        tokenizer: converts them to text.
+        stop: conditions that end a rollout.
         max_tokens: maximum number of new tokens.
     """
 
@@ -105,8 +106,9 @@ class RolloutCollector:
         """Sample and score completions; collective over all ranks.
 
         Args:
-            indices: numbers of the prompts, the keys of the random numbers. open_prompt: returns a prompt by its
-                number. group_size: number of completions of each prompt.
+            indices: numbers of the prompts, the keys of the random numbers.
+            open_prompt: returns a prompt by its number.
+            group_size: number of completions of each prompt.
             adjust: computes rewards from scores.
 
         Raises:

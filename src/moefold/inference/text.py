@@ -29,8 +29,8 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
     """Open the tokenizer of a model.
 
     Args:
-        override: "bytes" or the path of a tokenizer.json to use instead; "": the source's tokenizer. reports: log the
-            notes on the tokenizer.
+        override: "bytes" or the path of a tokenizer.json to use instead; "": the source's tokenizer.
+        reports: log the notes on the tokenizer.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -161,7 +161,7 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
 
     Args:
         tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "": the model's.
-            template_override: a template file to use instead of the model's; "" uses the model's.
+        template_override: a template file to use instead of the model's; "" uses the model's.
 
     Raises:
         ConfigError: there is no template, or it cannot be read.
@@ -181,7 +181,8 @@ def encode_messages(
     No special tokens are added beyond the template's.
 
     Args:
-        messages: the user's text in each conversation. system: system message before each text; "": no message.
+        messages: the user's text in each conversation.
+        system: system message before each text; "": no message.
 
     Raises:
         ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.

@@ -85,7 +85,7 @@ class VllmEngine:
 
         Args:
             requests: requests of this data-parallel rank, possibly none; the same on its ranks of tp and pp.
-                is_complete: stop condition; a completion ends after the first token that satisfies it.
+            is_complete: stop condition; a completion ends after the first token that satisfies it.
 
         Raises:
             RunError: the server failed; raised on all ranks.

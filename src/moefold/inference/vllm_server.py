@@ -82,7 +82,8 @@ class VllmServer:
     """vLLM server.
 
     Args:
-        url: address of the server. folder: the Hugging Face folder of its start.
+        url: address of the server.
+        folder: the Hugging Face folder of its start.
         dtype: the dtype of training, run.dtype.
         max_tokens: maximum tokens of a prompt and its completion, train.seq_len + 1.
         timeout_s: maximum time of loading weights, and of sampling the rollouts of one round on one rank.
@@ -193,7 +194,8 @@ class VllmServer:
 
         Args:
             sampling: sampling parameters, without top-k and top-p.
-            version: required version of the weights; None: any. deadline_s: latest end, on the clock of time.monotonic.
+            version: required version of the weights; None: any.
+            deadline_s: latest end, on the clock of time.monotonic.
 
         Returns:
             The completion, and the experts of each token except the last [prompt + new tokens - 1, layers, K], None

@@ -255,8 +255,8 @@ class StepLine:
 
     Args:
         steps: the last step of the run.
-        is_gpu: whether the ranks train on GPUs: memory and MFU of a CPU are not useful and not shown. evaluates:
-            whether the run evaluates; the column is then shown from the first line on.
+        is_gpu: whether the ranks train on GPUs: memory and MFU of a CPU are not useful and not shown.
+        evaluates: whether the run evaluates; the column is then shown from the first line on.
     """
 
     def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:

@@ -52,7 +52,8 @@ class MoELayerMetrics:
             dropped: dropped routed tokens.
             entropy: sum over tokens.
             top_k: experts of a token.
-            losses: aux loss and z-loss, including coefficients. bias: bias of each expert; empty: no bias.
+            losses: aux loss and z-loss, including coefficients.
+            bias: bias of each expert; empty: no bias.
             zero_counts: routed tokens of each zero-computation expert.
         """
         counts_E = np.asarray(counts, dtype=np.float64)

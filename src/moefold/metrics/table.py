@@ -723,7 +723,8 @@ def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> di
     """Return the numbers of a step in the order of the table; None: no value.
 
     Args:
-        values: values by name. further: metrics that the callbacks of a program declare.
+        values: values by name.
+        further: metrics that the callbacks of a program declare.
 
     Raises:
         RunError: a number has no definition.

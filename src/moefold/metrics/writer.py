@@ -55,8 +55,8 @@ class AuxiliaryOutputs:
 
         Args:
             name: the output, for the message: a file of the run folder, or a tracker.
-            write: must not communicate with other ranks, unless `errors` excludes errors of the communication. errors:
-                the reported failures; other failures are raised.
+            write: must not communicate with other ranks, unless `errors` excludes errors of the communication.
+            errors: the reported failures; other failures are raised.
         """
         if name in self._failed:
             return None
@@ -83,7 +83,8 @@ class MetricsWriter:
         run_dir: folder of the run; created if missing.
         metrics: settings of the trackers.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run.
-        config: the resolved recipe, for trackers that show it. outputs: reports an output that fails and disables it.
+        config: the resolved recipe, for trackers that show it.
+        outputs: reports an output that fails and disables it.
     """
 
     def __init__(

@@ -135,8 +135,9 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
     """Pack rollouts into samples by best fit; each is a document, and only its sampled tokens are targets.
 
     Args:
-        rollouts: rollouts with at most seq_len + 1 tokens each. seq_len: S. pad_id: id of the padding, which is a
-            separate document.
+        rollouts: rollouts with at most seq_len + 1 tokens each.
+        seq_len: S.
+        pad_id: id of the padding, which is a separate document.
 
     Returns:
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
@@ -152,7 +153,9 @@ def rollout_positions(
     """Return the sources of the inputs of the samples of `pack_rollouts`.
 
     Args:
-        rollouts: see `pack_rollouts`. seq_len: S. num_samples: N; samples after the packed samples are padding.
+        rollouts: see `pack_rollouts`.
+        seq_len: S.
+        num_samples: N; samples after the packed samples are padding.
 
     Returns:
         Index of the rollout of each input, -1 for padding, and its position in the rollout, int64 [N, S] each.

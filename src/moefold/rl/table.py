@@ -216,7 +216,8 @@ def restore_table(
     """Return the table of a checkpoint.
 
     Args:
-        headers: headers of the rounds. arrays: arrays of the rows.
+        headers: headers of the rounds.
+        arrays: arrays of the rows.
         open_prompt: returns a prompt by its number.
         group_size: rollouts of a prompt.
     """

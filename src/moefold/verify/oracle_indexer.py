@@ -27,8 +27,11 @@ class OracleIndexer:
     """Selection of the keys of one layer for one micro-batch, and the KL divergence that trains it.
 
     Args:
-        model: section with the sizes. train: section with the stage. weights: weights by name. name: name of the
-            indexer. positions: positions of the tokens in their documents, [B, S]; None: a layer without RoPE.
+        model: section with the sizes.
+        train: section with the stage.
+        weights: weights by name.
+        name: name of the indexer.
+        positions: positions of the tokens in their documents, [B, S]; None: a layer without RoPE.
     """
 
     def __init__(

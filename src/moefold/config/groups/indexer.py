@@ -141,8 +141,8 @@ class IndexerPart(Part):
         Args:
             sizes: sizes of a micro-batch.
             heads: query heads of this rank.
-            widths: copied numbers of a token, and the part of them that are keys. copies: ratio of temporary to copied
-                numbers, in float32 and in bfloat16.
+            widths: copied numbers of a token, and the part of them that are keys.
+            copies: ratio of temporary to copied numbers, in float32 and in bfloat16.
         """
         copied_width, key_width = widths
         train = sizes.train

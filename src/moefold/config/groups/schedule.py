@@ -91,7 +91,8 @@ class SchedulePart(Part):
 
         Args:
             forward_s: forward pass of one micro-batch through all chunks of one rank; like the other times and
-                `num_stages` a number or an array. backward_s: its backward pass, including weight gradients.
+                `num_stages` a number or an array.
+            backward_s: its backward pass, including weight gradients.
             wgrad_s: the weight-gradient part of `backward_s`.
             pp: pipeline ranks, 2 or more.
             num_stages: stages per rank.

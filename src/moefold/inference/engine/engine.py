@@ -159,8 +159,8 @@ class RolloutEngine:
         """Generate a completion of every request, in their order; collective over all ranks.
 
         Args:
-            requests: requests of this data-parallel rank, possibly none. on_token: called for each new token, including
-                the end-of-text token, on every rank of the requests.
+            requests: requests of this data-parallel rank, possibly none.
+            on_token: called for each new token, including the end-of-text token, on every rank of the requests.
             is_complete: stop condition, called after each new token that does not end its sample.
 
         Raises:
@@ -222,8 +222,8 @@ class OpenGeneration:
         """Add a request.
 
         Args:
-            number: unique among the samples that are not popped; smaller numbers have priority. request: the request,
-                which must fit into the cache; see `check_requests`.
+            number: unique among the samples that are not popped; smaller numbers have priority.
+            request: the request, which must fit into the cache; see `check_requests`.
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
@@ -432,8 +432,8 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
 
     Args:
         token: the token at this position.
-        log_prob: its log-probability, which the loss computes in another order of sums. best: ids of the most likely
-            tokens, then their log-probabilities.
+        log_prob: its log-probability, which the loss computes in another order of sums.
+        best: ids of the most likely tokens, then their log-probabilities.
         count: number of tokens.
     """
     half = len(best) // 2
@@ -487,8 +487,11 @@ def change_logits(
     """Change the logits of a sample's next token in place.
 
     Args:
-        logits_V: logits over the whole vocabulary. request: the sample. rules: rules of the request. tokens: the
-            sample's new tokens so far. constraint: state of the grammar, if any.
+        logits_V: logits over the whole vocabulary.
+        request: the sample.
+        rules: rules of the request.
+        tokens: the sample's new tokens so far.
+        constraint: state of the grammar, if any.
     """
     device = logits_V.device
     if rules.bias:

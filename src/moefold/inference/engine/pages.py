@@ -18,7 +18,8 @@ class PagePool:
     """Free list and reference counts of the pages of a cache.
 
     Args:
-        num_pages: total number of pages, numbered from 0. page_positions: positions of a page.
+        num_pages: total number of pages, numbered from 0.
+        page_positions: positions of a page.
     """
 
     def __init__(self, num_pages: int, page_positions: int) -> None:
@@ -84,7 +85,8 @@ class PageTable:
     """Pages of one sequence in the order of its positions.
 
     Args:
-        pool: pool of the pages. max_pages: maximum pages of the sequence.
+        pool: pool of the pages.
+        max_pages: maximum pages of the sequence.
     """
 
     def __init__(self, pool: PagePool, max_pages: int) -> None:

@@ -286,7 +286,8 @@ class PassScheduler:
 
         Args:
             sequence: a sample, or the shared part of its prompt.
-            count: number of tokens. number: number of the sample; younger samples may lose their pages.
+            count: number of tokens.
+            number: number of the sample; younger samples may lose their pages.
         """
         first = sequence.num_cached
         table = sequence.table

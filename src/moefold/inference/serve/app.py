@@ -48,8 +48,9 @@ class CompletionServer:
 
     Args:
         job: the server.
-        loop: the engine loop, on another thread. grammars: grammars of JSON formats. log: receives a line for each
-            request; None: no access log.
+        loop: the engine loop, on another thread.
+        grammars: grammars of JSON formats.
+        log: receives a line for each request; None: no access log.
     """
 
     def __init__(
@@ -304,7 +305,8 @@ class _Run:
     """Request that the engine is answering.
 
     Args:
-        request: the checked request. start: time when reading began, from `time.perf_counter`.
+        request: the checked request.
+        start: time when reading began, from `time.perf_counter`.
     """
 
     def __init__(
@@ -357,8 +359,8 @@ class _EventStream:
     """Response of server-sent events.
 
     Args:
-        events: ended with the response, even if the client disconnects. held: closed with the response, even if no
-            event was read.
+        events: ended with the response, even if the client disconnects.
+        held: closed with the response, even if no event was read.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], held: ExitStack) -> None:

@@ -67,8 +67,8 @@ class EngineLoop:
         """Add samples and return their numbers; thread-safe.
 
         Args:
-            requests: requests that fit into the cache. deliver: receives each new token; the last token of a sample has
-                its finish reason.
+            requests: requests that fit into the cache.
+            deliver: receives each new token; the last token of a sample has its finish reason.
         """
         load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
         # The loop's own record lacks samples that were submitted during the current pass. Creating the list is atomic,
