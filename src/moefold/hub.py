@@ -91,8 +91,7 @@ def check_repo_name(name: str) -> str:
 def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path:
     """Download the file or folder of a name on the hub, unless it is cached; return the local path.
 
-    A process queries the hub once for each name. Without network, or with HF_HUB_OFFLINE=1, the cached snapshot is
-    used.
+    A process queries the hub once for each name. Without network, or with HF_HUB_OFFLINE=1, the cache is used.
 
     Args:
         url: the name, see `parse_hub_url`.

@@ -1,7 +1,6 @@
 """Index of rollouts.jsonl: the numbers of every rollout are in memory, texts are read when they are shown.
 
-Texts are untrusted bytes of prompts and models: they are returned as plain strings, and readers must not interpret
-them.
+Texts are untrusted bytes of prompts and models: they are returned as plain strings that readers must not interpret.
 """
 
 from array import array

@@ -1,8 +1,8 @@
 """List, find and validate the checkpoints of a folder.
 
 A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. Remote
-folders cannot be renamed: a checkpoint is written under its final name, its manifest last, and is complete once it has
-the manifest.
+folders cannot be renamed: a checkpoint is written under its final name, its manifest last, and is complete with the
+manifest.
 """
 
 import re

@@ -78,8 +78,8 @@ def remove_folder(path: Path) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint atomically: after a kill, no partial folder remains under its name.
 
-    The manifest of a remote checkpoint is deleted first: without it the rest is not a checkpoint, and the next save
-    deletes it.
+    The manifest of a remote checkpoint is deleted first: without it the rest is not a checkpoint: the next save deletes
+    it.
     """
     if isinstance(path, RemotePath):
         (path / MANIFEST_FILE).unlink(missing_ok=True)

@@ -335,8 +335,7 @@ class PeerSnapshots:
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
-        # The last snapshot of the previous generation is complete on every rank; the older snapshot would be a third
-        # one.
+        # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
         last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
         self._slots = [last, Snapshot()]
         shards = local_boxes(state)

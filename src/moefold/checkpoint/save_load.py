@@ -354,8 +354,7 @@ def write_checkpoint(
         The checkpoint folder.
 
     Raises:
-        ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job saves
-            into it.
+        ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job uses it.
     """
     folder = checkpoint_folder(cfg.run, cfg.checkpoint)
     final = step_path(folder, train_state.step)
@@ -565,8 +564,7 @@ def _storage_writer(draft: Path) -> dcp.FileSystemWriter:
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
     """Read back and hash the files of every rank, and return the digests of all ranks; collective.
 
-    Remote files were hashed while they were sent, and the store compares the received bytes with checksums of its
-    protocol.
+    Remote files were hashed while they were sent, and the store compares the received bytes with checksums.
 
     Raises:
         ConfigError: a rank cannot read its files back; raised on every rank.

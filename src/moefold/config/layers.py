@@ -73,8 +73,7 @@ class Layer:
     def kind(self) -> "Layer":
         """Layer without the parts that depend on positions: span and RoPE.
 
-        Layers of one kind have the same parameters, FLOPs for each key, saved bytes and cache. All of them return the
-        same object.
+        Layers of one kind have the same parameters, FLOPs for each key, saved bytes and cache. They share one object.
         """
         return _interned(replace(self, attention=replace(self.attention, span=None, has_rope=True)))
 

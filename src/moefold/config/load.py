@@ -63,8 +63,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path())
         A message on settings that another kind lacks.
 
     Raises:
-        ConfigError: overrides have another form, or name an unknown section or a key of format 1; one error for all
-            overrides.
+        ConfigError: overrides have another form, or name an unknown section or a key of format 1; one error for all.
     """
     left_out = []
     refused = []

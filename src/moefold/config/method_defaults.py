@@ -1,6 +1,6 @@
 """Default learning rates by method of training, with their sources.
 
-A rate for random weights destroys a trained model: 3e-4 is usual in pretraining, and 300 times the rate of preference
+A rate for random weights damages a trained model: 3e-4 is usual in pretraining, 300 times the rate of preference
 optimisation.
 """
 

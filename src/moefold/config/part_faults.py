@@ -123,8 +123,7 @@ def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType 
 
     Args:
         parts: class of the part, or several classes of one package if any of them may have failed.
-        where: the method, for the text after "fails in"; empty: the first function of its package or file that was
-            called.
+        where: the method, for the text after "fails in"; empty: the first called function of its package or file.
         code: code object of the method, for calls that do not match its signature; None: it has no line.
     """
     part = parts[0]

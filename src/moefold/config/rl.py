@@ -65,7 +65,7 @@ class RLConfig(Section):
     """Evaluations without a higher reward after which the reference model becomes the current policy and the optimizer
     moments become zero (ProRL, arXiv:2505.24864); 0: never."""
     mixed_only: bool = False
-    """Replace groups whose rewards are all equal, which have no gradient, by groups of other prompts (DAPO's dynamic
+    """Replace groups with equal rewards, which have no gradient, by groups of other prompts (DAPO's dynamic
     sampling)."""
     most_rounds: Annotated[int, at_least(1), ReadIf("rl.mixed_only")] = 4
     """Maximum number of rounds of sampling for one batch with mixed_only; then equal groups stay."""

@@ -71,12 +71,9 @@ class SitesConfig(Section):
     """Minimum number of sites of a round, which is skipped if there are fewer; 0: more than half of count."""
     grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 0.0
     """Time that a round with a quorum waits for late sites, counted from the first site; the round then continues
-    without them. 0: from the delays of past rounds, timeout_s in the first rounds. The last round waits up to
-    timeout_s."""
+    without them. 0: from the delays of past rounds, timeout_s in the first rounds. The last round waits timeout_s."""
     timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 60.0
-    """Maximum wait for a site in a round, and for a stuck exchange; the round continues without the site, or is
-    skipped.
-    """
+    """Maximum wait for a site in a round, and for a stuck exchange; the round continues without it, or is skipped."""
 
     @property
     def is_active(self) -> bool:

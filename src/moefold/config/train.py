@@ -89,8 +89,7 @@ class TrainConfig(Section):
     learn."""
     indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.attention.indexer")] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
-    mean over the tokens without padding, sum over the layers. It has no gradient for other weights. 0: the indexers do
-    not learn."""
+    mean over the tokens without padding, sum over the layers. It has no gradient for other weights. 0: no learning."""
     eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS), Judged.FILES] = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
     eval_at_start: Annotated[bool, ReadIf("train.eval_every"), ReadIf("rl.group_size=0"), Judged.FILES] = False

@@ -210,8 +210,7 @@ class SharedExperts:
 
     hf_key: str = "n_shared_experts"
     allows_none: bool = False
-    """Whether 0 means no shared expert; if not, transformers creates tensors of width 0, which moefold does not
-    read."""
+    """Whether 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
     default: int | None = None
     width_key: str = "moe_intermediate_size"
 
@@ -435,8 +434,7 @@ def attention_bias(*, has_output: bool) -> Renamed:
 NUM_LAYERS = Renamed("num_hidden_layers", "layers", least=1, most=MAX_LAYERS)
 """Number of layers, without MTP layers."""
 MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)
-"""Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 has another
-spelling."""
+"""Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 differs."""
 
 
 def num_layers_of(hf_config: Json) -> int:

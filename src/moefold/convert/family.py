@@ -318,8 +318,7 @@ def backbone_fields(
     """Return the fields that all families share; the arguments are the family's defaults for absent keys.
 
     Args:
-        rope: reader of the RoPE parameters; a number: the default of theta, for RoPE over the whole head; None: no
-            RoPE.
+        rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None: no RoPE.
         layers: field of the number of layers; None: num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope

@@ -274,8 +274,8 @@ def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float
 
     transformers adds c * E * sum_e F_e P_e, where F_e counts all K choices of a token, and F and P are means over the L
     layers with experts: c * K if the load is even. moefold adds a * E * sum_e f_e P_e for each layer, where f_e is a
-    share of the choices: a * L. So a = c * K / L, which is also the ratio of the gradients if all layers have the same
-    load.
+    share of the choices: a * L. So a = c * K / L, which is also the ratio of the gradients for equal loads of all
+    layers.
     """
     text = hf_config.get("text_config")
     coefficient = (text if isinstance(text, Mapping) else hf_config).get("router_aux_loss_coef")

@@ -59,8 +59,7 @@ def load_initial_weights(
     """Fill this rank's shards from `checkpoint.init_from` or `checkpoint.upcycle`. Collective over all ranks.
 
     For a run or a folder of checkpoints, the ranks agree on the newest checkpoint, because a run may save in the
-    meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their
-    values.
+    meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters are kept.
 
     Args:
         is_first_rank: whether this is rank 0.

@@ -204,8 +204,7 @@ QUANTIZATION_KEYS = KnownKeys(
     ),
     void=r"_.*",
 )
-"""Keys of quantisation. Types of activations and lists of other modules have no effect, because weights are
-dequantised."""
+"""Keys of quantisation. Types of activations and lists of other modules have no effect: weights are dequantised."""
 GENERATION_KEYS = _any(
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "max_length"),
     *("max_new_tokens", "use_cache", "cache_implementation", "_from_model_config", "return_dict_in_generate"),

@@ -375,8 +375,7 @@ def split_targets(
     Args:
         modules: names of the modules with adapters, except experts.
         experts: names of single experts with adapters.
-        others: names of the modules without adapters; targets with the same last name as one of these are written in
-            full.
+        others: names of the modules without adapters; targets with the same last name as one of these are in full.
         family: the model's family.
     """
     taken = declared_keys().stacked_by_peft.get(family.name, [])

@@ -150,8 +150,8 @@ def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
 def weights_path(name: str) -> Path:
     """Return the path of weights that a user named.
 
-    For `hf://ORG/NAME` it is a snapshot on this machine, for a remote Hugging Face folder a copy. Remote checkpoints
-    are not copied.
+    For `hf://ORG/NAME` it is a snapshot on this machine, for a remote Hugging Face folder a copy. Checkpoints are not
+    copied.
 
     Raises:
         ConfigError: the weights cannot be reached.

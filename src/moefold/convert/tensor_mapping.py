@@ -156,8 +156,7 @@ class TensorBlock:
 
     Attributes:
         hf_name: name of the HF tensor.
-        part: number of our block in a tensor that fuses several parameters of one shape, such as 0 for gate and 1 for
-            up.
+        part: number of our block in a tensor that fuses several parameters of one shape: 0 for gate, 1 for up.
         axis: HF dim of the fusion.
         step: 1 for consecutive parameters; else the number of parameters whose indices alternate.
         dims: for each of our dims the HF dim; empty: the same dims. Other HF dims have size 1.

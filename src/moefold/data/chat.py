@@ -76,8 +76,8 @@ class TemplateProcess:
     def process_requests(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the answer to each request in order; a failed one has the reason as `refused`.
 
-        Requests after a refused request are sent only if the caller asks for their answers, because each may cost the
-        full CPU limit.
+        Requests after a refused request are sent only if the caller wants their answers: each may cost the full CPU
+        limit.
         """
         for request in requests:
             if not self._process.is_usable:

@@ -204,8 +204,7 @@ def separate_dropped_files(
         tokens: the token files of the run, and the number of tokens in each.
 
     Returns:
-        The files that are lost, or that were always skipped and have changed, with descriptions; and the other
-        differences.
+        The files that are lost, or were always skipped and have changed, with descriptions; and other differences.
     """
     lost = {}
     others = {}

@@ -1,7 +1,6 @@
 """Samples with optional document ids (attention and loss boundaries) and target weights (loss mask).
 
-A source only has to implement `annotated_sample`: batches, attention masks and the weighted mean of the loss follow
-from it.
+A source only implements `annotated_sample`: batches, attention masks and the weighted mean of the loss follow.
 """
 
 import math
@@ -44,8 +43,7 @@ class Sample:
     """Document number of each token, [S + 1], non-decreasing; consecutive tokens with equal numbers share a document.
 
     Attention and position ids stay within a document, and no target is predicted across documents: the first token of a
-    document is never a target. Padding is a document of its own, see `is_padding`. None: the whole sample is one
-    document.
+    document is never a target. Padding is a document of its own, see `is_padding`. None: one document.
     """
     weights: NDArray[Any] | None = None
     """Weight of each target, bool or floating [S], at least 0: 0 or False masks it. None: all weights are 1.
@@ -192,8 +190,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     """Stack samples of an annotated source.
 
     Raises:
-        ValueError: a sample has arrays of the wrong length, other columns than the first sample, or a reserved column
-            name.
+        ValueError: a sample has arrays of the wrong length, other columns than the first sample, or a reserved name.
     """
     tokens = np.empty((len(samples), seq_len + 1), dtype=np.int64)
     documents = np.zeros((len(samples), seq_len + 1), dtype=np.int32)

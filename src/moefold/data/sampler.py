@@ -5,8 +5,8 @@ Only the index determines the sample, whatever the parallel mapping.
 Validation consists of up to 64 ranges of consecutive samples, each at a hashed position in one of as many equal parts
 of the data. The tail of the data would have another distribution, such as only the newest texts. Consecutive samples
 share one token (the last label is the next sample's first input), so the samples next to each range are in neither
-part. The positions depend only on the number of samples and the fraction, not on run.seed: every seed is evaluated on
-the same text.
+part. The positions depend only on the number of samples and the fraction, not on run.seed: every seed has the same
+held-out text.
 """
 
 import math

@@ -301,8 +301,8 @@ def pack_conversations(
         (training, validation).
 
     Raises:
-        ConfigError: no conversation has a response, one is too long and data.overlong is "refuse", or none is left for
-            training.
+        ConfigError: there is no response, a conversation is too long and data.overlong is "refuse", or no training data
+            is left.
     """
     lengths = np.diff(conversations.starts)
     is_long = lengths > seq_len + 1

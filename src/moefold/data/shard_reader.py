@@ -248,8 +248,7 @@ def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
     """Memory-map an array read-only; only its header is read.
 
     Raises:
-        ValueError: the file cannot be read, is not a complete array of plain numbers, or is an archive of several
-            arrays.
+        ValueError: the file cannot be read, is not a complete array of plain numbers, or has several arrays.
     """
     try:
         check_regular_file(path)

@@ -75,8 +75,7 @@ class MegatronIndex:
         offset = _MEGATRON_HEADER.size + 4 * self.num_sequences
         offsets = self._open(offset, self.num_sequences)
         documents = self._open(offset + 8 * self.num_sequences, self.num_documents + 1)
-        # Document m ends where the first sequence of document m + 1 begins, and the last document at the end of the
-        # file.
+        # Document m ends where the first sequence of document m + 1 begins, the last one at the end of the file.
         firsts = documents.read(start + 1, stop + 1).astype(np.int64)
         inner = firsts[firsts < self.num_sequences]
         ends = np.full(stop - start, self.num_tokens, dtype=np.int64)

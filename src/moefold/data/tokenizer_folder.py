@@ -413,7 +413,7 @@ class JsonTokenizer:
     """The tokenizer of a folder: a tokenizer.json of the `tokenizers` package and the files next to it.
 
     Documents are separated by the declared end-of-text token (`TokenizerFolder.end_of_text`). Special tokens that occur
-    in the text become their ids. The tokenizer runs in a subprocess with limited memory and time, because the files are
+    in the text become their ids. The tokenizer runs in a subprocess with limited memory and time: its files are
     untrusted.
     """
 

@@ -42,8 +42,7 @@ class ModelSource:
     context: int
     """Context length in tokens, from the training run or the Hugging Face config."""
     trained_len: int = 0
-    """Sequence length of the training run; 0 for a Hugging Face folder and for weights without further training
-    here."""
+    """Sequence length of the training run; 0 for a Hugging Face folder and for weights not trained here."""
     eos_ids: frozenset[int] = frozenset()
     """End-of-text ids of a Hugging Face folder, or of the folder that a checkpoint's weights were imported from."""
     uses_hf_text_start: bool = False

@@ -1,8 +1,8 @@
 """Expert balance of a run: the file of expert counts, and loads for `moefold inspect`.
 
 RUN_DIR/expert_counts.bin is append-only: one line of JSON with layers and number of experts, padded to a multiple of 64
-bytes, then records of equal length. A record has the step as int64 and the counts as uint32 [layers, experts], all
-little-endian.
+bytes, then records of equal length. A record has the step as int64 and the counts as uint32 [layers, experts]
+(little-endian).
 """
 
 import json

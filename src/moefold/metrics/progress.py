@@ -176,8 +176,8 @@ class PlainDisplay:
 class LiveDisplay:
     """Progress display that redraws a bar with the step's numbers at the bottom of a terminal.
 
-    Messages and the steps with an evaluation scroll above it. The bar disappears when the run ends; its last step stays
-    as a line.
+    Messages and the steps with an evaluation scroll above it. The bar disappears when the run ends; its last step
+    stays.
     """
 
     def __init__(

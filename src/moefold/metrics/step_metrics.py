@@ -81,8 +81,8 @@ class ReplicaMetrics:
     """Agreement of the data-parallel replicas in one checked step; fields are None for a single replica.
 
     A dispersion is standard deviation over mean. Loss and dense gradients are compared between the dp replicas, expert
-    gradients between the edp replicas. A trend indicates a fault: a diverging replica raises the dispersions and lowers
-    the cosines.
+    gradients between the edp replicas. A trend indicates a fault: divergence raises the dispersions and lowers the
+    cosines.
     """
 
     loss_dispersion: float | None

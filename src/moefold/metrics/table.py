@@ -597,8 +597,7 @@ SHOWN = {
     "sites.router_distance": Shown("Sites", table="sites"),
     "sites.spike": Shown("Sites", "loss spike", table="sites"),
 }
-"""Places of the numbers of a step, by path, in the order of the charts. Other numbers have a chart under their
-names."""
+"""Places of the numbers of a step, by path, in the order of the charts. Others have a chart under their name."""
 LAYER_CURVES = {
     "load": "expert_load", "load_cv": "expert_load_cv", "dead_experts": "dead_experts",
     "dropped_fraction": "dropped_fraction", "zero_fraction": "zero_expert_fraction", "router_entropy": "router_entropy",

@@ -181,8 +181,7 @@ def counts_replayed_choices(model: ModelConfig, moe: MoEConfig, rl: RLConfig) ->
 EXACT_LIMIT = 1e-6
 """Limit in nats if sampling is bitwise equal to training, in any dtype."""
 STALE_LIMIT = 1.0
-"""Limit in nats on rollouts of older weights: updates cause a mismatch of hundredths, broken weights one above the
-limit."""
+"""Limit in nats on rollouts of older weights: updates cause a mismatch of hundredths, broken weights more."""
 ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
 """Limit in nats by run.dtype if sampling differs by rounding, which sends some tokens to other experts."""
 

@@ -1,7 +1,6 @@
 """Memory check before a run: a step is refused if its minimum memory by formula exceeds the machine's memory.
 
-States are exact to the byte. Activations are within a quarter of measurements, so three quarters of them are certainly
-needed.
+States are exact to the byte. Activations are within a quarter of measurements, so three quarters of them are certain.
 """
 
 from collections import Counter

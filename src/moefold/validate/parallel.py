@@ -1,8 +1,7 @@
 """Rules on parallel degrees and the sharded sizes, and on the pipeline: schedule, virtual stages, layout.
 
 Each axis has a function of (config, degree) that yields its violations, so that the legal values of a degree are found
-by trials with all other settings unchanged. The module also has the rules of `parallel.overlap_experts` and
-`overlap_tp`.
+by trials with all other settings unchanged. Also rules of `parallel.overlap_experts` and `overlap_tp`.
 """
 
 from collections.abc import Callable, Iterator

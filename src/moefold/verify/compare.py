@@ -48,8 +48,7 @@ class OracleRecord:
     steps: Sequence["OracleStep | StepResult"]
     eval_loss: float
     rounding_gain: float = 0.0
-    """Largest change of a weight by AdamW in all steps, divided by the magnitude of a tiny gradient: steps * lr /
-    eps."""
+    """Maximum change of a weight by AdamW in all steps, divided by a tiny gradient's magnitude: steps * lr / eps."""
     has_program_objective: bool = False
     """Whether the objective was given instead of the recipe's."""
 
@@ -298,8 +297,7 @@ def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
     for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
         gradients[name] = _Yardstick(0.0, of_gradients[layer])
-        # A weight with an exactly zero gradient keeps its own scale: later steps may have a gradient, as for an idle
-        # expert.
+        # A weight with an exactly zero gradient keeps its own scale: later steps may have a gradient (idle experts).
         if own_gradients[name] > 0 or own_weights[name] == 0:
             rounding = ROUNDING_SHARE * of_gradients[layer] * oracle.rounding_gain
             weights[name] = _Yardstick(rounding, of_weights[layer])

@@ -107,8 +107,7 @@ class Oracle:
         reads: record of the keys that are read, shared with other oracles; None: a new record.
 
     Raises:
-        NoFormulaError: the oracle has no formula for a kind, a key or a parameter; also raised by `step` and
-            `check_keys`.
+        NoFormulaError: the oracle has no formula for a kind, a key or a parameter; also by `step` and `check_keys`.
     """
 
     def __init__(

@@ -79,8 +79,7 @@ class AttentionCore:
     cached_whole: int = 0
     """Numbers of a token in the cache that every rank has: a latent, or the key of an indexer."""
     cached_expanded: int = 0
-    """Numbers of a head and a token in a cache of heads that are computed from latents; 0: the same as in any other
-    cache."""
+    """Numbers of a head and a token in a cache of heads that are computed from latents; 0: as in other caches."""
     selected: int = 0
     """Maximum keys of a query, selected by an indexer; 0: all."""
     values_in_keys: bool = False

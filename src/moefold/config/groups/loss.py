@@ -37,8 +37,8 @@ class LossPart(Part):
     """Stateless loss of the last stage, which is a `LossFunction` (`model/loss_function.py`).
 
     Terms that are only for training, such as a penalty, are 0 if `output.is_training` is False, so that evaluations of
-    different recipes can be compared. A loss may declare `metrics`, and `columns` of the batch in addition to "labels"
-    and "weights".
+    different recipes can be compared. A loss may declare `metrics`, and `columns` of the batch other than "labels" and
+    "weights".
     """
 
     group: ClassVar[str] = "loss"

@@ -21,8 +21,7 @@ class StateSpec(NamedTuple):
     is_count: bool = False
     """Whether it is the count of steps, a single number on each rank; its name is `step`."""
     is_kept: bool = False
-    """Whether it is not a moment: it is not reset, and stays on the device. The optimizer from `build` lists it in
-    `kept_states`."""
+    """Whether it is not a moment: it is not reset, and stays on the device. The optimizer has it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):

@@ -23,8 +23,8 @@ class PolicyTokens:
     log_probs: "Tensor"
     """Log-probabilities of the policy in training, with gradient."""
     log_ratio: "Tensor | None"
-    """`log_probs` minus the log-probabilities of the policy that sampled; 0 for tokens that are not sampled. None: not
-    in the batch."""
+    """`log_probs` minus the log-probabilities of the policy that sampled; 0 for tokens that are not sampled. None:
+    absent."""
     advantages: "Tensor"
     is_trained: "Tensor"
     """Tokens with a nonzero weight, bool."""

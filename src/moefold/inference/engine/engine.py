@@ -59,8 +59,7 @@ Constrain = Callable[[Request], Constraint]
 TokenCallback = Callable[[int, int], None]
 """Callback for each new token: (request index, token)."""
 StopCondition = Callable[[int, Sequence[int]], bool]
-"""Predicate for a complete sample: (request index, its new tokens). It must return the same on all ranks of a dp
-rank."""
+"""Predicate for a complete sample: (request index, its new tokens). Equal on all ranks of a dp rank."""
 
 
 @dataclass

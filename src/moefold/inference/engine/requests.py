@@ -83,8 +83,7 @@ class Completion:
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
     expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
     """Experts of each token of prompt and completion, except the last token, which is never an input of the model, in
-    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None unless the engine records
-    them."""
+    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None: not recorded."""
 
 
 class PromptScore(NamedTuple):
@@ -121,8 +120,7 @@ class EngineSettings:
     cache_gib: float = 1.0
     """GiB for the cached keys and values (or latents) of this rank's layers; 0: as much as the requests need."""
     cache: CacheKind = "latents"
-    """Contents of the cache of latent attention: latents, or heads, which need more memory and are computed as in
-    training."""
+    """Contents of the cache of latent attention: latents, or heads, which are larger and computed as in training."""
     share_prompts: bool = True
     """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
 
